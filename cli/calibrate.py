@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import ClassVar
 
 from cli.from_history import calibrate_from_history
@@ -10,6 +11,7 @@ from costmodels.catalogue.local_machine import available_cores
 from costmodels.catalogue.measured_devices import folder, own_file
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
+from costmodels.paths import entries, exists
 from planner.options.flags import flag, flag_groups
 from runtime.calibrate.options import CalibrateOptions
 from runtime.dryrun.preflight import check_torch
@@ -87,9 +89,14 @@ def calibrate(options: CalibrateOptions, ranks: RanksOptions) -> None:
 
 
 def _forget() -> None:
-    files = sorted(folder().glob(own_file("*").name.replace("_", "*")))
+    pattern = own_file("*").name.replace("_", "*")
+    there = entries(folder()) if exists(folder()) else []
+    files = [file for file in there if fnmatchcase(file.name, pattern)]
     for file in files:
-        file.unlink()
+        try:
+            file.unlink()
+        except OSError as error:
+            raise InputError(f"--forget: {file}: cannot be removed ({error.strerror})") from None
         print(f"removed {file}")
     if not files:
         print(f"nothing was measured of this machine: {folder()} has no file of it")

@@ -14,6 +14,7 @@ import typer
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
+from costmodels.paths import file_bytes
 from planner.options.command import HELP, Command
 from planner.options.flags import flag, flag_groups
 from planner.options.limits import AT_LEAST_1
@@ -138,7 +139,7 @@ def prepare(source: Source, encoding: Encoding, output: Output) -> None:
         print(f"planner: note: {line}", file=sys.stderr)
     keys = [key for word in source.json_keys for key in word.split()]
     start = time.perf_counter()
-    with _bar("tokenizing", sum(file.stat().st_size for file in files)) as show:
+    with _bar("tokenizing", sum(map(file_bytes, files))) as show:
         summary = prepare_files(
             files,
             output.output_prefix,

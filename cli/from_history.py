@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from cli.status import Status
 from cli.tables import table, table_text
 from costmodels.catalogue.measured_devices import own_file
 from costmodels.errors import InputError
+from costmodels.paths import expanded
 from planner.history.file import history_file, past_runs
 from planner.history.refit import Refit, median_error, refits
 from runtime.calibrate.result import keep
@@ -33,7 +33,7 @@ def calibrate_from_history(save: str | None, as_json: bool) -> None:
         found = refits(runs, torch)
     for refit in found:
         if refit.is_better:
-            path = Path(save).expanduser() if save else own_file(refit.device.name)
+            path = expanded(save) if save else own_file(refit.device.name)
             keep(path, refit.ranks, refit.device, [step.model for step in refit.steps])
     if as_json:
         figures = [refit.as_json() for refit in found]

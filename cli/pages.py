@@ -12,6 +12,7 @@ import typer
 from cli.tables import console, table
 from cli.waiting import waiting
 from costmodels.errors import InputError
+from costmodels.paths import is_file, is_folder
 from costmodels.spec.record import GIB, in_seconds
 from planner.explanation.comparison import Comparison
 from planner.plan import Plan
@@ -75,9 +76,9 @@ def compare(
 def _loaded(source: str) -> tuple[Plan, list[dict[str, Any]]]:
     """A plan, or that of a run's folder, and what the run has logged; `InputError` where there is neither."""
     folder = Path(source)
-    if not folder.is_dir():
+    if not is_folder(folder):
         return Plan.load(folder), []
-    if not (folder / PLAN_FILE).is_file():
+    if not is_file(folder / PLAN_FILE):
         raise InputError(f"{source}: a folder without {PLAN_FILE}; name a plan, or the --log-dir of a run")
     return Plan.load(folder / PLAN_FILE), read_metrics(folder)
 

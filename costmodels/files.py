@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -70,14 +71,55 @@ def write_whole(what: str, path: str | Path, text: str) -> None:
     Raises `InputError`, which names `what` and the file, when it cannot be written.
     """
     target = Path(path)
-    through = target.is_symlink() or (target.exists() and not target.is_file())
-    written = target if through else target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        written.write_text(text, encoding="utf-8")
-        if written is not target:
-            written.replace(target)
-    except OSError as error:
-        if written is not target:
+        if _is_written_through(target):
+            _write_through(target, text.encode())
+            return
+        beside = name_beside(target)
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(target)
+        except OSError:
             with contextlib.suppress(OSError):
-                written.unlink(missing_ok=True)
-        raise InputError(f"{what} {target}: cannot be written: {error.strerror or error}") from None
+                beside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{what} {str(path)!r}: cannot be written: {reason}") from None
+    except ValueError:
+        # A NUL, or what UTF-8 or the encoding of file names does not hold.
+        raise InputError(f"{what} {str(path)!r}: cannot be written: its name or text is not valid") from None
+
+
+def name_beside(target: Path) -> Path:
+    """A name for what becomes `target` when it is whole: not made of its name, which may be the longest."""
+    number = zlib.crc32(os.fsencode(target.name))
+    return target.with_name(f".planner-{os.getpid()}-{number:08x}")
+
+
+def _is_written_through(target: Path) -> bool:
+    """Whether a link, a pipe or a device lies at a path, which stays when it is written to."""
+    try:
+        mode = os.lstat(target).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return not stat.S_ISREG(mode)
+
+
+def _write_through(target: Path, data: bytes) -> None:
+    """Write to what a path leads to; raises `OSError` where nobody reads a pipe, or it is a disk."""
+    flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        number = os.open(target, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(error.errno, "it is a pipe that nobody reads, or no file") from None
+        raise
+    with os.fdopen(number, "wb") as file:
+        mode = os.fstat(number).st_mode
+        if stat.S_ISBLK(mode):
+            raise OSError(errno.EINVAL, "it is a disk, not a file")
+        if stat.S_ISREG(mode):
+            os.ftruncate(number, 0)
+        os.set_blocking(number, True)
+        file.write(data)

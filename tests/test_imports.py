@@ -25,6 +25,8 @@ ORDER = {
             "dataclass",
             "exports",
             "files",
+            "paths",
+            "cache_files",
             "spelling",
             "spec",
             "catalogue",

@@ -5,7 +5,6 @@ that was measured: ranks of a CPU share cores and memory, so that one rank's sha
 """
 
 import json
-import os
 import platform
 import re
 from pathlib import Path
@@ -17,6 +16,7 @@ from costmodels.catalogue.local_machine import available_cores, processor_name
 from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text, write_whole
+from costmodels.paths import expanded, home_of
 from costmodels.spec.hardware import Device
 from costmodels.spec.record import Count, Name, Record
 
@@ -111,8 +111,7 @@ class MeasuredDevices(Record):
 
 def folder() -> Path:
     """The folder of the devices that were measured on the user's machines."""
-    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(home) / "planner" / "devices"
+    return home_of("XDG_CONFIG_HOME", ".config") / "planner" / "devices"
 
 
 def own_file(device: str) -> Path:
@@ -137,7 +136,7 @@ def read_devices(path: str | Path, here: bool = False) -> MeasuredDevices:
     """
     where = f"device file {str(path)!r}"
     try:
-        content = json.loads(read_text(Path(path).expanduser(), LARGEST_FILE))
+        content = json.loads(read_text(expanded(path), LARGEST_FILE))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"cannot read {where}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"

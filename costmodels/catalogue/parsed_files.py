@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import marshal
-import os
 import sys
+import zlib
 from collections.abc import Callable
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
+
+from costmodels.cache_files import read_cached, write_cached
+from costmodels.files import MIB
+
+LARGEST = 64 * MIB
+
+DIGEST_BYTES = 4
 
 
 def parsed_file(file: Path, parse: Callable[[str, str], dict[str, Any]]) -> dict[str, Any]:
@@ -21,18 +28,29 @@ def parsed_file(file: Path, parse: Callable[[str, str], dict[str, Any]]) -> dict
     status = file.stat()
     key = status.st_size, status.st_mtime_ns
     kept = Path(cache_from_source(str(file))).with_suffix(file.suffix)
-    # No such file, or one that was not written to its end.
-    with contextlib.suppress(OSError, ValueError, EOFError, TypeError):
-        known, content = marshal.loads(kept.read_bytes())
-        if known == key and isinstance(content, dict):
-            return content
+    found = read_cached(kept, LARGEST, _loaded)
+    if found is not None and found[0] == key:
+        return found[1]
     content = parse(file.read_text(encoding="utf-8"), file.name)
     if not sys.dont_write_bytecode:
         # What is not a plain value, such as a date, is parsed each time.
-        with contextlib.suppress(OSError, ValueError):
-            written = kept.with_name(f".{kept.name}.{os.getpid()}")
+        with contextlib.suppress(ValueError):
             values = marshal.dumps((key, content))
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            written.write_bytes(values)
-            written.replace(kept)
+            write_cached(kept, _digest(values) + values, quietly=True)
     return content
+
+
+def _loaded(data: bytes) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The key and the content of a kept file; raises `ValueError` for one that is not as it was written.
+
+    `marshal` itself may end the process on bytes that it did not write.
+    """
+    digest, values = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+    if digest != _digest(values):
+        raise ValueError("its checksum is another one")
+    known, content = marshal.loads(values)
+    return known, content
+
+
+def _digest(values: bytes) -> bytes:
+    return zlib.crc32(values).to_bytes(DIGEST_BYTES, "little")

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from costmodels.catalogue.parsed_files import parsed_file
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
+from costmodels.paths import expanded
 from costmodels.spelling import near_names, nearest
 
 FOLDER = Path(__file__).parent
@@ -64,7 +65,7 @@ def is_file_name(name: str) -> bool:
 
 def user_fields(path: str, kind: str) -> dict[str, Any]:
     """The fields in a user's file of one `kind` (model, ...); its name is the file's unless stated."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     try:
         text = read_text(file, LARGEST_YAML)
     except (OSError, UnicodeDecodeError) as error:

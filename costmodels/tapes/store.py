@@ -18,12 +18,17 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from costmodels.cache_files import discard_cached, read_cached
+from costmodels.paths import home_of, is_visible
 from costmodels.tapes.loops import unrolled
 from costmodels.tapes.structure import Structure
 from costmodels.tapes.tape import Tape
 from costmodels.tapes.text import as_json, parsed_tape
 
 PACKAGED = Path(__file__).parent / "data"
+
+LARGEST = 1 << 30
+"""Bytes of a file of tapes."""
 
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The time of all members: equal tapes make equal files."""
@@ -75,8 +80,7 @@ DIGITS = 12
 
 def cache_folder() -> Path:
     """The folder of the tapes that were recorded on this machine."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "planner" / "tapes"
+    return home_of("XDG_CACHE_HOME", ".cache") / "planner" / "tapes"
 
 
 def cache_path(version: str) -> Path:
@@ -117,8 +121,23 @@ def tape_of(structure: Structure, version: str) -> Tape | None:
     for path in _paths(version):
         name, archive = _members(path).get(structure.name), _archive(path)
         if name is not None and archive is not None:
-            return parsed_tape(json.loads(archive.read(name)))
+            tape = _tape_in(archive, name, path)
+            if tape is not None:
+                return tape
     return None
+
+
+def _tape_in(archive: zipfile.ZipFile, name: str, path: Path) -> Tape | None:
+    """The tape of a member; None of one recorded here that is damaged, whose file is removed."""
+    if path.parent == PACKAGED:
+        return parsed_tape(json.loads(archive.read(name)))
+    try:
+        return parsed_tape(json.loads(archive.read(name)))
+    except Exception as error:
+        discard_cached(path, error)
+        _members.cache_clear()
+        _archive.cache_clear()
+        return None
 
 
 @cache
@@ -132,8 +151,8 @@ def tape_of_steps(structure: Structure, version: str, steps: int) -> Tape:
 def _paths(version: str) -> Iterator[Path]:
     """The files that may have tapes of a version, those that count first."""
     yield path_of(version)
-    # Most have recorded nothing, and need no digest.
-    if cache_folder().exists():
+    # Most have recorded nothing, and need no digest. A folder that nobody may look into holds nothing either.
+    if is_visible(cache_folder()):
         yield cache_path(version)
     if version in MOSTLY:
         yield path_of(MOSTLY[version])
@@ -147,10 +166,7 @@ def known_structures(version: str) -> set[str]:
 @cache
 def _archive(path: Path) -> zipfile.ZipFile | None:
     """A file in memory, so that its list of members is read once; None for one that cannot be read."""
-    try:
-        return zipfile.ZipFile(io.BytesIO(path.read_bytes()))
-    except (OSError, zipfile.BadZipFile):
-        return None
+    return read_cached(path, LARGEST, lambda data: zipfile.ZipFile(io.BytesIO(data)))
 
 
 @cache
@@ -167,10 +183,7 @@ def structure_names(path: Path) -> list[str]:
 
 def write_tapes(tapes: Mapping[Structure, Tape], path: Path) -> None:
     """Put tapes into a file, instead of those that it has of the same structures."""
-    kept: dict[str, bytes] = {}
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            kept = {name: archive.read(name) for name in archive.namelist()}
+    kept = read_cached(path, LARGEST, _contents) or {}
     for structure, tape in tapes.items():
         kept[f"{structure.name}.json"] = json.dumps(as_json(tape), separators=(",", ":")).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,6 +194,11 @@ def write_tapes(tapes: Mapping[Structure, Tape], path: Path) -> None:
             archive.writestr(zipfile.ZipInfo(name, EPOCH), kept[name], zipfile.ZIP_DEFLATED, 9)
     partial.replace(path)
     clear_caches()
+
+
+def _contents(data: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def clear_caches() -> None:

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 from costmodels.catalogue.measured_devices import Machine
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_at_most
+from costmodels.paths import home_of
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
@@ -57,8 +58,7 @@ class PastRun(Record):
 
 def history_file() -> Path:
     """Where the history of this user lies, whether or not it is there."""
-    home = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(home) / "planner" / "history.jsonl"
+    return home_of("XDG_DATA_HOME", ".local/share") / "planner" / "history.jsonl"
 
 
 def append(run: PastRun, path: Path | None = None) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from costmodels.cache_files import say_once
 from costmodels.catalogue import HOST, load_device, load_engine
 from costmodels.catalogue.measured_devices import is_device_file, own_file, read_devices
+from costmodels.errors import InputError
+from costmodels.paths import exists
 from costmodels.spec.hardware import Device
 from planner.inputs.engine import DEFAULT_ENGINE
 
@@ -21,7 +24,13 @@ def resolve_device(name: str, ranks: int = 1) -> Device:
         return _measured(name, ranks, here=False)
     plain = load_device(name, ranks)
     path = own_file(plain.name)
-    return _measured(str(path), ranks, here=True) if path.exists() else plain
+    try:
+        is_measured = exists(path)
+    except InputError as error:
+        # A home of somebody else, as under `sudo -u`: nothing was measured for who asks.
+        say_once(f"{error}: what planner calibrate has measured there is not used")
+        return plain
+    return _measured(str(path), ranks, here=True) if is_measured else plain
 
 
 def _measured(path: str, ranks: int, here: bool) -> Device:

@@ -10,6 +10,7 @@ import numpy as np
 
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
+from costmodels.paths import expanded
 from costmodels.spec.model_parts import ExpertLoad
 
 LARGEST_METRICS = 1024 * MIB
@@ -24,7 +25,7 @@ def expert_loads(text: str, flag: str) -> tuple[ExpertLoad, ...]:
     try:
         load = float(text)
     except ValueError:
-        return _measured(Path(text).expanduser(), flag)
+        return _measured(expanded(text), flag)
     if not 1 <= load < float("inf"):
         raise InputError(f"{flag} {text}: expected a number of at least 1, such as 1.2, or a metrics.jsonl")
     return (ExpertLoad(ranks=1, mean=load, peak=load),)

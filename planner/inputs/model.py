@@ -6,6 +6,7 @@ from pathlib import Path
 
 from costmodels.catalogue import load_model
 from costmodels.catalogue.yaml_files import build
+from costmodels.paths import is_file
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import Lora, MultiTokenPrediction
 
@@ -29,7 +30,7 @@ def resolve_model(model: ModelSpec | str | Path, seq: int | None = None) -> Mode
 def is_hf_config(model: str | Path) -> bool:
     """Whether a model is given as a Hugging Face config.json or its folder."""
     path = Path(model)
-    return path.suffix == ".json" or (path / "config.json").is_file()
+    return path.suffix == ".json" or is_file(path / "config.json")
 
 
 def with_seq(model: ModelSpec, seq: int | None) -> ModelSpec:

@@ -308,6 +308,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of a stream that takes no more."""
 
 
+REFUSED = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT),
+    *(errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE),
+)
+"""Errors by which a system refuses a file that a program is right to ask for."""
+
+
 def _drop_output() -> None:
     """Let nothing that is buffered for standard output be written at exit, which would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -354,11 +361,15 @@ def run(app: typer.Typer, name: str, quiet: bool = False) -> None:
         _drop_output()
         code = 141
     except OSError as error:
-        if error.filename is not None or error.errno not in FULL:
+        if error.filename is None and error.errno not in FULL:
             raise
-        _drop_output()
-        print(f"{name}: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
-        code = 1
+        if error.filename is not None and error.errno not in REFUSED:
+            raise
+        if error.filename is None:
+            _drop_output()
+        what = "standard output cannot be written" if error.filename is None else f"{error.filename}"
+        print(f"{name}: error: {on_one_line(InputError(f'{what}: {error.strerror}'))}", file=sys.stderr)
+        code = 1 if error.filename is None else InputError.exit_code
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise

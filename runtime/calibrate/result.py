@@ -14,6 +14,7 @@ from costmodels.calibration.machine_measurements import Measurements
 from costmodels.catalogue import load_device, load_engine
 from costmodels.catalogue.measured_devices import Machine, MeasuredDevices, own_file, read_devices
 from costmodels.errors import InputError
+from costmodels.paths import expanded
 from costmodels.spec.engine import Engine
 from costmodels.spec.record import in_seconds
 from planner.api import search
@@ -76,7 +77,7 @@ def finish(found: Measurements, plain: Device, specs: Sequence[ModelSpec], save:
     """
     engine = load_engine(DEFAULT_ENGINE)
     fitted = fitted_device(plain, engine, found).model_copy(update={"source": source_line(found)})
-    path = Path(save).expanduser() if save else own_file(plain.name)
+    path = expanded(save) if save else own_file(plain.name)
     keep(path, found.ranks, fitted, specs)
     yield from change_lines(plain, fitted, engine, found)
     if found.nodes == 1:

@@ -15,7 +15,9 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from costmodels.cache_files import discard_cached
 from costmodels.errors import InputError
+from costmodels.paths import home_of
 from runtime.data.indexed_dataset import IndexedDataset
 from runtime.data.preparation import prepare
 from runtime.data.tokenizers import Tokenizer
@@ -62,8 +64,7 @@ def stdlib_files(stdlib: str | Path | None = None) -> list[Path]:
 
 
 def _default_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "llm-parallelism-planner"
+    return home_of("XDG_CACHE_HOME", ".cache") / "llm-parallelism-planner"
 
 
 def _sources(folder: Path) -> list[tuple[str, Path, int]]:
@@ -97,7 +98,7 @@ def _cached(files: list[Path], tokenizer: Tokenizer, cache: Path, name: str) -> 
     """Prepare into a folder of our own and move it into place: a reader sees all of it or nothing."""
     target = cache / name
     prefix = target / f"{_NAME}_text_document"
-    if _is_readable(prefix):
+    if _fault(prefix) is None:
         return prefix
     cache.mkdir(parents=True, exist_ok=True)
     own = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
@@ -107,17 +108,19 @@ def _cached(files: list[Path], tokenizer: Tokenizer, cache: Path, name: str) -> 
             own.rename(target)
         except OSError:
             # Another process was first, or what lies there is damaged.
-            if not _is_readable(prefix):
-                shutil.rmtree(target)
+            wrong = _fault(prefix)
+            if wrong is not None:
+                discard_cached(target, wrong)
                 own.rename(target)
     finally:
         shutil.rmtree(own, ignore_errors=True)
     return prefix
 
 
-def _is_readable(prefix: Path) -> bool:
+def _fault(prefix: Path) -> InputError | None:
+    """Why token files cannot be read; None for those that can."""
     try:
         IndexedDataset(prefix)
-    except InputError:
-        return False
-    return True
+    except InputError as error:
+        return error
+    return None

@@ -74,6 +74,12 @@ class IndexedWriter:
                 named = (0, 1) if self._record is None else (0, 2, 1)
                 for file in named:
                     self._parts[file].replace(self._targets[file])
+            elif isinstance(error, OSError) and error.filename is None:
+                # Written to a disk that is full, or fails.
+                raise error
+        except OSError as failed:
+            reason = failed.strerror or failed
+            raise InputError(f"{self._targets[0]}: cannot be written: {reason}") from None
         finally:
             self._discard()
 
@@ -161,7 +167,9 @@ class IndexedWriter:
         return self._stack.enter_context(tempfile.TemporaryFile(dir=folder))
 
     def _discard(self) -> None:
-        self._stack.close()
+        with suppress(OSError):
+            # What is buffered is not needed, and a full disk does not take it.
+            self._stack.close()
         for part in self._parts:
             # What could not be made need not be removed.
             with suppress(OSError):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from costmodels.errors import InputError
+from costmodels.paths import entries, is_file, is_folder, resolved
 from runtime.data.description import id_range
 from runtime.data.indexed_dataset import IndexedDataset, bare_prefix, bin_path
 from runtime.data.indexed_writer import IndexedWriter
@@ -16,8 +17,8 @@ from runtime.data.summary import Summary
 def prefixes_in(folder: Path) -> list[Path]:
     """The prefixes of the pairs in a folder, by name; raises InputError for half a pair, or none at all."""
     endings: dict[str, set[str]] = {}
-    for file in folder.iterdir():
-        if file.suffix in (".bin", ".idx") and file.is_file() and not file.name.startswith("."):
+    for file in entries(folder):
+        if file.suffix in (".bin", ".idx") and is_file(file) and not file.name.startswith("."):
             endings.setdefault(file.stem, set()).add(file.suffix)
     for stem, found in endings.items():
         if len(found) == 1:
@@ -45,7 +46,7 @@ def merge(
     Raises InputError if a pair is not readable or does not fit the others; then nothing is written.
     """
     prefixes = [
-        prefix for path in map(Path, inputs) for prefix in (prefixes_in(path) if path.is_dir() else [path])
+        prefix for path in map(Path, inputs) for prefix in (prefixes_in(path) if is_folder(path) else [path])
     ]
     if not prefixes:
         raise InputError("--input: none given: name prefixes of .bin/.idx pairs, or a folder of them")
@@ -59,7 +60,7 @@ def merge(
         _check_alike(first, pair)
         if read_record(pair) is None:
             lacking.append(prefix)
-        if bin_path(prefix).resolve() == bin_path(target).resolve():
+        if resolved(bin_path(prefix)) == resolved(bin_path(target)):
             raise InputError(f"--output-prefix {output_prefix}: is one of the inputs: give another name")
     if lacking:
         text = _unrecorded(lacking, known)

@@ -6,14 +6,18 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 from costmodels.errors import InputError
+from costmodels.files import open_regular
+from costmodels.paths import exists, file_bytes, is_file, is_folder, seen
 
 _READ_BYTES = 2**20
 # Largest window of `zstd --long=31`, with which the dumps of some large corpora are packed.
@@ -37,16 +41,17 @@ def expand(inputs: Sequence[str]) -> list[Path]:
     """
     files: list[Path] = []
     for name in inputs:
+        if not name:
+            raise InputError("--input '': an empty name; name a file, a pattern or a folder")
         path = Path(name)
-        if path.is_dir():
-            found = [file for file in _files_below(path) if file.stat().st_size]
-        elif path.exists():
+        if is_folder(path):
+            found = [file for file in _files_below(path) if file_bytes(file)]
+        elif exists(path):
             found = [path]
         else:
-            matches = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-            found = [match for match in matches if not match.is_dir()]
+            found = [match for match in _matches(path) if not is_folder(match)]
         if not found:
-            what = "holds no files" if path.is_dir() else "no such file"
+            what = "holds no files" if is_folder(path) else "no such file"
             raise InputError(f"--input {name}: {what}")
         files += found
     if not files:
@@ -54,8 +59,20 @@ def expand(inputs: Sequence[str]) -> list[Path]:
     return files
 
 
+def _matches(pattern: Path) -> list[Path]:
+    return seen(pattern, lambda: sorted(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))))
+
+
 def _files_below(folder: Path) -> list[Path]:
-    found = [path for path in folder.rglob("*") if path.is_file()]
+    """The files in a folder and in those below it; a folder that cannot be read is wrong input, as text of it
+    would be missing."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    walk = os.walk(folder, onerror=refuse)
+    found = seen(folder, lambda: [Path(parent, name) for parent, _, names in walk for name in names])
+    found = [path for path in found if is_file(path)]
     hidden = [any(part.startswith(".") for part in path.relative_to(folder).parts) for path in found]
     return sorted(path for path, is_hidden in zip(found, hidden, strict=True) if not is_hidden)
 
@@ -71,9 +88,11 @@ def open_source(path: Path) -> Iterator[Source]:
 
     Raises InputError, here and inside the context, if it cannot be read, or is damaged or cut off.
     """
+    opener = _OPENERS.get(path.suffix.lower())
+    if opener is _open_zstd and find_spec("zstandard") is None:
+        raise InputError(f"{path}: .zst files need the package zstandard: pip install zstandard")
     try:
-        with path.open("rb") as raw:
-            opener = _OPENERS.get(path.suffix.lower())
+        with open_regular(path) as file, io.BufferedReader(file, _READ_BYTES) as raw:  # type: ignore[type-var]
             if opener is None:
                 yield Source(raw, raw.tell)
             else:
@@ -134,12 +153,8 @@ class _ZstdFile(io.RawIOBase):
 
 
 def _open_zstd(raw: IO[bytes]) -> IO[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        raise InputError(
-            f"{raw.name}: .zst files need the package zstandard: pip install zstandard"
-        ) from None
+    import zstandard
+
     return io.BufferedReader(_ZstdFile(raw, zstandard), _READ_BYTES)
 
 

@@ -16,6 +16,7 @@ import tokenizers as hf
 
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
+from costmodels.paths import is_file, is_folder
 
 Ids = npt.NDArray[np.integer]
 
@@ -230,7 +231,7 @@ def _byte_level_bpe(
 
 
 def _hugging_face(path: Path) -> BPETokenizer:
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / "tokenizer.json" if is_folder(path) else path
     text = _read(file, "--tokenizer-model")
     try:
         model = hf.Tokenizer.from_str(text)
@@ -256,7 +257,7 @@ def _hugging_face(path: Path) -> BPETokenizer:
 
 
 def _configured_end(path: Path) -> str | None:
-    if not path.is_file():
+    if not is_file(path):
         return None
     end = _json_object(path, "--tokenizer-model").get("eos_token")
     return end.get("content") if isinstance(end, dict) else end

@@ -8,6 +8,7 @@ from pathlib import Path
 from costmodels.catalogue.yaml_files import build
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
+from costmodels.paths import expanded, is_folder, resolved
 from costmodels.spec.model import ModelSpec
 from planner.inputs.huggingface.keys import Config, period
 from planner.inputs.huggingface.readers import model_fields
@@ -28,8 +29,8 @@ def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
     `InputError` for a missing or broken file, a model type that is not supported, a missing key, an
     option that `ModelSpec` cannot express.
     """
-    file = Path(path).expanduser()
-    if file.is_dir():
+    file = expanded(path)
+    if is_folder(file):
         file = file / "config.json"
     config = read_config(file)
     origin = f"model config {str(file)!r}"
@@ -86,5 +87,5 @@ def read_config(file: Path) -> Config:
 
 
 def _name(file: Path) -> str:
-    folder = file.resolve().parent.name
+    folder = resolved(file).parent.name
     return folder if file.name == "config.json" and folder else file.stem

@@ -1,0 +1,110 @@
+"""What lies at a path: the one place that asks, so that a path nobody may look at ends in one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from costmodels.errors import InputError
+
+NOTHING = (errno.ENOENT, errno.ENOTDIR)
+"""Errors that say that there is nothing at a path."""
+
+Result = TypeVar("Result")
+
+
+def exists(path: str | Path) -> bool:
+    """Whether anything lies at a path; a link that leads nowhere does not."""
+    return _mode(path) is not None
+
+
+def is_visible(path: str | Path) -> bool:
+    """Whether anything lies at a path that may be looked at: for what is done without where it may not."""
+    try:
+        return exists(path)
+    except InputError:
+        return False
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether a regular file lies at a path."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def is_folder(path: str | Path) -> bool:
+    """Whether a folder lies at a path."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def entries(folder: str | Path) -> list[Path]:
+    """What lies in a folder, by name."""
+    return seen(folder, lambda: sorted(Path(folder).iterdir()))
+
+
+def file_bytes(path: str | Path) -> int:
+    """Bytes of a file that is there."""
+    return seen(path, lambda: Path(path).stat().st_size)
+
+
+def home_of(variable: str, default: str) -> Path:
+    """The user's folder that an environment variable names (`XDG_CACHE_HOME`), or `default` in the home."""
+    named = os.environ.get(variable)
+    return Path(named) if named else home_folder() / default
+
+
+def home_folder() -> Path:
+    """The user's home; the current folder's for a user who has none."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path()
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with the home of the user in place of its `~`; a user whom nobody knows stays as typed."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def resolved(path: str | Path) -> Path:
+    """A path without links, as far as it can be followed; a circle of links and a NUL are wrong input."""
+    return seen(path, lambda: Path(os.path.realpath(path)))
+
+
+def seen(path: str | Path, look: Callable[[], Result]) -> Result:
+    """What `look` finds out about a path.
+
+    Raises `InputError`, which names the path, where the system does not tell: a folder that may not be
+    searched, a name of more bytes than names have, a circle of links, a disk that fails.
+    """
+    try:
+        return look()
+    except OSError as error:
+        raise InputError(
+            f"{error.filename or path}: cannot be looked at ({error.strerror or error})"
+        ) from None
+    except ValueError:
+        # A NUL, or what the encoding of file names does not hold.
+        raise InputError(f"{str(path)!r} is no valid name of a file") from None
+
+
+def _mode(path: str | Path) -> int | None:
+    """The mode of what lies at a path, None for nothing."""
+
+    def look() -> int | None:
+        try:
+            return Path(path).stat().st_mode
+        except OSError as error:
+            if error.errno in NOTHING:
+                return None
+            raise
+
+    return seen(path, look)
