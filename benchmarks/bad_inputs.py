@@ -1,9 +1,9 @@
-"""Some four hundred wrong inputs and how each must end: `python -m benchmarks.bad_inputs`.
+"""Some six hundred wrong inputs and how each must end: `python -m benchmarks.bad_inputs`.
 
 The inputs are data, in bad_inputs.yaml. Each is typed in an empty folder, most of them in a fork of this
-process and some in a process of their own. It must end with its exit code and one line on stderr that names
-what is wrong, without a traceback, in a few times what `planner --version` takes here and now, and leave
-neither a file nor a process behind.
+process and some in a process of their own; some as an ordinary user, where this is root's. It must end with
+its exit code and one line on stderr that names what is wrong, without a traceback, in a few times what
+`planner --version` takes here and now, execute nothing, and leave neither a file nor a process behind.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import shlex
 import signal
@@ -32,6 +33,7 @@ import yaml
 from cli.tables import console, table
 from costmodels.errors import InputError
 from planner.options.flags import run
+from tests.support.ordinary_user import can_be_ordinary, drop_capabilities, is_ordinary
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,6 +73,8 @@ class Case:
     """It is a process of its own, not a fork."""
     cwd: str = ""
     """`gone`: its folder is removed before it starts."""
+    user: bool = False
+    """It is typed by an ordinary user, who may not read every folder."""
 
     @property
     def title(self) -> str:
@@ -95,11 +99,68 @@ class End:
     """Files and processes that it left behind."""
 
 
+THING = re.compile(r"@([a-z]+)((?:\.[a-z]+)?)")
+"""A thing that lies where a file or a folder is named, such as `@fifo.json`."""
+
+
+def thing_path(kind: str, ending: str) -> str:
+    """Where a thing lies in the folder of a case."""
+    return {
+        "locked": f"locked/x{ending}",
+        "readonly": f"readonly/x{ending}",
+        "below": f"file/x{ending}",
+        "long": "x" * 300 + ending,
+        "names": "/".join(["x" * 200] * 25) + ending,
+        "canary": f"$(touch canary)`touch canary`;touch canary;{ending}",
+    }.get(kind, kind + ending)
+
+
+def make_thing(kind: str, ending: str, folder: Path) -> None:
+    """Put a thing into the folder of a case."""
+    path = folder / thing_path(kind, ending)
+    links = {"zero": "/dev/zero", "full": "/dev/full", "loop": path.name, "dangling": "nowhere/at/all"}
+    if kind in ("locked", "readonly"):
+        path.parent.mkdir(exist_ok=True)
+        path.parent.chmod(0 if kind == "locked" else 0o555)
+    elif kind == "below":
+        path.parent.write_text("a file")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind in links:
+        path.symlink_to(links[kind])
+    elif kind == "secret":
+        path.write_text("{}")
+        path.chmod(0)
+    elif kind == "bytes":
+        path.write_bytes(random.Random(1).randbytes(4096))
+    elif kind == "empty":
+        path.write_text("")
+    elif kind not in ("long", "names", "canary"):
+        raise InputError(f"bad_inputs.yaml: @{kind}{ending}: unknown thing")
+
+
+def _placed(content: Mapping[str, Any], commands: Mapping[str, list[str]]) -> Iterator[Case]:
+    """Every place where a path is named, with some of the things that may lie there in turns."""
+    for group, (things, each, places) in content.items():
+        turn = 0
+        for words in places:
+            for _ in range(each):
+                kind = things[turn % len(things)]
+                turn += 1
+                name = kind.removesuffix("!")
+                typed = [part for word in shlex.split(words) for part in commands.get(word, [word])]
+                typed = [word.replace("@", f"@{name}") for word in typed]
+                # What only an ordinary user may not do is his; of the rest every other one.
+                yield Case(group, tuple(typed), 2, (), user=kind.endswith("!") or turn % 2 == 0)
+
+
 def read_cases(path: Path = CASES) -> list[Case]:
     """The cases of a table."""
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     commands = {f"${name}": shlex.split(text) for name, text in content["commands"].items()}
-    found = []
+    found = list(_placed(content["places"], commands))
     for group, rows in content["cases"].items():
         for words, code, says, *more in rows:
             typed = [part for word in shlex.split(words) for part in commands.get(word, [word])]
@@ -139,6 +200,7 @@ def prepare(case: Case, folder: Path, valid: Mapping[str, str]) -> list[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     for name, target in case.links.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(target)
     if case.nested:
         (folder / case.nested).write_text("[" * 100_000 + "]" * 100_000)
@@ -151,7 +213,10 @@ def prepare(case: Case, folder: Path, valid: Mapping[str, str]) -> list[str]:
                 place = place[name]
             place[last] = value
         (folder / "p.json").write_text(json.dumps(plan))
-    words = list(case.words)
+    things = {found for word in (*case.words, *case.env.values()) for found in THING.findall(word)}
+    for kind, ending in sorted(things):
+        make_thing(kind, ending, folder)
+    words = [THING.sub(lambda found: thing_path(found[1], found[2]), word) for word in case.words]
     for name, valid_path in valid.items():
         words = [word.replace("{" + name + "}", valid_path) for word in words]
     return words
@@ -166,7 +231,16 @@ def attempt(case: Case, folder: Path, valid: Mapping[str, str], limit_s: float) 
     paths = {name: folder / name for name in ("out", "err")}
     environment = {name: value for name, value in os.environ.items() if name not in JOB_VARIABLES}
     # The default corpus must not be needed to refuse, nor a user's own files.
-    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), **case.env}
+    own = {
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "HOME": str(folder),
+        "XDG_CONFIG_HOME": str(folder / "config"),
+    }
+    given = {
+        name: THING.sub(lambda found: str(work / thing_path(found[1], found[2])), value)
+        for name, value in case.env.items()
+    }
+    environment |= own | given
     start = _process if case.process else _fork
     since = time.monotonic()
     child = start(case, words, work, paths, environment)
@@ -177,6 +251,9 @@ def attempt(case: Case, folder: Path, valid: Mapping[str, str], limit_s: float) 
     finally:
         _end_session(child)
     left += sorted(_files(work) - before) if work.exists() else []
+    for locked in work.glob("*ed*"):  # `locked`, which is to be removed.
+        if locked.is_dir() and not locked.is_symlink():
+            locked.chmod(0o755)
     err = paths["err"].read_text(errors="replace")
     return End(code, err, wall_s, cpu_s, tuple(left))
 
@@ -200,6 +277,8 @@ def faults(case: Case, end: End, version_cpu_s: float) -> list[str]:
         missing = [part for part in case.says if part not in end.err]
         if missing and not found:
             found.append(f"does not say {', '.join(map(repr, missing))}: {lines[-1][:300]}")
+    if any("canary" in name and "$(" not in name for name in end.left):
+        found.append("executes what it is given")
     if case.code and end.left:
         found.append(f"leaves {', '.join(end.left)[:200]}")
     if end.cpu_s > SLOWEST * version_cpu_s:
@@ -236,6 +315,7 @@ def _process(
             stderr=err,
             env=environment,
             start_new_session=True,
+            preexec_fn=drop_capabilities if case.user and not is_ordinary() else None,
         ).pid
 
 
@@ -244,11 +324,13 @@ def _fork(
 ) -> int:
     pid = os.fork()
     if pid == 0:
-        _typed(words, work, paths, environment)
+        _typed(words, work, paths, environment, case.user and not is_ordinary())
     return pid
 
 
-def _typed(words: list[str], work: Path, paths: Mapping[str, Path], environment: dict[str, str]) -> NoReturn:
+def _typed(
+    words: list[str], work: Path, paths: Mapping[str, Path], environment: dict[str, str], drops: bool
+) -> NoReturn:
     """What a fork of this process runs."""
     code = 70
     try:
@@ -261,6 +343,8 @@ def _typed(words: list[str], work: Path, paths: Mapping[str, Path], environment:
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace")
         os.environ.clear()
         os.environ.update(environment)
+        if drops:
+            drop_capabilities()
         if words[0] == "rank":
             from runtime.pretrain import app
 
@@ -324,12 +408,13 @@ def try_all(
     valid: Mapping[str, str],
     version_s: tuple[float, float],
     say: Callable[[str], None] = lambda line: None,
+    stuck: float = STUCK,
 ) -> list[tuple[Case, End, list[str]]]:
     """Type every input, each in a folder of its own."""
     done = []
     for case in cases:
         with tempfile.TemporaryDirectory(prefix="bad-input-") as folder:
-            end = attempt(case, Path(folder), valid, STUCK * version_s[0])
+            end = attempt(case, Path(folder), valid, stuck * version_s[0])
         wrong = faults(case, end, version_s[1])
         done.append((case, end, wrong))
         if wrong:
@@ -345,6 +430,9 @@ def main(
     inputs: Annotated[int, typer.Option(help="Inputs to try, drawn at random; 0 for all.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 1,
     only: Annotated[str, typer.Option(help="Part of the input or of its group.")] = "",
+    stuck: Annotated[
+        float, typer.Option(help="Times `planner --version` after which an input hangs.")
+    ] = STUCK,
     show: Annotated[bool, typer.Option("--show", help="Print what each input ends with.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -352,6 +440,9 @@ def main(
     if inputs < 0:
         raise InputError(f"--inputs {inputs}: must be 0 (all) or more")
     cases = [case for case in read_cases() if only in case.title or only in case.group]
+    if not can_be_ordinary():
+        print("as nobody can be an ordinary user here, their inputs are left out", file=sys.stderr)
+        cases = [case for case in cases if not case.user]
     if not cases:
         raise InputError(f"--only {only}: no input has this in it")
     if inputs:
@@ -363,7 +454,7 @@ def main(
         import runtime.checkpoint
         import runtime.pretrain  # noqa: F401
 
-        done = try_all(cases, valid, version_s, lambda line: print(line, file=sys.stderr, flush=True))
+        done = try_all(cases, valid, version_s, lambda line: print(line, file=sys.stderr, flush=True), stuck)
     failed = sum(bool(wrong) for _, _, wrong in done)
     slowest = max(end.cpu_s for _, end, _ in done) / version_s[1]
     if as_json:
@@ -376,10 +467,15 @@ def main(
                 print(f"{case.title}\n    {end.code} {end.cpu_s:.2f} s: {end.err.strip()[:400]}")
         groups = Counter(case.group for case in cases)
         wrong_in = Counter(case.group for case, _, wrong in done if wrong)
-        lines = [[group, str(count), str(wrong_in[group])] for group, count in groups.items()]
-        console().print(table(("inputs of", "tried", "wrong"), lines, left=("inputs of",)))
+        longest = max(end.wall_s for _, end, _ in done)
+        users = Counter(case.group for case in cases if case.user)
+        lines = [
+            [group, str(count), str(users[group]), str(wrong_in[group])] for group, count in groups.items()
+        ]
+        console().print(table(("inputs of", "tried", "as a user", "wrong"), lines, left=("inputs of",)))
         print(
-            f"{len(done)} inputs, {failed} end wrongly; the slowest takes {slowest:.1f} times the processor "
+            f"{len(done)} inputs, {users.total()} of them as an ordinary user, {failed} end wrongly; the "
+            f"longest takes {longest:.1f} s on the clock, and the slowest {slowest:.1f} times the processor "
             f"time of `planner --version` ({version_s[1]:.2f} s)"
         )
     if failed:
