@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from cli.waiting import waiting
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.options.flags import flag, flag_groups
+from runtime.huggingface.folder_kind import check_model_folder, is_hugging_face
+from runtime.huggingface.new_folder import check_new
 
 MOST_NAMES = 3
 """Tensors that a note names."""
@@ -47,9 +50,11 @@ def convert(options: ConvertOptions) -> None:
     for name in ("input", "output"):
         if not getattr(options, name):
             raise InputError(f"--{name}: none given: name a folder")
-    # Imported here so that wrong flags need not wait for PyTorch.
+    check_model_folder(options.input, None if is_hugging_face(options.input) else options.ckpt_step)
+    check_new(Path(options.output), "--output")
+    # Imported here so that wrong input need not wait for PyTorch.
     from runtime import convert as conversion
-    from runtime.huggingface.stored_model import has_adapters, is_hugging_face
+    from runtime.huggingface.stored_model import has_adapters
 
     start = time.perf_counter()
     if is_hugging_face(options.input):

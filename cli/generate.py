@@ -8,6 +8,7 @@ from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from planner.options.flags import flag_groups
 from runtime.generation.options import GenerateOptions
+from runtime.huggingface.folder_kind import check_model_folder
 from runtime.settings.idle_flags import idle_flag_notes
 
 
@@ -16,6 +17,7 @@ def generate(options: GenerateOptions) -> None:
     """Continue prompts with a trained checkpoint or a Hugging Face model."""
     options.check()
     options.prompts()
+    check_model_folder(options.load, options.ckpt_step)
     for line in (*options.notes(), *idle_flag_notes(options)):
         print(f"planner: note: {line}", file=sys.stderr)
     with Status() as status:

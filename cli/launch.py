@@ -30,9 +30,10 @@ from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from runtime.dryrun.missing_tapes import BackgroundRecording
 from runtime.faults.options import FaultOptions
-from runtime.job.continuation import PreviousRun, is_restarted, previous_run
+from runtime.job.continuation import PreviousRun, previous_run
 from runtime.job.going_on import from_saved, has_saved
 from runtime.job.job import Job
+from runtime.job.job_folders import check_save, iteration_of
 from runtime.job.plan_check import check_plan_of_job
 from runtime.launch.local_plans import forks_ranks, local_configuration, local_plans
 from runtime.launch.nodes import nodes_of_job
@@ -51,6 +52,7 @@ from runtime.launch.tries import POOL, Tries
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
 from runtime.preflight.options import PreflightOptions
+from runtime.processes.start_variables import is_restarted
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.settings.plan_notes import expert_balance_notes, optimizer_notes
 from runtime.settings.preflight import check_host
@@ -158,6 +160,9 @@ def _check_flags(job: Job, options: LaunchOptions, trial: TrialOptions, is_alone
     """Raise `InputError` for what needs no plan to be refused."""
     job.training.check()
     job.output.check()
+    if not is_restarted():
+        check_save(job.output)
+        iteration_of(job.output)
     options.check(job.output)
     trial.check(options.plan, options.dry_run)
     job.preflight.check(options.plan)

@@ -80,6 +80,8 @@ def sweep(options: SweepOptions, **groups: Any) -> None:
     options.check()
     job = Job(**groups)
     job.training.check()
+    for name in _models(options, job):
+        _of_model(job, name).model.spec()  # An unknown one is wrong input, not a run that failed.
     folder = check_folder(options.out, "--out")
     with ownership(folder, f"--out {options.out}"):
         results = Results(folder)
@@ -100,7 +102,7 @@ def sweep(options: SweepOptions, **groups: Any) -> None:
 def _measured(options: SweepOptions, job: Job, results: Results, warm: WarmRanks) -> Iterator[Case]:
     """The runs of a sweep, each measured or taken from an earlier sweep."""
     for name in _models(options, job):
-        of_model = job if name is None else replace(job, model=replace(job.model, model=name))
+        of_model = _of_model(job, name)
         for pins in options.layout or [""]:
             pinned = [*job.parallel.pin, *(pin for pin in pins.split(",") if pin)]
             asked = replace(of_model, parallel=replace(job.parallel, pin=pinned))
@@ -112,6 +114,10 @@ def _measured(options: SweepOptions, job: Job, results: Results, warm: WarmRanks
                 continue
             for plan in found.plans:
                 yield _run(plan, asked, options.steps, results, warm)
+
+
+def _of_model(job: Job, name: str | None) -> Job:
+    return job if name is None else replace(job, model=replace(job.model, model=name))
 
 
 def _models(options: SweepOptions, job: Job) -> Sequence[str | None]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
+from costmodels.paths import is_file, is_folder
 from planner.inputs.huggingface.keys import Config
 from runtime import checkpoint
 from runtime.checkpoint.manifest import reader_lock
@@ -140,7 +141,7 @@ def to_hugging_face(
     with reader_lock(stored.folder), new_folder(target, "--output") as root:
         write_files(root, planned, largest)
         write_config(root, config)
-        if stored.companions.is_dir():
+        if is_folder(stored.companions):
             copy_companions(stored.companions, root)
     known = {part.ours for entry in entries_of(config, stored.spec) for part in entry.parts}
     left_out = [name for name in stored.shapes if name.startswith(FURTHER) and name not in known]
@@ -167,7 +168,7 @@ def to_peft(
     config, _, _ = _config_of(stored)
     with reader_lock(stored.folder), new_folder(target, "--output") as root:
         tensors = write_adapter(root, stored, config, number_format)
-        if stored.companions.is_dir():
+        if is_folder(stored.companions):
             copy_companions(stored.companions, root)
     size = sum(tensor.nbytes for tensor in tensors.values())
     return Conversion(target, stored.adapters.spec, len(tensors), size, [])
@@ -187,7 +188,7 @@ def _config_of(stored: StoredModel | TunedModel) -> tuple[Config, Names, bool]:
 def _ends(stored: StoredModel | TunedModel) -> Config:
     """The keys of a config.json for the token that stands between texts, by the tokenizer of the model."""
     end = None
-    if (stored.companions / TOKENIZER_FILE).is_file():
+    if is_file(stored.companions / TOKENIZER_FILE):
         end = load_tokenizer("HuggingFaceTokenizer", tokenizer_model=stored.companions).eod
     return {"bos_token_id": end, "eos_token_id": end}
 

@@ -46,8 +46,6 @@ from runtime.faults.watchdog import Watchdog
 from runtime.job.continuation import (
     PreviousRun,
     change_line,
-    is_elastic,
-    is_restarted,
     plan_for_ranks,
     previous_run,
 )
@@ -55,6 +53,7 @@ from runtime.job.datasets import open_datasets
 from runtime.job.devices import check_kind, detect_device, local_device_count, torch_device
 from runtime.job.going_on import from_saved, has_saved
 from runtime.job.job import Job, RunOptions, sample_order
+from runtime.job.job_folders import begins_anew, check_save, iteration_of
 from runtime.job.loop import Loop
 from runtime.job.plan_check import check_plan_of_job
 from runtime.job.plan_search import search_for_job
@@ -75,6 +74,7 @@ from runtime.parallel.ranks import (
 )
 from runtime.preflight.options import PreflightOptions
 from runtime.preflight.run import preflight
+from runtime.processes.start_variables import is_elastic, is_restarted
 from runtime.settings.idle_flags import idle_flag_notes
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from runtime.settings.preflight import check_folder
@@ -110,6 +110,7 @@ def check_job(plan: Plan, job: Job, world_size: int) -> None:
     """Refuse, with one line, what would fail later."""
     job.training.check()
     job.output.check()
+    check_save(job.output)
     check_plan_of_job(plan, job, world_size)
     for name in ("save", "log_dir", "tensorboard_dir"):
         folder = getattr(job.output, name)
@@ -239,10 +240,10 @@ def _load(job: Job, folder: str, trainer: Trainer, spec: ModelSpec, datasets: Da
     from runtime.job import initial_state
 
     _begin("loading a checkpoint")
-    iteration = run_on_first_rank(lambda: initial_state.iteration_of(job.output))
+    iteration = run_on_first_rank(lambda: iteration_of(job.output))
     if iteration is None:
         return 0
-    if run_on_first_rank(lambda: initial_state.begins_anew(job.output, iteration)):
+    if run_on_first_rank(lambda: begins_anew(job.output, iteration)):
         initial_state.load_weights(folder, trainer, spec, iteration)
         return 0
     order = {} if job.data.allow_data_change else run_together(lambda: sample_order(job, datasets))
@@ -316,19 +317,6 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
         loaded = iteration_to_load(folder, job.output.ckpt_step)
         what = f"no checkpoint in {folder}" if loaded is None else f"loaded the weights of {folder}"
         say(f"{what}: starting at iteration 0")
-    if not iteration and job.output.save not in (None, folder):
-        with contextlib.suppress(InputError):  # Of a folder that holds anything else.
-            _note_earlier_run(job)
-
-
-def _note_earlier_run(job: Job) -> None:
-    """Say whose checkpoints this run is going to write over."""
-    if has_saved(job):
-        folder = job.output.save
-        say(
-            f"note: --save {folder} holds checkpoints of an earlier run, and this one begins anew and writes "
-            f"over them; --load {folder} goes on"
-        )
 
 
 def is_question(job: Job) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from costmodels.errors import InputError
+from costmodels.paths import is_folder, resolved
 from runtime.checkpoint.folders import iteration_folder
 from runtime.checkpoint.manifest import read_manifest
 from runtime.settings.adapter_base import Base
@@ -13,7 +14,7 @@ from runtime.settings.adapter_base import Base
 def base_in(folder: str | Path, iteration: int) -> Base:
     """What names the checkpoint of `iteration` in `folder` as the base of adapters."""
     manifest = read_manifest(iteration_folder(folder, iteration))
-    return Base(folder=str(Path(folder).resolve()), iteration=iteration, crc32=manifest.crc32)
+    return Base(folder=str(resolved(folder)), iteration=iteration, crc32=manifest.crc32)
 
 
 def check_base(source: Path, base: Base) -> Path:
@@ -22,7 +23,7 @@ def check_base(source: Path, base: Base) -> Path:
     Raises `InputError` where it is not there as it was.
     """
     where = iteration_folder(base.folder, base.iteration)
-    if not where.is_dir():
+    if not is_folder(where):
         raise InputError(
             f"checkpoint {source} holds adapters of the model in {where}, which is not there; put it back"
         )

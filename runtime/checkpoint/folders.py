@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from costmodels.errors import InputError
 from costmodels.files import read_at_most
+from costmodels.paths import entries, exists, is_folder
 from runtime.checkpoint.files import sync_folder
 from runtime.checkpoint.manifest import (
     MANIFEST,
@@ -61,9 +62,9 @@ def partial_folder(folder: str | Path, iteration: int) -> Path:
 
 def iterations(folder: str | Path) -> list[int]:
     """Iterations of the complete checkpoints in `folder`, ascending."""
-    if not Path(folder).is_dir():
+    if not is_folder(folder):
         return []
-    names = [path.name for path in Path(folder).iterdir() if (path / MANIFEST).exists()]
+    names = [path.name for path in entries(folder) if exists(path / MANIFEST)]
     numbers = [int(name[1]) for name in map(_ITERATION.fullmatch, names) if name]
     return sorted(number for number in numbers if iteration_folder(folder, number).name in names)
 
@@ -88,7 +89,7 @@ def _latest(folder: Path) -> int | None:
     if not _NUMBER.fullmatch(text):
         raise InputError(f"{tracker}: {text[:80]!r} is not an iteration number; write the one to load")
     target = iteration_folder(folder, int(text))
-    if not (target / MANIFEST).exists():
+    if not exists(target / MANIFEST):
         raise InputError(
             f"{tracker} names iteration {text}, but {target} holds no complete checkpoint; "
             f"{reload_advice(folder, int(text))}"

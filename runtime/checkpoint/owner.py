@@ -23,6 +23,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from costmodels.errors import InputError
+from costmodels.paths import resolved
 
 if os.name == "posix":
     import fcntl
@@ -105,7 +106,7 @@ class Owner:
                     f"{self.named}: in use by {who}; wait until it has ended, or give another folder"
                 )
             time.sleep(0.1)
-        _owners[self.path.resolve()] = self
+        _owners[resolved(self.path)] = self
         self.beats.start()
 
     def release(self) -> None:
@@ -123,7 +124,7 @@ class Owner:
     def close(self) -> None:
         """Let go of a folder that is gone, or has another name now."""
         self.ended.set()
-        _owners.pop(self.path.resolve(), None)
+        _owners.pop(resolved(self.path), None)
         if self.file is not None:
             os.close(self.file)
             self.file = None
@@ -191,7 +192,7 @@ def ownership(folder: Path, named: str, patience_s: float = PATIENCE_S) -> Itera
 
 def check_ownership(folder: Path) -> None:
     """Raise `InputError` when this process owned `folder`, and another one does now."""
-    owner = _owners.get((folder / OWNER).resolve())
+    owner = _owners.get(resolved(folder / OWNER))
     if owner is not None:
         owner.check()
 

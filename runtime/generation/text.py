@@ -9,6 +9,7 @@ from typing import Any
 
 from costmodels.errors import InputError
 from costmodels.files import read_text
+from costmodels.paths import is_file
 from planner.inputs.huggingface.config_file import LARGEST_CONFIG
 from runtime.data import Tokenizer, load_tokenizer
 from runtime.data.tokenizers import BPETokenizer, implied_kind
@@ -78,9 +79,9 @@ def text_of(
     folder = files.companions
     kind = kind or implied_kind(vocab_file, merge_file, tokenizer_model)
     if kind is None:
-        if (folder / "tokenizer.json").is_file():
+        if is_file(folder / "tokenizer.json"):
             kind, tokenizer_model = "HuggingFaceTokenizer", str(folder)
-        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        elif is_file(folder / "vocab.json") and is_file(folder / "merges.txt"):
             kind = "GPT2BPETokenizer"
             vocab_file, merge_file = str(folder / "vocab.json"), str(folder / "merges.txt")
         else:

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from costmodels.files import read_at_most
+from costmodels.paths import entries, exists, file_bytes, is_file
 from planner.inputs.huggingface.config_file import model_from_hf_config, read_config
 from planner.inputs.huggingface.keys import Config
-from runtime.huggingface.files import INDEX_FILE
+from runtime.huggingface.folder_kind import CONFIG_FILE, INDEX_FILE
 from runtime.huggingface.mapping import GPT2_PREFIX
-from runtime.huggingface.model_folder import CONFIG_FILE
 
 COMPANIONS = "huggingface"
 """Folder beside the iterations of a checkpoint."""
@@ -55,12 +55,12 @@ class Companions(NamedTuple):
 def copy_companions(source: Path, target: Path) -> None:
     """Copy what lies in `source` beside weights and config.json; what is in `target` already stays."""
     target.mkdir(parents=True, exist_ok=True)
-    for file in sorted(source.iterdir()):
+    for file in entries(source):
         wanted = file.suffix in _KINDS or file.stem in _WITHOUT_ENDING
         left = file.name in (INDEX_FILE, CONFIG_FILE, NAMES_FILE) or file.name.endswith(".index.json")
-        if file.is_file() and wanted and not left and file.stat().st_size <= LARGEST_BYTES:
+        if is_file(file) and wanted and not left and file_bytes(file) <= LARGEST_BYTES:
             place = target / file.name
-            if not place.exists():
+            if not exists(place):
                 shutil.copyfile(file, place)
 
 
@@ -82,12 +82,12 @@ def read_companions(folder: Path) -> Companions | None:
 
     Raises `InputError` for broken files.
     """
-    if not (folder / CONFIG_FILE).exists():
+    if not exists(folder / CONFIG_FILE):
         return None
     spec = model_from_hf_config(folder)
     names = folder / NAMES_FILE
     try:
-        found = Names.model_validate_json(read_at_most(names, LARGEST_NAMES)) if names.exists() else Names()
+        found = Names.model_validate_json(read_at_most(names, LARGEST_NAMES)) if exists(names) else Names()
     except (OSError, ValidationError):
         raise InputError(f"{names}: broken; delete {folder} to have its files written anew") from None
     return Companions(read_config(folder / CONFIG_FILE), spec, found)

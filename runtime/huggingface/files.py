@@ -15,10 +15,8 @@ from torch import Tensor
 
 from costmodels.errors import InputError
 from costmodels.files import MIB, open_regular, read_text
-
-ONE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-"""Names each tensor's file where there are several."""
+from costmodels.paths import entries, exists, is_file
+from runtime.huggingface.folder_kind import INDEX_FILE, ONE_FILE
 
 LARGEST_INDEX = 256 * MIB
 
@@ -89,10 +87,10 @@ def _unreadable(file: Path, error: Exception) -> InputError:
 def _files(folder: Path) -> dict[Path, list[str] | None]:
     """Files with tensors, and the names that are to be read of each; None for all."""
     index = folder / INDEX_FILE
-    if not index.exists():
-        if (folder / ONE_FILE).exists():
+    if not exists(index):
+        if exists(folder / ONE_FILE):
             return {folder / ONE_FILE: None}
-        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        pickled = [path.name for path in entries(folder) if path.suffix == ".bin"]
         instead = (
             f"{pickled[0]} is a pickle; save the model with safe_serialization=True of transformers"
             if pickled
@@ -111,7 +109,7 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
         raise InputError(
             f"{index}: not an index of safetensors files: expected weight_map, the file of each tensor"
         ) from None
-    missing = [file.name for file in files if not file.is_file()]
+    missing = [file.name for file in files if not is_file(file)]
     if missing:
         raise InputError(f"model {str(folder)!r}: {missing[0]} is missing, which {INDEX_FILE} names")
     return files

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from costmodels import ModelSpec, MultiTokenPrediction
 from costmodels.errors import InputError
+from costmodels.paths import expanded
 from planner.inputs.huggingface.config_file import model_from_hf_config, read_config
 from planner.inputs.model import with_mtp
 from runtime.huggingface.files import TensorPlace, list_tensors, read_tensor
+from runtime.huggingface.folder_kind import CONFIG_FILE
 from runtime.huggingface.language_part import FURTHER, language_config, language_tensors
 from runtime.huggingface.mapping import (
     EMBEDDING,
@@ -30,7 +32,6 @@ from runtime.huggingface.mapping import (
 )
 from runtime.huggingface.packed_weights import BLOCKS, SCALES, Packed, packed_tensors
 
-CONFIG_FILE = "config.json"
 LM_HEAD = "lm_head.weight"
 
 SCALE_SUFFIX = "_scale_inv"
@@ -63,7 +64,7 @@ class HuggingFaceModel:
     """
 
     def __init__(self, folder: str | Path, seq: int | None = None) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = expanded(folder)
         self.where = f"model {str(self.folder)!r}"
         self.spec: ModelSpec = model_from_hf_config(self.folder, seq)
         whole = read_config(self.folder / CONFIG_FILE)

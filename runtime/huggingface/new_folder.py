@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from costmodels.errors import InputError
+from costmodels.paths import entries, exists, is_folder
 from runtime.checkpoint.files import sync_folder
 from runtime.checkpoint.owner import OWNER, Owner
 
@@ -23,7 +24,7 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
         InputError: `path` holds something, or another process writes it, or it cannot be written; the line
             names `flag`.
     """
-    _check_new(path, flag)
+    check_new(path, flag)
     partial = path.with_name(path.name + ".partial")
     owner = Owner(partial, f"{flag} {path}")
     try:
@@ -33,10 +34,10 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
         raise _refusal(path, flag, error) from error
     try:
         # Another process may have been writing it until now.
-        _check_new(path, flag)
+        check_new(path, flag)
         for left in partial.iterdir():
             if left.name != OWNER:
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+                shutil.rmtree(left) if is_folder(left) and not left.is_symlink() else left.unlink()
         yield partial
         for folder, _, _ in os.walk(partial):
             sync_folder(Path(folder))
@@ -51,8 +52,9 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
         owner.close()
 
 
-def _check_new(path: Path, flag: str) -> None:
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+def check_new(path: Path, flag: str) -> None:
+    """Raise `InputError`, which names `flag`, where `path` holds something."""
+    if exists(path) and not (is_folder(path) and not entries(path)):
         raise InputError(f"{flag} {path}: exists already; name a new folder, or remove it first")
 
 

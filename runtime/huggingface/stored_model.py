@@ -11,14 +11,15 @@ from torch import Tensor
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from costmodels.layers.quantised import quantised_names
+from costmodels.paths import expanded
 from runtime import checkpoint
-from runtime.checkpoint import RUN_FILE, TRACKER
+from runtime.checkpoint import RUN_FILE
 from runtime.checkpoint.base import check_base
 from runtime.checkpoint.tensor_store import StoredTensors
 from runtime.huggingface.companions import COMPANIONS
-from runtime.huggingface.files import INDEX_FILE, ONE_FILE
+from runtime.huggingface.folder_kind import checkpoint_in, is_hugging_face
 from runtime.huggingface.mapping import EMBEDDING, HEAD, our_shapes
-from runtime.huggingface.model_folder import CONFIG_FILE, HuggingFaceModel, first_names
+from runtime.huggingface.model_folder import HuggingFaceModel, first_names
 from runtime.model.adapters import DOWN, UP, is_adapter
 from runtime.model.nf4 import rounded
 
@@ -49,14 +50,8 @@ class StoredModel:
     """
 
     def __init__(self, folder: str | Path, iteration: int | None = None, verify: bool = True) -> None:
-        self.root = Path(folder).expanduser()
-        if is_hugging_face(self.root):
-            raise InputError(f"{folder} is a Hugging Face model, not a folder of checkpoints")
-        found = checkpoint.iteration_to_load(self.root, iteration)
-        if found is None:
-            raise InputError(
-                f"{folder}: neither a folder of checkpoints (it has no {TRACKER}) nor of a Hugging Face model"
-            )
+        self.root = expanded(folder)
+        found = checkpoint_in(folder, iteration)
         self.iteration = found
         self.folder = checkpoint.iteration_folder(self.root, found)
         self.where = f"checkpoint {self.folder}"
@@ -155,7 +150,7 @@ def open_stored(
 
 def has_adapters(folder: str | Path, iteration: int | None = None) -> bool:
     """Whether a folder of checkpoints holds adapters; no where it holds no checkpoint."""
-    root = Path(folder).expanduser()
+    root = expanded(folder)
     found = checkpoint.iteration_to_load(root, iteration)
     if found is None:
         return False
@@ -167,24 +162,9 @@ def open_model(folder: str | Path, iteration: int | None = None, verify: bool = 
 
     Raises `InputError` as `StoredModel` and `HuggingFaceModel` do.
     """
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     if is_hugging_face(path):
         if iteration is not None:
             raise InputError(f"--ckpt-step {iteration}: {folder} is a Hugging Face model, which has none")
         return HuggingFaceModel(path)
     return open_stored(path, iteration, verify)
-
-
-def is_hugging_face(folder: str | Path) -> bool:
-    """Whether a folder holds a Hugging Face model rather than checkpoints.
-
-    Raises `InputError` where it holds both: a file that was added must not change how the others are read.
-    """
-    path = Path(folder).expanduser()
-    theirs = [name for name in (CONFIG_FILE, ONE_FILE, INDEX_FILE) if (path / name).exists()]
-    if theirs and ((path / TRACKER).exists() or checkpoint.iterations(path)):
-        raise InputError(
-            f"{folder} holds both a Hugging Face model ({theirs[0]}) and checkpoints; keep them in folders "
-            "of their own, and give the one that is meant"
-        )
-    return CONFIG_FILE in theirs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +16,13 @@ from planner.options.batch import BatchOptions
 from planner.options.flags import one_line
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
-from runtime.processes.start_variables import ELASTIC_VARIABLE, RESTARTS_VARIABLE
+from runtime import checkpoint
+from runtime.job.job_folders import begins_anew, iteration_of
 from runtime.settings.job_rules import job_rules
 from runtime.settings.options import OutputOptions, TrainingOptions
 
 if TYPE_CHECKING:
     from runtime.train.trainer import Trainer
-
-RESTARTS_VARIABLES = (
-    *("TORCHELASTIC_RESTART_COUNT", RESTARTS_VARIABLE),
-    *("SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"),
-)
-"""How often torchrun, `planner launch`, Slurm (`--requeue`) or a JobSet has started this job again."""
 
 
 class PreviousRun(BaseModel):
@@ -63,28 +57,14 @@ def previous_run(output: OutputOptions) -> PreviousRun | None:
     """
     if output.load is None:
         return None
-    # Here, as they import PyTorch, which planning does without.
-    from runtime import checkpoint
-    from runtime.job import initial_state
-
-    iteration = initial_state.iteration_of(output)
-    if iteration is None or initial_state.begins_anew(output, iteration):
+    iteration = iteration_of(output)
+    if iteration is None or begins_anew(output, iteration):
         return None
     folder = checkpoint.iteration_folder(output.load, iteration)
     try:
         return PreviousRun.model_validate({**checkpoint.read_run(folder).run_state(), "iteration": iteration})
     except ValidationError as error:
         raise InputError(f"{folder / checkpoint.RUN_FILE} is damaged: {one_line(error)}") from None
-
-
-def is_restarted() -> bool:
-    """Whether this job was started again after a failure."""
-    return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS_VARIABLES)
-
-
-def is_elastic() -> bool:
-    """Whether the number of this job's ranks may change from start to start."""
-    return bool(os.environ.get(ELASTIC_VARIABLE))
 
 
 def keep_batch(batch: BatchOptions, previous: PreviousRun | None) -> BatchOptions:

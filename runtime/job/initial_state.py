@@ -11,61 +11,18 @@ from pathlib import Path
 
 from costmodels import Lora, ModelSpec
 from costmodels.errors import InputError
+from costmodels.paths import is_folder, resolved
 from runtime import checkpoint
 from runtime.checkpoint.run_file import check_same_model
 from runtime.data import Tokenizer
 from runtime.huggingface.companions import COMPANIONS, copy_companions, read_companions, write_companions
 from runtime.huggingface.configs import differences
-from runtime.huggingface.stored_model import is_hugging_face
 from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job.datasets import tokenizer_for
+from runtime.job.job_folders import begins_anew, iteration_of
 from runtime.parallel.ranks import run_on_first_rank
 from runtime.settings.options import DataOptions, OutputOptions
 from runtime.train.trainer import Trainer
-
-
-def check_load(output: OutputOptions) -> None:
-    """Raise `InputError` where `--load` or `--save` names a Hugging Face model, which is no checkpoint."""
-    if output.load is not None and is_hugging_face(output.load):
-        raise InputError(
-            f"--load {output.load}: a Hugging Face model; turn it into a checkpoint first: planner convert "
-            f"--input {output.load} --output FOLDER"
-        )
-    if output.save is not None and is_hugging_face(output.save):
-        raise InputError(f"--save {output.save}: holds a Hugging Face model; give a folder of its own")
-
-
-def iteration_of(output: OutputOptions) -> int | None:
-    """The iteration whose checkpoint `--load` goes on from; None where the run begins anew, as it may.
-
-    Raises:
-        InputError: there is no checkpoint, and nothing says that there need not be one.
-    """
-    if output.load is None:
-        return None
-    check_load(output)
-    folder = Path(output.load)
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"--load {output.load}: a file; name the folder that --save wrote checkpoints into")
-    iteration = checkpoint.iteration_to_load(folder, output.ckpt_step)
-    if iteration is not None or output.load_or_start:
-        return iteration
-    what = "holds no checkpoint" if folder.is_dir() else "there is no such folder of checkpoints"
-    if output.save is None or Path(output.save).resolve() != folder.resolve():
-        raise InputError(
-            f"--load {output.load}: {what}; give another folder, or --load-or-start to begin anew where "
-            "there is none"
-        )
-    if output.exit_on_missing_checkpoint:
-        raise InputError(f"--load {output.load}: {what}, and --exit-on-missing-checkpoint is given")
-    return None
-
-
-def begins_anew(output: OutputOptions, iteration: int) -> bool:
-    """Whether a run that loads the checkpoint of `iteration` takes its weights only."""
-    assert output.load is not None
-    run = checkpoint.read_run(checkpoint.iteration_folder(output.load, iteration))
-    return output.finetune or run.run_state().get("weights_only") is True
 
 
 def load_weights(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteration: int) -> None:
@@ -160,7 +117,7 @@ def keep_companions(output: OutputOptions, data: DataOptions, spec: ModelSpec) -
         if tokenizer is not None:
             write_tokenizer(target, tokenizer)
         source = None if output.load is None else Path(output.load) / COMPANIONS
-        if source is None or not source.is_dir() or source.resolve() == target.resolve():
+        if source is None or not is_folder(source) or resolved(source) == resolved(target):
             return
         carried = read_companions(source)
         if carried is not None and not differences(carried.spec, spec):

@@ -200,8 +200,8 @@ class Loop:
         heartbeat.set_period(f"iteration {iteration}", iteration, in_step=True)
         self.batch = self.batches.at(self.consumed_samples)
         numbers = self.positions(self.consumed_samples, self.trainer.rows_of(self.batch))
-        samples, starts = self.read(self.datasets.train, numbers)
-        result = self.trainer.train_step(samples, starts)
+        samples = self.read(self.datasets.train, numbers)
+        result = self.trainer.train_step(samples)
         self.results.append(result)
         self.consumed_samples += self.batch
         self.slow_ranks.count_step()
@@ -215,16 +215,11 @@ class Loop:
                 say(f"skipped iteration {iteration}: {guard.reason}")
             guard.stop_if_hopeless(iteration)
 
-    def read(
-        self, dataset: Samples, numbers: list[int]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
-        """Samples by their numbers, and where their documents begin if they say it.
-
-        What one rank cannot read ends all of them with its line.
-        """
+    def read(self, dataset: Samples, numbers: list[int]) -> npt.NDArray[np.int64]:
+        """Samples by their numbers; what one rank cannot read ends all of them with its line."""
         set_operation("loading data")
         try:
-            return dataset.batch(numbers), dataset.starts(numbers)
+            return dataset.batch(numbers)
         except InputError as error:
             fail_alone(error)
 
@@ -315,7 +310,7 @@ class Loop:
         heartbeat.set_period(f"the evaluation after iteration {iteration}", iteration)
         batch, rows = self.plan.layout.global_batch_size, self.trainer.rows
         losses = [
-            self.trainer.evaluate(*self.read(samples, self.positions(number * batch, rows)))
+            self.trainer.evaluate(self.read(samples, self.positions(number * batch, rows)))
             for number in range(self.job.output.eval_iters)
         ]
         return float(np.mean(losses))

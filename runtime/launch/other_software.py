@@ -12,6 +12,7 @@ from pathlib import Path
 
 from costmodels.errors import InputError
 from costmodels.files import write_whole
+from costmodels.paths import is_file
 from costmodels.spelling import nearest
 from planner.formats.nearest import check_expressible, differences
 from planner.formats.script_arguments import SCRIPT_STARTS, ScriptStart, passed_on
@@ -22,6 +23,7 @@ from planner.options.flags import arguments
 from planner.plan import Plan
 from runtime.job.job import Job
 from runtime.launch.options import LaunchOptions
+from runtime.settings.preflight import check_folder
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class ScriptRun:
     def run(self) -> int:
         """Run it to its end; the exit code of torchrun."""
         if self.file is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            check_folder(self.file.parent, "--log-dir")
             write_whole("launch", self.file, self.text)
         return subprocess.run(self.command, env={**os.environ, **self.environment}).returncode
 
@@ -65,7 +67,7 @@ def script_run(job: Job, options: LaunchOptions, log_dir: Path) -> ScriptRun:
     plan = _plan(job, options)
     engine = plan.engine.name
     start = _start(engine)
-    if not Path(options.script).is_file():
+    if not is_file(options.script):
         raise InputError(f"--script {options.script}: no such file; give the training script of {engine}")
     written = export(plan, to=start.target)
     check_expressible(written, options.nearest)

@@ -10,6 +10,7 @@ from typing import Any
 
 from costmodels.errors import InputError
 from costmodels.files import read_text
+from costmodels.paths import exists
 from planner.options.flags import arguments
 from planner.plan import Plan
 from runtime.job.job import Job
@@ -91,7 +92,7 @@ class Results:
         self.path = folder / RESULTS
         self.cases: dict[str, Case] = {}
         try:
-            text = read_text(self.path, LARGEST_LOG) if self.path.exists() else ""
+            text = read_text(self.path, LARGEST_LOG) if exists(self.path) else ""
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{self.path}: cannot be read ({error})") from None
         for line in text.splitlines():

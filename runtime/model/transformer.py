@@ -20,7 +20,6 @@ from runtime.model.gated_delta import GatedDelta
 from runtime.model.mlp import MLP
 from runtime.model.multi_token import FurtherToken, Scorer, with_further_losses
 from runtime.model.norms import make_norm
-from runtime.model.reach import Reach
 from runtime.model.rotary import first_positions
 
 
@@ -136,11 +135,10 @@ class Transformer(nn.Module):
         """Of `blocks`: those that predict further tokens follow the layers of the whole model."""
         self.ends_share = spec.tied or spec.mtp is not None
         self.tied, self.logits_scale, self.softcap = spec.tied, spec.logits_scale, spec.logits_softcap
-        self.documents: dict[Reach, DocumentMasks] = {}
-        """Shared by all layers of the same reach."""
+        self.documents = DocumentMasks()
+        """Shared by all layers."""
         for block in self.blocks:
-            core = block.attention.core
-            core.documents = self.documents.setdefault(core.reach, DocumentMasks())
+            block.attention.core.documents = self.documents
         self.tie()
 
     @property

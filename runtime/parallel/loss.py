@@ -289,10 +289,9 @@ class TokenLoss:
         return self.labels[:, depth] if self.depths else self.labels
 
     def _factor(self, depth: int) -> float:
-        return self.scale / self.predicted(depth)
+        return self.scale / self._predicted(depth)
 
-    def predicted(self, depth: int) -> float:
-        """Tokens of the global batch that are predicted at a depth: the loss is the mean over them."""
+    def _predicted(self, depth: int) -> float:
         if self.targets is not None:
             return self.targets[depth]
         # The last tokens of a sequence have none so far on.

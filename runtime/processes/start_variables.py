@@ -1,10 +1,28 @@
 """What the launcher of a job tells its ranks of how they are started."""
 
+import os
+
 RESTARTS_VARIABLE = "PLANNER_RESTART_COUNT"
 """Environment variable with how often a job was started before, after failures."""
 
 ELASTIC_VARIABLE = "PLANNER_ELASTIC"
 """Environment variable of ranks whose number may change from start to start."""
 
+RESTARTS_VARIABLES = (
+    *("TORCHELASTIC_RESTART_COUNT", RESTARTS_VARIABLE),
+    *("SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"),
+)
+"""How often torchrun, `planner launch`, Slurm (`--requeue`) or a JobSet has started this job again."""
+
 SUMMARY_VARIABLE = "PLANNER_SUMMARY"
 """Environment variable that is set where not the ranks but their launcher compares the run with its plan."""
+
+
+def is_restarted() -> bool:
+    """Whether this job was started again after a failure."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS_VARIABLES)
+
+
+def is_elastic() -> bool:
+    """Whether the number of this job's ranks may change from start to start."""
+    return bool(os.environ.get(ELASTIC_VARIABLE))

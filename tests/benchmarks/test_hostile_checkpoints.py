@@ -29,7 +29,8 @@ from runtime import checkpoint
 from runtime.checkpoint import metadata, reader
 from runtime.checkpoint.manifest import manifest_text
 from runtime.checkpoint.metadata import METADATA, Place, read_metadata
-from runtime.huggingface.stored_model import StoredModel, is_hugging_face
+from runtime.huggingface.folder_kind import is_hugging_face
+from runtime.huggingface.stored_model import StoredModel
 from tests.support.commands import Command
 
 DRAW = 5

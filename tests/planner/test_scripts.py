@@ -20,9 +20,9 @@ from planner.options.flags import arguments
 from planner.plan import Plan
 from planner.scripts.job import JobScript
 from planner.scripts.targets import SCHEDULERS
-from runtime.job.continuation import RESTARTS_VARIABLES
 from runtime.launch.nodes import nodes_of_job
 from runtime.launch.options import LaunchOptions
+from runtime.processes.start_variables import RESTARTS_VARIABLES
 from runtime.settings.options import OutputOptions, TrainingOptions
 from tests.planner.test_exports import plans
 from tests.support.commands import Command
@@ -239,26 +239,6 @@ def test_a_check_proposes_nothing_that_a_script_has(tmp_path: Path) -> None:
     found = planner.check([file], device="h100")
     assert found.best is not None and found.best.layout.zero_stage == 1
     assert "--use-distributed-optimizer" not in {change.flag for change in found.changes}
-
-
-def test_a_plan_of_this_package_goes_to_a_program_as_flags_of_megatron(plan: Plan, tmp_path: Path) -> None:
-    [call] = called(tmp_path, script_of(plan, "shell", program="pretrain_gpt.py"), "0", "a")
-    assert call[call.index("--tensor-model-parallel-size") + 1] == str(plan.layout.tensor_parallel)
-    assert call[call.index("--load") + 1] == "my checkpoints" and "--exit-signal-handler" in call
-
-
-def test_a_program_gets_no_other_plan_unless_asked_for(
-    planner_command: Command, megatron: Plan, tmp_path: Path
-) -> None:
-    model = megatron.model.model_copy(update={"logits_softcap": 30.0})
-    file = tmp_path / "plan.json"
-    megatron.model_copy(update={"model": model}).save(file)
-    words = ("script", file, "--to", "slurm", "--program", "pretrain_gpt.py")
-    code, shown, err = planner_command(*words)
-    assert (code, shown) == (5, "") and "logits_softcap=30.0" in err
-    code, shown, err = planner_command(*words, "--nearest")
-    assert code == 0 and "pretrain_gpt.py" in shown and "logits_softcap=30.0" in err
-    assert "+0.0% against the plan" in err
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "nanotron"])

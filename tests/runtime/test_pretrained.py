@@ -23,8 +23,9 @@ from runtime.data.tokenizers import ByteTokenizer, load_tokenizer
 from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.model_folder import HuggingFaceModel
 from runtime.huggingface.tokenizer_files import write_tokenizer
-from runtime.job.initial_state import check_load, keep_companions
+from runtime.job.initial_state import keep_companions
 from runtime.job.job import Job
+from runtime.job.job_folders import check_load
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from tests.support.hugging_face import hugging_face, skip_unless_there
 from tests.support.jobs import write_corpus

@@ -18,13 +18,12 @@ from runtime import checkpoint
 from runtime.job.continuation import (
     PreviousRun,
     change_line,
-    is_restarted,
     keep_batch,
     keep_micro_batch,
     plan_for_ranks,
     previous_run,
 )
-from runtime.processes.start_variables import RESTARTS_VARIABLE
+from runtime.processes.start_variables import RESTARTS_VARIABLE, is_restarted
 from runtime.settings.options import OutputOptions, TrainingOptions
 
 TRAINING = TrainingOptions()

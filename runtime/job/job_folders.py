@@ -1,0 +1,74 @@
+"""The folders that a job loads from and saves in, looked at before PyTorch is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from costmodels.errors import InputError
+from costmodels.paths import exists, is_folder, resolved
+from runtime import checkpoint
+from runtime.huggingface.folder_kind import is_hugging_face
+from runtime.processes.start_variables import is_elastic, is_restarted
+from runtime.settings.options import OutputOptions
+
+
+def check_load(output: OutputOptions) -> None:
+    """Raise `InputError` where `--load` or `--save` names a Hugging Face model, which is no checkpoint."""
+    if output.load is not None and is_hugging_face(output.load):
+        raise InputError(
+            f"--load {output.load}: a Hugging Face model; turn it into a checkpoint first: planner convert "
+            f"--input {output.load} --output FOLDER"
+        )
+    if output.save is not None and is_hugging_face(output.save):
+        raise InputError(f"--save {output.save}: holds a Hugging Face model; give a folder of its own")
+
+
+def check_save(output: OutputOptions) -> None:
+    """Raise `InputError` where a run that begins anew would save among the checkpoints of another one.
+
+    A job that was started again goes on from what it has saved.
+    """
+    if output.save is None or is_restarted() or is_elastic():
+        return
+    if output.load is not None and resolved(output.load) == resolved(output.save):
+        return
+    there = checkpoint.iterations(output.save)
+    if there:
+        raise InputError(
+            f"--save {output.save}: holds checkpoints of an earlier run (the newest: iteration {there[-1]}), "
+            f"and those of this one would lie among them; go on from them with --load {output.save}, or give "
+            "a fresh folder"
+        )
+
+
+def iteration_of(output: OutputOptions) -> int | None:
+    """The iteration whose checkpoint `--load` goes on from; None where the run begins anew, as it may.
+
+    Raises:
+        InputError: there is no checkpoint, and nothing says that there need not be one.
+    """
+    if output.load is None:
+        return None
+    check_load(output)
+    folder = Path(output.load)
+    if exists(folder) and not is_folder(folder):
+        raise InputError(f"--load {output.load}: a file; name the folder that --save wrote checkpoints into")
+    iteration = checkpoint.iteration_to_load(folder, output.ckpt_step)
+    if iteration is not None or output.load_or_start:
+        return iteration
+    what = "holds no checkpoint" if is_folder(folder) else "there is no such folder of checkpoints"
+    if output.save is None or resolved(output.save) != resolved(folder):
+        raise InputError(
+            f"--load {output.load}: {what}; give another folder, or --load-or-start to begin anew where "
+            "there is none"
+        )
+    if output.exit_on_missing_checkpoint:
+        raise InputError(f"--load {output.load}: {what}, and --exit-on-missing-checkpoint is given")
+    return None
+
+
+def begins_anew(output: OutputOptions, iteration: int) -> bool:
+    """Whether a run that loads the checkpoint of `iteration` takes its weights only."""
+    assert output.load is not None
+    run = checkpoint.read_run(checkpoint.iteration_folder(output.load, iteration))
+    return output.finetune or run.run_state().get("weights_only") is True
