@@ -144,6 +144,7 @@ def test_generation_says_what_it_waits_for(planner_command: Command, monkeypatch
         print("text")
 
     monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr("cli.generate.check_model_folder", lambda folder, step: None)
     assert vars(generate)["Status"] is Status
     code, out, err = planner_command("generate", "--load", "x", "--prompt", "y")
     assert (code, out) == (0, "text\n")
