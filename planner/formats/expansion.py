@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from planner.formats.arithmetic import whole_value
 from planner.formats.parameters import changed
+from planner.formats.shell_commands import ASSIGNMENT, simple_commands
+from planner.formats.shell_printing import formatted
 from planner.formats.text import (
     DEEPEST,
     LONGEST,
@@ -28,6 +30,18 @@ No character without quotes ends a word: it stands between the elements of an ar
 
 Value = Chars | list[Chars]
 """Of a variable: a text, or the elements of an array."""
+
+
+class _Separator(str):
+    """Stands between the elements of an array that become one text."""
+
+    __slots__ = ()
+
+
+_PRINTS = re.compile(r"^\s*(?:echo|printf)\b|[;\n]\s*(?:echo|printf)\b")
+
+MOST_PRINTED = 4
+"""Commands inside each other whose output is computed."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
 _PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9]+|[@*])(?:\[([^][]{1,80})\])?(:?[-=+?])?")
@@ -133,7 +147,9 @@ class Expansion:
                     continue
                 at, found = self._variable(part, at, end, depth)
                 for inner, where, quoted in found:
-                    yield (inner, where, bool(inner) or quoted)
+                    between = self.separator() if isinstance(inner, _Separator) else inner
+                    if between or not isinstance(inner, _Separator):
+                        yield (between, where, bool(between) or quoted)
             else:
                 yield (char, of, True)
                 at += 1
@@ -147,13 +163,61 @@ class Expansion:
         if plain(raw[at : at + 2]) == "$[" and (end := self._bracket(part, at)) > at:
             return end, _as_pieces(self._sum(part.of(at + 2, end - 1), line))
         if end > at + 2 and opening.startswith("$("):
-            return end, iter([(Unknown(plain(raw[at:end])), line, False)])
+            printed = self._printed(raw[at + 2 : end - 1], depth)
+            unknown: Chars = [(Unknown(plain(raw[at:end])), line)]
+            return end, _as_pieces(unknown if printed is None else printed)
         if end > at + 2 and opening.startswith("${"):
             return end, self._braced(part.of(at + 2, end - 1), line, depth + 1)
         name = _NAME.match(plain(part.of(at + 1, part.stop).first(LONGEST_NAME)))
         if name is None:
             return at + 1, iter([("$", line, False)])
         return at + 1 + name.end(), self._braced(part.of(at + 1, at + 1 + name.end()), line, depth + 1)
+
+    def _printed(self, inner: Chars, depth: int) -> Chars | None:
+        """What `$(...)` stands for whose commands do nothing but set variables and print; None for others."""
+        text = plain(inner)
+        if depth > MOST_PRINTED or len(text) > LONGEST_NAME or not _PRINTS.search(text) or ">" in text:
+            return None
+        other = Expansion(dict(self.variables), self._fixed)
+        other._left = self._left
+        found: Chars = []
+        for before, raw in simple_commands(inner, []):
+            if before not in ("\n", ";"):
+                return None
+            matches = [ASSIGNMENT.fullmatch(plain(word[: _end_of_name(word)])) for word in raw]
+            if all(match and not (match[2] or match[3]) for match in matches):
+                for match, word in zip(matches, raw, strict=True):
+                    if match is None or plain(word[match.end() : match.end() + 1]) == "(":
+                        return None
+                    other.variables[match[1]] = other.value(word[match.end() :])
+                continue
+            name, *words = [part for word in raw for part in other.split(word)]
+            if plain(name) == "printf" and words:
+                written = formatted(words[0], words[1:])
+            elif plain(name) == "echo" and not any(
+                plain(word[:1]) == "-" or "\\" in plain(word) for word in words
+            ):
+                line = name[0][1]
+                written = [
+                    char for at, word in enumerate(words) for char in (*[(" ", line)] * (at > 0), *word)
+                ]
+                written.append(("\n", line))
+            else:
+                return None
+            if written is None:
+                return None
+            found += written
+        self._left = other._left
+        while found and found[-1][0] == "\n":
+            found.pop()
+        return found
+
+    def separator(self) -> str:
+        """What stands between the elements of an array that quotes join."""
+        value = self.variables.get("IFS")
+        if value is None or has_unknown(_first(value)):
+            return " "
+        return plain(_first(value))[:1]
 
     def _bracket(self, part: Part, at: int) -> int:
         """The index after `$[...]`, a sum as scripts once wrote it; `at` where it does not close."""
@@ -263,6 +327,11 @@ class Expansion:
         ]
 
 
+def _end_of_name(word: Chars) -> int:
+    """Index after the first equals sign of a word."""
+    return next((at + 1 for at, (char, _) in enumerate(word[:LONGEST_NAME]) if char == "="), 0)
+
+
 def element_name(array: str, key: str) -> str:
     """The name under which the element of an array is kept that has a name."""
     return f"{array}[{key}]"
@@ -301,6 +370,6 @@ def _of_value(value: Value, index: str | None) -> Iterator[Piece]:
         return
     for number, element in enumerate(_elements(value)):
         if number:
-            yield (" " if index == "*" else "", element[0][1] if element else 0, False)
+            yield (_Separator(" ") if index == "*" else "", element[0][1] if element else 0, False)
         # Between quotes blanks within an element stay; without them each of its words is one.
         yield from ((char, line, False) for char, line in element)

@@ -13,6 +13,9 @@ from planner.formats.text import Word
 
 LAUNCHERS = (
     "torchrun",
+    "swift",
+    "megatron",
+    "llamafactory-cli",
     "python",
     "python3",
     "srun",
@@ -48,6 +51,8 @@ class Launch:
     """`CUDA_DEVICE_MAX_CONNECTIONS`."""
     printed: bool = False
     """It is the text of another command."""
+    launcher: tuple[Word, ...] = ()
+    """The words before the program: what launches it, and how."""
     files: Mapping[str, Word] = field(default_factory=dict)
     """Texts that the script writes into files, by their names."""
     not_sourced: tuple[Word, ...] = ()
@@ -85,11 +90,14 @@ def commands(
     """Every command of a script, of a page with scripts in it, or of a bare list of arguments."""
     for line, part in _scripts(source):
         script = read_script("\n" * (line - 1) + part, defined, beside)
-        for command in script.commands:
-            yield _launch(command, script)
+        for command, environment in zip(script.commands, script.environments, strict=True):
+            yield _launch(command, script, environment)
 
 
 _COMMAND = re.compile(rf"\s*(?:{'|'.join(LAUNCHERS)})\b")
+
+
+_HERE = re.compile(r"<<-?\s*[\"'\\]?\w")
 
 
 def _scripts(source: str) -> Iterator[tuple[int, str]]:
@@ -98,7 +106,11 @@ def _scripts(source: str) -> Iterator[tuple[int, str]]:
     A page of documentation has scripts that begin with `#!`, and commands that begin with a launcher.
     """
     lines = source.split("\n")
-    starts = [at for at, line in enumerate(lines) if re.match(r"\s*#!\s*/", line)]
+    starts = [
+        at
+        for at, line in enumerate(lines)
+        if re.match(r"\s*#!\s*/", line) and not (at and _HERE.search(lines[at - 1]))  # A script in a script.
+    ]
     first = next((at for at, line in enumerate(lines) if line.strip()), 0)
     if starts and starts[0] > first:
         for at, end in zip(starts, [*starts[1:], len(lines)], strict=True):
@@ -116,21 +128,47 @@ def _scripts(source: str) -> Iterator[tuple[int, str]]:
             yield at + 1, "\n".join(lines[at : end + 1])
 
 
-def _launch(command: Sequence[Word], script: Script) -> Launch:
+STARTERS = ("swift", "megatron", "llamafactory-cli", "llamafactory", "xtuner", "axolotl")
+"""Programs that start torchrun themselves, told by variables."""
+
+
+def _launch(command: Sequence[Word], script: Script, environment: Mapping[str, Word]) -> Launch:
     at = _program(command)
     own = command[:at]
+    starts = at + 1 < len(command) and command[at].text.rpartition("/")[2] in STARTERS
+    if starts:
+        # The program is its first argument: `swift sft`, `megatron pt`.
+        at, own = at + 1, command[: at + 1]
+    nodes, per_node = _counted_by(own, environment, starts)
     batch = [word for directive in script.directives for word in directive]
     return Launch(
         program=command[min(at, len(command) - 1)].text,
         arguments=tuple(command[at + 1 :]),
-        nodes=_counted(_value(own, NODES), _value(batch, NODES)),
-        per_node=_counted(_value(own, PER_NODE), _value(batch, PER_NODE)),
+        nodes=_counted(_value(own, NODES) or nodes, _value(batch, NODES)),
+        per_node=_counted(_value(own, PER_NODE) or per_node, _value(batch, PER_NODE)),
         total=_counted(_value(own, ALL), _value(batch, ALL)),
         cuda_connections=script.variables.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         printed=command[0].text in ("echo", "printf"),
         files=script.files,
         not_sourced=script.not_sourced,
+        launcher=tuple(own),
     )
+
+
+def _counted_by(
+    own: Sequence[Word], environment: Mapping[str, Word], starts: bool
+) -> tuple[Word | None, Word | None]:
+    """Nodes, and devices of a node, as variables say them or a list (`--include localhost:0,1`)."""
+    if starts:
+        per_node = environment.get("NPROC_PER_NODE")
+        return environment.get("NNODES"), per_node or Word("1", own[0].line)
+    listed = _value(own, ("--include", "-i"))
+    if listed is not None and any(word.text == "deepspeed" for word in own):
+        hosts = [host.partition(":") for host in listed.text.split("@")]
+        slots = {len(numbers.split(",")) for _, colon, numbers in hosts if colon}
+        if len(slots) == 1:
+            return Word(str(len(hosts)), listed.line), Word(str(slots.pop()), listed.line)
+    return None, None
 
 
 def _counted(own: Word | None, batch: Word | None) -> Word | None:
@@ -158,6 +196,8 @@ def _value(words: Sequence[Word], names: Iterable[str]) -> Word | None:
         name, equals, value = word.text.partition("=")
         if equals:
             given.setdefault(name, Word(value.rpartition(":")[2] if name == "--gres" else value, word.line))
+        elif re.fullmatch(r"-[A-Za-z][0-9]+", name):
+            given.setdefault(name[:2], Word(name[2:], word.line))
         elif at + 1 < len(words):
             given.setdefault(name, words[at + 1])
     return next((given[name] for name in names if name in given), None)

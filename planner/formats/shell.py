@@ -16,6 +16,7 @@ from planner.formats.shell_bodies import LOOPS, TESTS, Event, assigned, body_of,
 from planner.formats.shell_commands import SUBSHELL, SUBSHELL_END, TEXT, simple_commands
 from planner.formats.shell_tests import Truth, both, either, fits, holds
 from planner.formats.shell_variables import Variables, as_assignment, unknown_value
+from planner.formats.slurm_variables import slurm_variables
 from planner.formats.text import (
     DEEPEST,
     Chars,
@@ -53,6 +54,12 @@ class Script:
     """Texts that it writes into files (`cat <<END > FILE`), by the names of these."""
     not_sourced: tuple[Word, ...]
     """Files that it reads commands from, and that are not given."""
+    environments: tuple[Mapping[str, Word], ...]
+    """Of each command, what it finds in those variables that launchers look at."""
+
+
+ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+"""Variables that launchers look at."""
 
 
 @dataclass
@@ -103,6 +110,7 @@ def read_script(
         known,
         reader.files,
         tuple(reader.not_sourced),
+        tuple(reader.environments),
     )
 
 
@@ -113,9 +121,12 @@ class _Reader:
         self.not_sourced: list[Word] = []
         self._beside = beside
         self.commands: list[tuple[Word, ...]] = []
+        self.environments: list[Mapping[str, Word]] = []
         self.directives: list[tuple[Word, ...]] = []
         self._frames: list[_Frame] = []
         self._status: Truth = True
+        self._reads_script: tuple[Word, ...] | None = None
+        """The last command, where what follows its line is a script for it."""
         self._functions: dict[str, list[Event]] = {}
         self._called: set[str] = set()
         self._nested = 0
@@ -124,7 +135,10 @@ class _Reader:
 
     def read(self, chars: Chars, depth: int) -> None:
         """Go through all commands of a text."""
-        self._run(deque(simple_commands(chars, self.directives)), depth)
+        events = deque(simple_commands(chars, self.directives))
+        for name, (value, line) in slurm_variables(self.directives).items():
+            self.names.assign(name, [(char, line) for char in value])
+        self._run(events, depth)
 
     def read_uncalled(self) -> None:
         """Go through functions that nothing calls: a file may be made of them."""
@@ -265,6 +279,14 @@ class _Reader:
     def _text(self, raw: list[Chars]) -> None:
         """A text that follows the line of its command: for a file, or for the variable of a `read`."""
         _, target, text = raw
+        reader, self._reads_script = self._reads_script, None
+        if reader is not None and not target and self._nested < MOST_NESTED and self._runs() is not False:
+            if reader[0].text in BATCH:
+                self.directives.append((Word("SBATCH", reader[0].line), *reader[1:]))
+            self._nested += 1
+            self.read(self.names.expansion.value(text), 1)
+            self._nested -= 1
+            return
         if self._runs() is not True:
             return
         if target:
@@ -300,6 +322,8 @@ class _Reader:
         runs, repeats = self._runs(), starts_nothing(body)
         if word == "while" and runs is True and self._while(condition, body, depth, repeats):
             return
+        if word == "for" and head and runs is True and repeats and self._counts(plain(head[0]), body, depth):
+            return
         name = plain(head[0]) if word in ("for", "select") and head else ""
         elements = self._elements(head) if word == "for" and runs is True else None
         if elements is not None and (repeats or not elements) and name.isidentifier():
@@ -308,13 +332,33 @@ class _Reader:
                 self._inside(_Frame("loop", True), body, depth)
             return
         # What a turn sets is known in that turn, and neither before it nor after the loop.
-        changed = [*([name] if name.isidentifier() else []), *assigned(body)]
+        changed = [
+            *([name] if name.isidentifier() else re.findall(r"[A-Za-z_]\w*", name[:1000])),
+            *assigned(body),
+        ]
         for each in changed:
             if each == name or each in self.names.variables:
                 self.names.assign(each, unknown_value(each, raw[0][0][1]))
         self._inside(_Frame("loop", True if word in ("for", "while") else None), body, depth)
         for each in changed:
             self.names.assign(each, unknown_value(each, raw[0][0][1]))
+
+    def _counts(self, head: str, body: list[Event], depth: int) -> bool:
+        """Turn by turn of `for ((i=0; i<8; i++))`; False where it is not known, or does not end."""
+        parts = head[2:-2].split(";")
+        if not head.startswith("((") or len(parts) != 3:
+            return False
+        first, condition, step = (part.strip() for part in parts)
+        if first:
+            self.names.compute(first, True)
+        for _ in range(MOST_TURNS):
+            value = self.names.compute(condition, True) if condition else 1
+            if not value:
+                return value is not None
+            self._inside(_Frame("loop", True), body, depth)
+            if step:
+                self.names.compute(step, True)
+        return False
 
     def _elements(self, head: list[Chars]) -> list[Chars] | None:
         """What a `for` goes over; None where that is not known."""
@@ -426,7 +470,9 @@ class _Reader:
                     self.names.variables[name] = value
             self.names.give_arguments(arguments)
         else:
+            self._reads_script = tuple(words) if _takes_script(words) else None
             self.commands.append(tuple(words))
+            self.environments.append(self.names.texts(ENVIRONMENT))
 
     def _source(self, file: Word, depth: int) -> None:
         """The commands of another file, in its place, where that is given."""
@@ -456,13 +502,30 @@ class _Reader:
         return holds(words, first == "[[")
 
 
+BATCH = ("sbatch",)
+"""Programs that take a batch script."""
+
+
+def _takes_script(words: Sequence[Word]) -> bool:
+    """Whether a command runs the text that follows its line: `sbatch <<END`, `srun bash <<END`."""
+    if words[0].text in BATCH:
+        return all(word.text.startswith("-") for word in words[1:])
+    return words[-1].text in _SHELLS or (
+        len(words) > 1 and words[-1].text == "-s" and words[-2].text in _SHELLS
+    )
+
+
 def _inner_script(words: list[Word]) -> tuple[int, bool] | None:
     """Where the script stands that a command gives to another shell, and whether it goes to the end."""
     for at, word in enumerate(words):
         if word.text == "eval" and at == 0 and len(words) > 1:
             return 1, True
-        if word.text in _SHELLS and at + 2 < len(words) and words[at + 1].text in ("-c", "-lc", "-ce", "-cx"):
-            return at + 2, False
+        if word.text in _SHELLS:
+            rest = at + 1
+            while rest < len(words) and re.fullmatch(r"-[a-z]*|[+-]o|pipefail", words[rest].text):
+                rest += 1
+                if re.fullmatch(r"-[a-z]*c[a-z]*", words[rest - 1].text) and rest < len(words):
+                    return rest, False
         if word.text.endswith(".py") or word.text in ("-m", "--module"):
             return None
     return None

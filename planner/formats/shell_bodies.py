@@ -54,6 +54,8 @@ def assigned(body: Sequence[Event]) -> list[str]:
         first = plain(words[0][:10]) if words else ""
         if first == "let" or first.startswith("(("):
             found += re.findall(r"[A-Za-z_]\w*", plain([char for word in words for char in word][:1000]))
+        if first == "printf" and len(words) > 2 and plain(words[1]) == "-v":
+            found += [plain(words[2]).strip("\"'")]
         for word in words[first in DECLARATIONS :]:
             match = as_assignment(word)
             if match is None:

@@ -157,7 +157,7 @@ def simple_commands(chars: Chars, directives: list[tuple[Word, ...]]) -> Iterato
 
 
 def _begins_command(raw: list[Chars]) -> bool:
-    return not raw or plain(raw[-1]) in KEYWORDS
+    return not raw or plain(raw[-1]) in KEYWORDS or [plain(word) for word in raw] == ["for"]
 
 
 def _tests(raw: list[Chars]) -> bool:

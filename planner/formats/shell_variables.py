@@ -7,8 +7,9 @@ from collections.abc import Collection
 
 from planner.formats.expansion import Expansion, Value, element_name
 from planner.formats.shell_commands import ASSIGNMENT, array_words
+from planner.formats.shell_printing import formatted
 from planner.formats.shell_tests import Truth
-from planner.formats.text import Chars, Unknown, plain
+from planner.formats.text import Chars, Unknown, Word, plain, word_of
 
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 
@@ -26,6 +27,15 @@ class Variables:
         self._integers: set[str] = set()
         self.last_read = ""
         """The variable that the last `read` fills."""
+
+    def texts(self, names: Collection[str]) -> dict[str, Word]:
+        """The values of those of some variables that are set to a text."""
+        found = {name: self.variables[name] for name in names if name in self.variables}
+        return {
+            name: word_of([char for char in value if isinstance(char, tuple)])
+            for name, value in found.items()
+            if not (value and isinstance(value[0], list))
+        }
 
     def compute(self, text: str, runs: Truth) -> int | None:
         def assign(name: str, value: int | None) -> None:
@@ -52,6 +62,16 @@ class Variables:
                 if plain(word).isidentifier():
                     self.last_read = plain(word) if first == "read" else ""
                     self.assign(plain(word), unknown_value(plain(word), word[0][1]))
+        elif first == "printf" and len(raw) > 2 and plain(raw[1]) == "-v":
+            name, *words = [part for word in raw[2:] for part in self.expansion.split(word)] or [[]]
+            value = formatted(words[0], words[1:]) if words else None
+            if plain(name).isidentifier():
+                known = (
+                    value
+                    if value is not None and runs is not None
+                    else unknown_value(plain(name), raw[0][0][1])
+                )
+                self.assign(plain(name), known)
         elif first == "let":
             for word in raw[1:]:
                 self.compute(plain(self.expansion.value(word)), runs)

@@ -36,6 +36,16 @@ def read(script: str, *arguments: str) -> list[list[str]]:
 
 
 SCRIPTS = {
+    "loops that count, and what is printed": """
+arr=()
+for ((i=0; i<3; i++)); do arr+=($((i * 2))); done
+printf -v FREQ "[%s]" "$(IFS=', '; echo "${arr[*]}")"
+printf -v PAD '%03d-%s|' 7 a 8
+for (( n = 1 ; n < 50 ; n *= 3 )); do last=$n; done
+run $FREQ "$PAD" "$(printf '%s.%d' x 3)" "$(echo a  "b  c")" $last $n
+SUM=$(X=4; printf '%d\\n' $((X + 1)))
+run $SUM ${X:-none}
+""",
     "a function takes arguments": """
 train() {
   local tp=$1 pp=${2:-1} extra="--seed $#"
