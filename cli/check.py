@@ -25,16 +25,16 @@ class CheckOptions:
     SECTIONS: ClassVar[dict[str, str]] = {"define": "Files", "json": "Output"}
 
     files: list[str] = argument(
-        "A script of Megatron-LM, MindSpeed, PAI's llmacc or Hugging Face's trainer, a configuration of "
-        "MindFormers, torchtitan, nanotron, NeMo, Megatron-Bridge, accelerate or DeepSpeed, or a page with "
-        "one; beside it a "
+        "A script of Megatron-LM, MindSpeed, PAI's llmacc, ms-swift or Hugging Face's trainer, a "
+        "configuration of MindFormers, torchtitan, nanotron, NeMo, Megatron-Bridge, GPT-NeoX, accelerate, "
+        "DeepSpeed, axolotl, LLaMA-Factory or TRL, or a page with one; beside it a "
         "config.json or YAML file of the model. Nothing in them is run.",
         "FILE...",
     )
     define: list[str] = flag(
         [],
-        "A variable that a script gets from outside, such as NNODES=4, or a key in place of a file's, as "
-        "in num_layers=32; repeatable.",
+        "A variable that a script gets from outside, such as NNODES=4, or a flag, key or parameter in place "
+        "of a file's, as in num_layers=32 (no value: leave it out); repeatable.",
         metavar="NAME=VALUE",
     )
     model: str | None = flag(
@@ -49,8 +49,8 @@ class CheckOptions:
 def check(options: CheckOptions, cluster: ClusterOptions) -> None:
     """Is a training script legal, does it fit, how fast is it; and what would be better, as flags of its own.
 
-    What the file does not say has the default of its software. Exit code 0 where it is legal and fits, 3
-    where it does not fit, 2 where it is illegal or does not say enough.
+    What the file does not say has the default of its software; what it says and nobody can tell is not known.
+    Exit code 0 where it is legal and fits, 3 where it does not fit, 2 where it is illegal or not known.
     """
     given: dict[str, Any] = {
         "world_size": cluster.world_size,

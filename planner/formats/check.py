@@ -20,7 +20,7 @@ from planner.formats.files import read_files
 from planner.formats.layout_fields import Places
 from planner.formats.mindformers_dynamic import keys_of_layout
 from planner.formats.nemo import keys_of_flags
-from planner.formats.reading import ConfigProblem, Problems, Reading, Severity
+from planner.formats.reading import ConfigProblem, Problems, Reading, Severity, verdict
 from planner.formats.targets import TARGETS
 from planner.inputs.cluster import ClusterKeywords
 from planner.inputs.keywords import keywords
@@ -70,6 +70,11 @@ class Check:
     """From the configuration to the best plan."""
 
     @property
+    def unknown(self) -> tuple[ConfigProblem, ...]:
+        """What is not known, each with where it would stand and how to give it."""
+        return tuple(problem for problem in self.problems if problem.severity == "unknown")
+
+    @property
     def gain(self) -> float | None:
         """Tokens per second of the best plan over those of the configuration, where both fit."""
         if self.plan is None or self.best is None or not self.fits:
@@ -110,15 +115,21 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
         model=given.get("model"),
     )
     problems = Problems(reading.file, list(reading.problems))
-    if reading.model is None or reading.world_size is None:
+    name_what_is_missing(reading, problems)
+    if _rests_on_nothing(reading, problems):
         return _answer(reading, problems, (), None, None)
     try:
         problem, assumed = problem_of_reading(reading, given)
     except InputError as error:
         message = on_one_line(error)
-        if not message.startswith("precision "):
+        if message.startswith("quantize-base "):
+            problems.add(
+                "unknown", f"memory and time are not priced: {message}", remedy="give --engine bundled"
+            )
+        elif message.startswith("precision "):
+            problems.add("illegal", message, *_places(reading).of("precision"))
+        else:
             raise
-        problems.add("illegal", message, *_places(reading).of("precision"))
         return _answer(reading, problems, (), None, None)
     plan = None
     if reading.layout is not None and not problems.fatal:
@@ -132,10 +143,9 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
 def _answer(
     reading: Reading, problems: Problems, assumed: Sequence[str], plan: Plan | None, best: Plan | None
 ) -> Check:
-    severities = {problem.severity for problem in problems.found}
-    legal = False if "illegal" in severities else (None if "unknown" in severities else True)
+    legal, kept = verdict(problems.found)
     order = ("illegal", "unknown", "too_big", "note")
-    ordered = sorted(problems.found, key=lambda one: (order.index(one.severity), one.line or 0))
+    ordered = sorted(kept, key=lambda one: (order.index(one.severity), one.line or 0))
     return Check(
         reading=reading,
         legal=legal,
@@ -145,6 +155,32 @@ def _answer(
         plan=plan,
         best=best,
         changes=_changes(reading, plan, best),
+    )
+
+
+def name_what_is_missing(reading: Reading, problems: Problems) -> None:
+    """Say what is not known of a job where its reader has not."""
+    if problems.fatal:
+        return
+    places = _places(reading)
+    if reading.model is None:
+        problems.add("unknown", "the model is not known", *places.of("layers"), "give --model")
+    if reading.world_size is None:
+        problems.add("unknown", "the number of devices is not known", remedy="give --world-size")
+    if reading.chooses_layout and reading.layout is None:
+        problems.add("unknown", "the layout is not known", *places.of("tensor_parallel"))
+    if reading.global_batch_size is None and reading.max_global_batch_size is None:
+        name, line = places.of("global_batch_size")
+        problems.add("unknown", "the global batch is not known", name, line, f"give --define {name}=N")
+
+
+def _rests_on_nothing(reading: Reading, problems: Problems) -> bool:
+    """Whether a fact is missing that prices and the best plan rest on."""
+    batches = reading.global_batch_size, reading.max_global_batch_size
+    return (
+        any(problem.severity == "unknown" for problem in problems.found)
+        or None in (reading.model, reading.world_size)
+        or not any(batches)
     )
 
 
@@ -320,6 +356,7 @@ def as_json(answer: Check) -> dict[str, object]:
         "legal": answer.legal,
         "fits": answer.fits,
         "problems": [dataclasses.asdict(problem) for problem in answer.problems],
+        "unknown": [dataclasses.asdict(problem) for problem in answer.unknown],
         "assumed": list(answer.assumed),
         "flags": {role: list(names) for role, names in reading.by_role.items()},
         "model": None if reading.model is None else reading.model.model_dump(mode="json"),

@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
-from planner.formats.check import CheckKeywords, plan_as_it_stands, problem_of_reading
+from planner.formats.check import (
+    CheckKeywords,
+    name_what_is_missing,
+    plan_as_it_stands,
+    problem_of_reading,
+)
 from planner.formats.export import Export, flag_lines
 from planner.formats.files import read_files
 from planner.formats.flag_catalogue import known_flags
-from planner.formats.reading import Problems, Reading
+from planner.formats.reading import Problems, Reading, verdict
 from planner.formats.targets import export
 from planner.inputs.keywords import keywords
 from planner.plan import Plan
@@ -68,13 +73,15 @@ def convert_config(
 def plan_of_reading(reading: Reading, given: CheckKeywords) -> Plan:
     """The job of a reading as a plan; raises `InputError`, with all reasons, where it is none."""
     problems = Problems(reading.file, list(reading.problems))
+    name_what_is_missing(reading, problems)
     plan = None
-    if reading.model is not None and reading.world_size is not None:
+    if not problems.fatal and reading.model is not None and reading.world_size is not None:
         problem, _ = problem_of_reading(reading, given)
         if reading.layout is not None and not problems.fatal:
             plan = plan_as_it_stands(reading, reading.layout, problem, problems)
     if plan is None:
-        fatal = [one.describe() for one in problems.found if one.severity in ("illegal", "unknown")]
+        _, kept = verdict(problems.found)
+        fatal = [one.describe() for one in kept if one.severity in ("illegal", "unknown")]
         reasons = "; ".join(fatal) or f"{reading.file} leaves the layout to a search"
         raise InputError(f"no layout in {reading.file}: {reasons}")
     return plan

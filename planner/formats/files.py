@@ -14,13 +14,17 @@ from costmodels.files import MIB, read_text
 from planner.formats import (
     deepspeed_config,
     hugging_face,
+    megatron_keys,
     mindformers,
     mindformers_dynamic,
     nanotron,
     nemo,
     torchtitan,
+    trainer_files,
 )
+from planner.formats.definitions import check_definitions, parse_definitions
 from planner.formats.entries import PARSERS, Entries
+from planner.formats.flag_catalogue import known_flags
 from planner.formats.keyed import known_keys
 from planner.formats.launcher import find_launch, known_count
 from planner.formats.megatron import read_megatron
@@ -28,14 +32,13 @@ from planner.formats.overrides import override_entries
 from planner.formats.pages import block_entries, running_entries
 from planner.formats.reading import ConfigProblem, Problems, Reading
 from planner.formats.recipes import recipes
+from planner.formats.recognised import refuse_recognised
 from planner.formats.source import Source, Surroundings
 from planner.formats.torchtitan_flags import flag_entries
 from planner.inputs.model import resolve_model
 
 LARGEST = MIB // 4
 """Bytes of a configuration."""
-
-_NAME = re.compile(r"[A-Za-z_][\w.]*|[0-9]+")
 
 EXPECTED = (
     "expected a script or arguments of Megatron-LM, MindSpeed or PAI's llmacc, "
@@ -54,7 +57,16 @@ class Kind:
     read: Reader
 
 
+TRAINERS = tuple(
+    Kind(name, recognises, hugging_face.trainer_reader(name))
+    for name, recognises in trainer_files.SOFTWARE.items()
+)
+"""Trainers that are built on Hugging Face's."""
+
 KINDS = (
+    *TRAINERS,
+    Kind("gpt-neox", megatron_keys.is_neox, megatron_keys.read_neox),
+    Kind("verl", megatron_keys.is_verl, megatron_keys.read_verl),
     Kind("mindformers-dynamic", mindformers_dynamic.recognises, mindformers_dynamic.read_dynamic),
     Kind("mindformers", mindformers.recognises, mindformers.read_static),
     Kind("nanotron", nanotron.recognises, nanotron.read_nanotron),
@@ -79,7 +91,10 @@ RECIPES = Kind("recipes", lambda entries: False, nemo.read_recipe)
 OVERRIDES = Kind("overrides", lambda entries: False, nemo.read_overrides)
 """Scripts that give keys of NeMo or Megatron-Bridge to a program."""
 
-BESIDE_SCRIPTS = ("accelerate", "deepspeed")
+SWIFT = Kind("ms-swift", lambda entries: False, megatron_keys.read_swift)
+"""Scripts with ms-swift's commands for Megatron-LM."""
+
+BESIDE_SCRIPTS = ("accelerate", "deepspeed", *trainer_files.SOFTWARE)
 """Files that the trainer of a script reads."""
 
 
@@ -117,8 +132,14 @@ def read_files(
         beside=beside,
     )
     own = [file for file in texts if file != described and Path(file).name not in beside]
-    parts = [_part(file, texts[file], around) for file in own]
+    around = dataclasses.replace(around, files=tuple(own))
+    parts = _joined([_part(file, texts[file], around) for file in own])
     reading = _together(parts, around, described)
+    if defined:
+        scripts = [part.source.text for part in parts if not part.source.page and _is_program(part)]
+        check_definitions(
+            defined, [*scripts, *beside.values()], _known_names(parts, reading), " and ".join(own)
+        )
     return dataclasses.replace(
         reading,
         world_size=world_size or reading.world_size,
@@ -152,15 +173,49 @@ class _Part:
     other_values: tuple[ConfigProblem, ...] = ()
 
 
+def _is_program(part: _Part) -> bool:
+    return part.kind is None or part.kind in (RECIPES, OVERRIDES, SWIFT)
+
+
+def _known_names(parts: Sequence[_Part], reading: Reading) -> set[str]:
+    """All flags and keys that files of these kinds have, written there or not."""
+    found = {path for part in parts for path in part.source.entries} | {flag.name for flag in reading.flags}
+    for part in parts:
+        if part.kind is RECIPES:
+            found |= {"recipe", *nemo.OTHERS}
+        if part.kind is None or _is_program(part) or part.kind.framework == "nemo":
+            found |= {*known_flags(), *(name[2:].replace("-", "_") for name in known_flags())}
+        if part.kind is not None and part.kind not in TRAINERS and not _is_program(part):
+            found |= {*known_keys(part.kind.framework)}
+        if part.kind is not None and part.kind.framework == "gpt-neox":
+            found |= {*megatron_keys.NEOX}
+        if part.kind is None or part.kind.framework in BESIDE_SCRIPTS:
+            found |= {*known_keys("transformers")}
+    return found
+
+
+def _joined(parts: list[_Part]) -> list[_Part]:
+    """Programs that are given together as one: a recipe may start from those of another file."""
+    programs = [part for part in parts if part.kind is RECIPES]
+    if len(programs) < 2:
+        return parts
+    first, *others = programs
+    source = dataclasses.replace(
+        first.source, others=tuple((other.source.file, other.source.text) for other in others)
+    )
+    return [dataclasses.replace(first, source=source), *(part for part in parts if part.kind is not RECIPES)]
+
+
 def _part(file: str, text: str, around: Surroundings) -> _Part:
     """A file and its kind; raises `InputError` where nothing in it is known."""
     if Path(file).suffix.lower() == ".py":
-        if recipes(text, f"file {file}"):
-            return _Part(Source(file, text), RECIPES)
-        raise InputError(f"file {file}: no function in it sets degrees of parallelism; {EXPECTED}")
+        if not recipes(((file, text),)):
+            refuse_recognised(file, (), text)
+        return _Part(Source(file, text), RECIPES)
     parser = PARSERS.get(Path(file).suffix.lower())
     if parser is not None:
         entries = parser(text, f"file {file}")
+        refuse_recognised(file, entries)
         kind = _kind_of(entries)
         if kind is not None:
             return _Part(Source(file, text, entries), kind)
@@ -168,11 +223,15 @@ def _part(file: str, text: str, around: Surroundings) -> _Part:
         kind = _kind_of(entries)
         if kind is not None:
             return _Part(Source(file, text, entries), kind)
+    elif megatron_keys.swift_command(text, around) is not None:
+        return _Part(Source(file, text), SWIFT)
     elif entries := override_entries(text, around.define, around.beside):
-        return _Part(Source(file, text, entries), OVERRIDES)
+        kind = next(kind for kind in KINDS if kind.framework == "verl")
+        return _Part(Source(file, text, entries), kind if megatron_keys.is_verl(entries) else OVERRIDES)
     elif _starts_job(text, around):
         return _Part(Source(file, text), None)
     else:
+        refuse_recognised(file, (), text)
         part = _page(file, text)
         if part is not None:
             return part
@@ -183,7 +242,8 @@ def _starts_job(text: str, around: Surroundings) -> bool:
     define = dict(around.define)
     if find_launch(text, define, around.beside) is not None:
         return True
-    return hugging_face.find_command(text, define, around.beside) is not None
+    configurations = [file for file in around.files if Path(file).suffix in PARSERS]
+    return hugging_face.find_command(text, define, around.beside, configurations) is not None
 
 
 def _together(parts: Sequence[_Part], around: Surroundings, described: str | None) -> Reading:
@@ -214,7 +274,9 @@ def _together(parts: Sequence[_Part], around: Surroundings, described: str | Non
     if first.kind is not None and first.kind.framework not in BESIDE_SCRIPTS:
         reading = first.kind.read(first.source, around)
         return dataclasses.replace(reading, problems=(*reading.problems, *first.other_values))
-    return hugging_face.read_hugging_face(script, by_name.get("accelerate"), deepspeed, around)
+    software = next((name for name in trainer_files.SOFTWARE if name in by_name), "")
+    accelerate, trainer = by_name.get("accelerate"), by_name.get(software) if software else None
+    return hugging_face.read_hugging_face(script, accelerate, deepspeed, around, trainer, software)
 
 
 def _is_megatron(script: Source, around: Surroundings) -> bool:
@@ -238,7 +300,7 @@ def _page(file: str, text: str) -> _Part | None:
         if kind is not None:
             return _Part(Source(file, text, entries, page=True), kind)
     best: tuple[int, Kind, Entries, dict[str, list[int]]] | None = None
-    for kind in KINDS:
+    for kind in KINDS[len(TRAINERS) :]:
         entries, again = running_entries(text, known_keys(kind.framework))
         enough = len(entries) >= (FEWEST_KEYS if best is None else best[0] + 1)
         if enough and kind.recognises(entries):
@@ -262,20 +324,6 @@ def _other_values(file: str, entries: Entries, others: Mapping[str, list[int]]) 
         name = path.rpartition(".")[2]
         problems.add("note", text, path, entries[path].line, f"for another give --define {name}=VALUE")
     yield from problems.found
-
-
-def parse_definitions(define: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:
-    """Variables by name; raises `InputError` for what is no `NAME=VALUE`."""
-    if define is None:
-        return {}
-    if isinstance(define, Mapping):
-        pairs = [(str(name), "=", str(value)) for name, value in define.items()]
-    else:
-        pairs = [text.partition("=") for text in ([define] if isinstance(define, str) else define)]
-    for name, equals, _ in pairs:
-        if not equals or not _NAME.fullmatch(name):
-            raise InputError(f"define {name!r}: expected NAME=VALUE, such as NNODES=4")
-    return {name: value for name, _, value in pairs}
 
 
 def _text(file: str | Path) -> str:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from costmodels.dataclass import dataclass
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats import deepspeed_config
+from planner.formats.accelerate_flags import accelerate_entries
 from planner.formats.accelerate_names import STRATEGIES
+from planner.formats.adapters import with_adapters
+from planner.formats.definitions import with_definitions
 from planner.formats.entries import Entries, Entry
 from planner.formats.hub_models import model_of
 from planner.formats.hugging_face_names import (
@@ -26,13 +29,14 @@ from planner.formats.hugging_face_names import (
     SHARDING,
     STEPS,
 )
-from planner.formats.keyed import Keyed, known_keys, with_definitions
+from planner.formats.keyed import Keyed, known_keys
 from planner.formats.launcher import Launch, commands, count_of
 from planner.formats.launcher import world_size as launched
 from planner.formats.layout_fields import Places, build_layout, degrees_of_world
 from planner.formats.reading import Problems, Reading
 from planner.formats.roles import name_others
 from planner.formats.source import Source, Surroundings
+from planner.formats.trainer_files import as_flags
 from planner.inputs.model import with_seq
 
 FEWEST_FLAGS = 3
@@ -49,7 +53,11 @@ SEQUENCE = (
     ),
     *("--sequence_length", "--seq_length"),
 )
-PEFT = ("--use_peft", "--lora_r", "--lora_rank", "--use_lora", "--lora", "--lora_dim", "--qlora", "--q_lora")
+
+
+def trainer_reader(software: str) -> Callable[[Source, Surroundings], Reading]:
+    """What reads the YAML of a trainer alone."""
+    return lambda source, around: read_hugging_face(None, None, None, around, source, software)
 
 
 def is_accelerate(entries: Entries) -> bool:
@@ -58,14 +66,24 @@ def is_accelerate(entries: Entries) -> bool:
 
 
 def find_command(
-    source: str, define: Mapping[str, str], beside: Mapping[str, str] | None = None
+    source: str,
+    define: Mapping[str, str],
+    beside: Mapping[str, str] | None = None,
+    files: Sequence[str] = (),
 ) -> tuple[Launch, Entries] | None:
-    """The command that trains with Hugging Face's trainer, and its flags; None where there is none."""
+    """The command that trains with Hugging Face's trainer, and its flags; None where there is none.
+
+    Args:
+        files: configurations of a trainer; a command that names one of them is one, whatever its flags.
+    """
+    names = {file.rpartition("/")[2] for file in files}
     known = known_keys("transformers")
     best: tuple[int, Launch, Entries] | None = None
     for launch in commands(source, dict(define), beside):
         entries = _flag_entries(launch)
         count = sum(path in known for path in entries)
+        if names & {word.text.rpartition("/")[2] for word in launch.arguments}:
+            count += FEWEST_FLAGS
         if count >= FEWEST_FLAGS and (best is None or count > best[0]):
             best = count, launch, entries
     return None if best is None else best[1:]
@@ -100,6 +118,10 @@ class _Job:
     accelerate: Keyed
     deepspeed: Keyed
     launch: Launch | None
+    software: str = "transformers"
+    """Whose script or configuration it is, where that is known."""
+    alone: bool = False
+    """No command and no configuration of a trainer is given, whose defaults would count."""
 
     @property
     def all(self) -> tuple[Keyed, ...]:
@@ -111,29 +133,66 @@ def read_hugging_face(
     accelerate: Source | None,
     deepspeed: Source | None,
     around: Surroundings,
+    trainer: Source | None = None,
+    software: str = "",
 ) -> Reading:
-    """The job that these files describe together; at least one of them is given."""
-    main = accelerate or deepspeed or command
+    """The job that these files describe together; at least one of them is given.
+
+    Args:
+        trainer: the YAML of a trainer that is built on Hugging Face's; `software` says of which.
+    """
+    main = trainer or accelerate or deepspeed or command
     assert main is not None
     problems = Problems(main.file)
-    found = None if command is None else find_command(command.text, around.define, around.beside)
+    names_of_files = () if trainer is None else (trainer.file,)
+    found = (
+        None if command is None else find_command(command.text, around.define, around.beside, names_of_files)
+    )
     launch, flags = found if found is not None else (None, {})
+    of_trainer, of_accelerate = ({}, {}) if trainer is None else as_flags(trainer.entries, software)
+    flags = of_trainer | {name: entry for name, entry in flags.items() if name != "--config"}
     if deepspeed is None and launch is not None and "--deepspeed" in flags:
         deepspeed = deepspeed_config.written_by(launch, flags["--deepspeed"].text, main.file)
 
-    def keyed(framework: str, source: Source | None, entries: Entries) -> Keyed:
+    def keyed(framework: str, source: Source | None, entries: Entries, has: bool) -> Keyed:
         file = main.file if source is None else source.file
-        return Keyed(with_definitions(entries, around.define) if entries else {}, framework, file, problems)
+        known = known_keys(framework) if has else ()
+        return Keyed(with_definitions(entries, around.define, known), framework, file, problems)
 
+    launched_with = accelerate_entries(launch)
+    named = launched_with.pop("config_file", None)
+    of_file = (accelerate.entries if accelerate else {}) | of_accelerate
     job = _Job(
-        keyed("transformers", command, flags),
-        keyed("accelerate", accelerate, accelerate.entries if accelerate else {}),
-        keyed("deepspeed", deepspeed, deepspeed.entries if deepspeed else {}),
+        keyed("transformers", trainer or command, flags, True),
+        keyed(
+            "accelerate",
+            accelerate or trainer or command,
+            of_file | launched_with,
+            bool(of_file or launched_with),
+        ),
+        keyed("deepspeed", deepspeed, deepspeed.entries if deepspeed else {}, deepspeed is not None),
         launch,
+        software or _software(launch),
+        command is None and trainer is None,
     )
+    if named is not None and accelerate is None:
+        text = f"{named.text} says how the job is split, and is not given"
+        problems.add(
+            "unknown",
+            text,
+            "--config_file",
+            named.line,
+            "give that file too",
+            command.file if command else "",
+        )
+    config = None if trainer is not None or found is None else found[1].get("--config")
+    if config is not None and config.text.endswith((".yaml", ".yml", ".json")):
+        text = f"{config.text} says the arguments of the trainer, and is not given"
+        job.command.add("unknown", text, "--config", "give that file too")
     assumed: list[str] = []
     sharded = _is_fsdp(job)
     framework = "accelerate" if accelerate and not deepspeed else "deepspeed" if deepspeed else "transformers"
+    framework = software or (job.software if job.software != "transformers" else framework)
     names = {**FLAGS}
     names |= ACCELERATE_KEYS if accelerate else {}
     names |= DEEPSPEED_KEYS if deepspeed else {}
@@ -146,9 +205,15 @@ def read_hugging_face(
         problems.add("unknown", text, "num_processes" if accelerate else "", None, "give --world-size")
     _check_agreement(job)
     layout = None
+    precision = _precision(job)
     if model is not None and world is not None:
         layout = _layout(job, model, world, places, assumed)
-    name_others(given, problems, "is no key or flag of Hugging Face's trainer that is known here")
+    for keys in job.all:
+        keys.name_unread()
+        others = [flag for flag in keys.flags() if flag.line]
+        name_others(
+            others, problems, "is no key or flag of Hugging Face's trainer that is known here", keys.file
+        )
     engine = "deepspeed" if deepspeed or _uses_deepspeed(job) else "fsdp"
     split = layout is not None and (layout.tensor_parallel > 1 or layout.context_parallel > 1)
     return Reading(
@@ -157,7 +222,7 @@ def read_hugging_face(
         file=main.file,
         model=model,
         layout=layout,
-        precision=_precision(job),
+        precision=precision,
         world_size=world,
         local_world_size=around.local_world_size or _per_node(job),
         global_batch_size=None if layout is None else layout.global_batch_size,
@@ -167,6 +232,17 @@ def read_hugging_face(
         assumed=tuple(assumed),
         problems=tuple(problems.found),
     )
+
+
+def _software(launch: Launch | None) -> str:
+    """The software whose command it is, by the name of its program."""
+    words = [] if launch is None else [*(word.text for word in launch.launcher), launch.program]
+    names = {word.rpartition("/")[2] for word in words}
+    if "swift" in names:
+        return "ms-swift"
+    if names & {"llamafactory-cli", "llamafactory"}:
+        return "llama-factory"
+    return "trl" if "trl" in names else "transformers"
 
 
 def _distributed(job: _Job) -> str:
@@ -198,25 +274,25 @@ def _per_node(job: _Job) -> int | None:
 
 def _model(job: _Job, around: Surroundings, assumed: list[str]) -> ModelSpec | None:
     seq = job.command.count(*SEQUENCE)
-    name = job.command.text("--model_name_or_path", "--model_name", "--config_name", "--tokenizer_name")
+    names = ("--model_name_or_path", "--model_name", "--config_name", "--tokenizer_name", "--model")
+    name = job.command.text(*names)
     model = around.model
     if model is None and name is not None:
         model = model_of(name)
         if model is not None:
             assumed.append(f"the model is {model.name} of the catalogue ({name})")
-    peft = next((flag for flag in PEFT if flag in job.command and job.command.text(flag) != "false"), None)
-    if peft is not None:
-        text = "trains a few added weights (LoRA), which is not priced: all weights are"
-        job.command.add("note", text, peft)
     if model is None:
         said = f"the model {name} is not in the catalogue" if name else "no file or flag names the model"
         job.command.problems.add(
             "unknown", said, "--model_name_or_path" if name else "", None, "give its config.json beside it"
         )
         return None
-    if seq is None:
+    if seq is None and around.model is None:
+        text = "no flag says the length of sequences, for which the trainer has no default"
+        job.command.add("unknown", text, SEQUENCE[0], "give --define max_seq_length=N")
+    elif seq is None:
         assumed.append(f"sequences of {model.seq} tokens (no flag says a length)")
-    return with_seq(model, seq)
+    return with_adapters(with_seq(model, seq), job.command, job.software)
 
 
 def _check_agreement(job: _Job) -> None:
@@ -262,7 +338,7 @@ def _layout(job: _Job, model: ModelSpec, world: int, places: Places, assumed: li
         whole["recompute"] = "full"
     optimizer = (job.command.text("--optim") or "").lower().replace("paged_", "")
     whole["optimizer"] = OPTIMIZERS.get(optimizer, "adam")
-    if job.command.problems.fatal:
+    if any(problem.severity == "illegal" for problem in job.command.problems.found):
         return None
     return build_layout(whole, places, job.command.problems)
 
@@ -316,7 +392,11 @@ def _accelerates_deepspeed(job: _Job) -> dict[str, Any]:
 
 
 def _fsdp(job: _Job) -> dict[str, Any]:
-    words = (job.command.text("--fsdp") or "").lower().split()
+    words = (job.command.text("--fsdp") or "").lower().replace(",", " ").split()
+    named_file = job.command.first("--fsdp_config")
+    if named_file is not None and named_file.text.endswith((".json", ".yaml", ".yml")):
+        text = f"{named_file.text} says how weights are sharded, and is not read"
+        job.command.add("unknown", text, named_file.path, "give its keys to accelerate, in its YAML")
     keys = job.accelerate
     named = keys.text(ACCELERATE_KEYS["zero_stage"]) or next(
         (word for word in words if word in SHARDING), None
@@ -352,6 +432,11 @@ def _batch(job: _Job, ranks: int, assumed: list[str]) -> dict[str, Any]:
         steps = total // (micro * ranks)
     if total is not None and micro is None and total % ((steps or 1) * ranks) == 0:
         micro = total // ((steps or 1) * ranks)
+    if micro is None and job.alone:
+        path = "train_micro_batch_size_per_gpu" if keys.entries else MICRO
+        text = "the batch is the training script's, which is not given"
+        keys.add("unknown", text, path, "give that script too, or --define per_device_train_batch_size=N")
+        micro = 1
     if micro is None:
         micro = 8
         assumed.append(f"{MICRO} 8 (the default of TrainingArguments)")
@@ -366,6 +451,13 @@ def _precision(job: _Job) -> str:
     fixed = deepspeed_config.precision(job.deepspeed) if job.deepspeed.entries else None
     if fixed not in (None, "fp32"):
         return str(fixed)
+    said = job.accelerate.text("mixed_precision") or any(
+        f"--{name}" in job.command for name in ("bf16", "fp16")
+    )
+    if fixed is None and job.deepspeed.entries and job.alone and not said:
+        path = "bf16.enabled" if "bf16.enabled" in job.deepspeed else "fp16.enabled"
+        text = "auto: the number format is the trainer's, whose command is not given"
+        job.deepspeed.add("unknown", text, path, "give that command too, or --define bf16=true")
     for name in ("bf16", "fp16"):
         if job.command.switch(f"--{name}") or job.command.text("--mixed_precision") == name:
             return name

@@ -13,12 +13,16 @@ from typing import cast
 from costmodels.catalogue.yaml_files import parse
 from costmodels.dataclass import dataclass
 from costmodels.spelling import nearest
+from planner.formats.definitions import with_definitions
 from planner.formats.entries import Entries, Entry
 from planner.formats.flag_catalogue import GivenFlag, KnownFlag, Role
 from planner.formats.reading import Problems, Severity
 from planner.formats.text import Word
 
 FILE = Path(__file__).with_name("config_keys.yaml")
+
+DECIDING = ("model", "batch", "layout", "special")
+"""Roles of keys that say what is priced."""
 
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
@@ -28,6 +32,11 @@ def known_keys(framework: str) -> Mapping[str, Role]:
     """What keys of a software do to the answer, by path; `*` in a path stands for anything."""
     groups = parse(FILE.read_text(encoding="utf-8"), FILE.name)[framework]
     return {path: cast(Role, role) for role, paths in groups.items() for path in str(paths).split()}
+
+
+def defined(entries: Entries, define: Mapping[str, str], framework: str) -> Entries:
+    """The keys of a file of a software with those that the caller gives in their place or beside them."""
+    return with_definitions(entries, define, known_keys(framework))
 
 
 @dataclass
@@ -63,7 +72,7 @@ class Keyed:
         text = resolved_value(entry, self.entries)
         number = decimal(text)
         if number is None or number != math.floor(number) or not least <= number < 1e9:
-            self.add("illegal", f"{text!r} is not a whole number from {least}", entry.path)
+            self.add_certain(f"{text!r} is not a whole number from {least}", entry.path)
             return None
         return int(number)
 
@@ -74,7 +83,7 @@ class Keyed:
             return None
         number = decimal(resolved_value(entry, self.entries))
         if number is None:
-            self.add("illegal", f"{entry.text!r} is not a number", entry.path)
+            self.add_certain(f"{entry.text!r} is not a number", entry.path)
         return number
 
     def switch(self, *paths: str, default: bool = False) -> bool:
@@ -85,7 +94,7 @@ class Keyed:
         text = resolved_value(entry, self.entries).lower()
         if text in _TRUE or text in _FALSE:
             return text in _TRUE
-        self.add("illegal", f"{entry.text!r} is neither true nor false", entry.path)
+        self.add_certain(f"{entry.text!r} is neither true nor false", entry.path)
         return default
 
     def choice(self, path: str, values: Iterable[str], default: str) -> str:
@@ -95,7 +104,7 @@ class Keyed:
             return default
         if text.lower() in values:
             return text.lower()
-        self.add("illegal", f"{text!r} is not one of {', '.join(values)}", path)
+        self.add_certain(f"{text!r} is not one of {', '.join(values)}", path)
         return default
 
     def line(self, path: str) -> int | None:
@@ -106,15 +115,24 @@ class Keyed:
         """A problem with a key."""
         self.problems.add(severity, text, path, self.line(path), remedy, self.file)
 
+    def add_certain(self, text: str, path: str) -> None:
+        """A fault of a key by itself, whatever the rest of the job is."""
+        self.problems.add("illegal", text, path, self.line(path), "", self.file, certain=True)
+
     def _is_unknown(self, entry: Entry) -> bool:
         text = resolved_value(entry, self.entries)
         if "${" not in text and "{{" not in text:
             return False
-        remedy = f"write the value out, or give --define {entry.path}=VALUE"
-        self.problems.add(
-            "unknown", f"{text} depends on what the file does not say", entry.path, entry.line, remedy
-        )
+        remedy = f"write the value out, or give --define {entry.path.lstrip('-')}=VALUE"
+        text = f"{text} depends on what the file does not say"
+        self.add("unknown", text, entry.path, remedy)
         return True
+
+    def name_unread(self) -> None:
+        """Name values that decide what is priced and that nobody can tell."""
+        for flag in self.flags():
+            if flag.known.role in DECIDING and flag.values:
+                self._is_unknown(self.entries[flag.name])
 
     def flags(self) -> tuple[GivenFlag, ...]:
         """All keys with what each does to the answer."""
@@ -154,17 +172,3 @@ def decimal(text: str) -> float | None:
     cleaned = text.replace("_", "").strip()
     number = float(cleaned) if len(cleaned) <= 40 and _DECIMAL.fullmatch(cleaned) else math.inf
     return None if math.isinf(number) else number
-
-
-def with_definitions(entries: Entries, define: Mapping[str, str]) -> Entries:
-    """The keys of a file with those that the caller sets in place of the file's."""
-    found = dict(entries)
-    for name, value in define.items():
-        path = (
-            name
-            if name in entries or "." in name
-            else next((path for path in entries if path.rpartition(".")[2] == name), name)
-        )
-        line = entries[path].line if path in entries else 0
-        found[path] = Entry(path, value, line)
-    return found

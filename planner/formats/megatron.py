@@ -8,7 +8,7 @@ features (mindspeed/features_manager).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -18,8 +18,9 @@ from costmodels.errors import InputError, on_one_line
 from costmodels.spec.layout import GATHERS_FP8, Layout, RecomputeModule
 from costmodels.spec.model import ModelSpec
 from planner.formats import deepspeed_config
-from planner.formats.flag_catalogue import GivenFlag, given_flags
-from planner.formats.keyed import Keyed
+from planner.formats.definitions import is_mentioned
+from planner.formats.flag_catalogue import GivenFlag, given_flags, known_flags
+from planner.formats.keyed import DECIDING, Keyed
 from planner.formats.launcher import Launch, count_of, find_launch, sizes_on_page
 from planner.formats.launcher import world_size as launched
 from planner.formats.megatron_aliases import with_todays_names
@@ -86,7 +87,12 @@ def read_megatron(
         described=described,
         deepspeed=deepspeed,
         sizes=sizes_on_page(source),
+        defined={name: value for name, value in defined.items() if not is_mentioned(name, source)},
+        conditional=set(_ASSIGNED.findall(source)),
     )
+
+
+_ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_]\w*)(?:\[[^]\n]{0,40}\])?\+?=")
 
 
 def read_command(
@@ -102,6 +108,8 @@ def read_command(
     model: ModelSpec | None = None,
     framework: str | None = None,
     sizes: tuple[int | None, int | None] = (None, None),
+    defined: Mapping[str, str] | None = None,
+    conditional: Collection[str] = (),
 ) -> Reading:
     """The job that flags describe.
 
@@ -110,15 +118,24 @@ def read_command(
         model: the model, where it is known; flags of it then say its sequences alone.
         framework: whose flags they are, where that is known.
         sizes: nodes and devices of each, as a page says them beside the command.
+        defined: values of flags by name, which come before those that are given.
+        conditional: variables that the script sets, if only under a condition.
     """
     problems, assumed = Problems(file), list[str]()
+    flags = with_defined(flags, defined or {})
     named = last_of_each(tuple(flags), problems)
     given = with_todays_names(named, problems)
     framework = framework or _framework(launch, given)
     name_others(named.values(), problems, "is no flag of Megatron-LM or MindSpeed that is known here")
-    _name_loose(loose, problems)
+    _name_loose(loose, problems, conditional)
+    for flag in given.values():
+        if flag.unknown and flag.known.role in DECIDING:
+            problems.add(*unset(flag))
+        elif flag.name == "--yaml-cfg":
+            text = "says the job, and is not read"
+            problems.add("unknown", f"{flag.text} {text}", flag.name, flag.line, "give its keys as flags")
     if model is None:
-        model = read_model(given, problems, assumed, described)
+        model = read_model(given, problems, assumed, described, framework)
     else:
         model = _with_sequences(given, model, problems)
     job = _Job(given, problems, framework, model, deepspeed)
@@ -194,10 +211,39 @@ def _framework(launch: Launch, given: Given) -> str:
     return "mindspeed" if named else "megatron"
 
 
-def _name_loose(loose: list[Any], problems: Problems) -> None:
-    """Words of the command that no flag takes."""
+def with_defined(flags: list[GivenFlag], defined: Mapping[str, str]) -> list[GivenFlag]:
+    """The flags with those that the caller gives; an empty value takes one out."""
+    known = known_flags()
+    found = list(flags)
+    for name, text in defined.items():
+        flag = next(
+            (one for one in _spelled(name) if one in known or any(one == had.name for had in flags)), None
+        )
+        if flag is None:
+            continue
+        line = next((had.line for had in flags if had.name == flag), 0)
+        found = [had for had in found if had.name != flag]
+        off = text == "" or (flag in known and not known[flag].words and text.lower() in ("false", "0", "no"))
+        if not off:
+            words = () if flag in known and not known[flag].words else (Word(text, line),)
+            found.append(GivenFlag(flag, words, line, known[flag]))
+    return found
+
+
+def _spelled(name: str) -> tuple[str, ...]:
+    bare = name.lstrip("-")
+    return f"--{bare}", f"--{bare.replace('_', '-')}"
+
+
+def _name_loose(loose: list[Any], problems: Problems, conditional: Collection[str]) -> None:
+    """Words of the command that no flag takes; those that could stand for flags are not known."""
     for word in loose:
-        if not word.unknown and word.text not in ("\\", ""):
+        could = [name for name in word.unknown if name in conditional or name.startswith(("$(", "`"))]
+        if could:
+            text = f"{could[0]} may hold flags, and is set by what is not run here"
+            remedy = f"give --define {could[0]}=VALUE" if could[0] in conditional else "write the flags out"
+            problems.add("unknown", text, "", word.line, remedy)
+        elif not word.unknown and word.text not in ("\\", ""):
             problems.add("note", f"the word {word.text[:40]!r} belongs to no flag", line=word.line)
 
 
@@ -226,9 +272,10 @@ class _Job:
         if flag.unknown:
             self.problems.add(*unset(flag))
             return None
-        text = flag.text
+        text = flag.text.strip()
         if not (text.isascii() and text.isdigit()) or not 0 < int(text) < 10**9 or len(text) > 12:
-            self.problems.add("illegal", f"{text!r} is not a whole number from 1", name, flag.line)
+            said = f"{text!r} is not a whole number from 1"
+            self.problems.add("illegal", said, name, flag.line, certain=True)
             return None
         return int(text)
 
@@ -371,6 +418,7 @@ class _Job:
         found["precision"] = self.precision()
         found["fp8_recipe"] = self._fp8_recipe()
         found["fp8_param_gather"] = self._gathers_fp8(found["fp8_recipe"])
+        self._price_states()
         optimizer = self._word("--optimizer")
         if optimizer is not None:
             if optimizer.text not in OPTIMIZERS:
@@ -378,6 +426,15 @@ class _Job:
                 problems.add("note", text, "--optimizer", optimizer.line)
             found["optimizer"] = OPTIMIZERS.get(optimizer.text, "adam")
         return found
+
+    def _price_states(self) -> None:
+        """Say which of the optimizer's numbers are smaller than those that are priced."""
+        for name in ("--exp-avg-dtype", "--exp-avg-sq-dtype", "--main-grads-dtype", "--main-params-dtype"):
+            flag = self._word(name)
+            if flag is not None and flag.text != "fp32":
+                self.memory_is_bound = True
+                text = f"{flag.text} is priced as fp32, which takes more memory"
+                self.problems.add("note", text, name, flag.line)
 
     def _price_modules(self, values: dict[str, Any]) -> None:
         """Leave out modules of `--recompute-modules` that estimates do not know, and say so."""

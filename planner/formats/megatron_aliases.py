@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 from planner.formats.flag_catalogue import GivenFlag, known_flags
+from planner.formats.mindspeed_layers import dense_layers
 from planner.formats.reading import Problems
 from planner.formats.text import Word
 
@@ -89,9 +91,8 @@ def _shared_experts(found: dict[str, GivenFlag]) -> None:
 def _dense_layers(found: dict[str, GivenFlag]) -> None:
     """Leading layers without experts (MindSpeed-LLM)."""
     flag, layers, name = found.get("--first-k-dense-replace"), found.get("--num-layers"), "--moe-layer-freq"
-    if flag is None or layers is None:
+    if flag is None or layers is None or not re.fullmatch(r"[0-9]{1,5}", layers.text):
         return
-    if all(one.text.isdigit() and len(one.text) < 6 for one in (flag, layers)):
-        dense, rest = int(flag.text), int(layers.text) - int(flag.text)
-        if dense > 0 and rest > 0:
-            found[name] = _made(flag, name, f"([0]*{dense}+[1]*{rest})")
+    listed = dense_layers(flag.text, found[name].text if name in found else None, int(layers.text))
+    if listed is not None:
+        found[name] = _made(flag, name, listed)

@@ -434,7 +434,7 @@ class _Reader:
         elif variant is not None and variant not in (*_GATED_DELTA, "dsa", "None"):
             flag = self.given["--experimental-attention-variant"]
             self.problems.add(
-                "note", f"{variant} is not priced: taken as full attention", flag.name, flag.line
+                "unknown", f"{variant} is not priced", flag.name, flag.line, "give the model by --model"
             )
         if self.has("--attention-output-gate"):
             found["attention_gate"] = True

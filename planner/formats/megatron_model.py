@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from costmodels.catalogue.yaml_files import build
@@ -12,13 +12,12 @@ from costmodels.errors import InputError, on_one_line
 from costmodels.spec.model import ModelSpec
 from planner.formats.flag_catalogue import GivenFlag, Role
 from planner.formats.megatron_layers import with_layers
+from planner.formats.mindspeed_layers import noop_layers, take_out_noops
 from planner.formats.reading import Problems
+from planner.formats.tokenizers import TYPES, vocabulary_of
 from planner.options.experts import list_of_layers
 from planner.options.limits import check_bounds
-from planner.options.model import DEFAULT_VOCAB, ModelOptions
-
-_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""Entries of tokenizers that are always the same (megatron/training/tokenizer)."""
+from planner.options.model import ModelOptions
 
 Given = Mapping[str, GivenFlag]
 """Flags by name, the last of each, as argparse takes them."""
@@ -46,7 +45,8 @@ def option_values(given: Given, role: Role, group: type, problems: Problems) -> 
             continue
         kinds = typing.get_args(hints[name]) or (hints[name],)
         if flag.known.words and not flag.values:
-            problems.add("illegal", "has no value", flag.name, flag.line, "give one, or leave the flag out")
+            remedy = "give one, or leave the flag out"
+            problems.add("illegal", "has no value", flag.name, flag.line, remedy, certain=True)
         elif flag.unknown:
             problems.add(*unset(flag))
         elif bool in kinds:
@@ -56,7 +56,7 @@ def option_values(given: Given, role: Role, group: type, problems: Problems) -> 
             try:
                 values[name] = kind(flag.text)
             except ValueError:
-                problems.add("illegal", f"{flag.text!r} is not {what}", flag.name, flag.line)
+                problems.add("illegal", f"{flag.text!r} is not {what}", flag.name, flag.line, certain=True)
         elif typing.get_origin(hints[name]) is list:
             values[name] = [word.text for word in flag.values]
         else:
@@ -79,7 +79,11 @@ def unset(flag: GivenFlag) -> tuple[Any, str, str, int, str]:
 
 
 def read_model(
-    given: Given, problems: Problems, assumed: list[str], described: str | None = None
+    given: Given,
+    problems: Problems,
+    assumed: list[str],
+    described: str | None = None,
+    framework: str = "megatron",
 ) -> ModelSpec | None:
     """The model of a command line; None where its flags do not make one.
 
@@ -88,7 +92,11 @@ def read_model(
     """
     before = len(problems.found)
     values = option_values(given, "model", ModelOptions, problems)
+    take_out_noops(values, given, problems)
     _in_todays_words(values, given, problems)
+    # MindSpeed's router takes scores of softmax with a bias (mindspeed/core/transformer/moe/router.py).
+    biased = framework == "mindspeed" and values.get("moe_router_score_function", "softmax") == "softmax"
+    biased = biased and bool(values.pop("moe_router_enable_expert_bias", False))
     if values.get("num_query_groups") and not values.get("group_query_attention"):
         flag = given["--num-query-groups"]
         text = "has no effect without --group-query-attention: every head has keys of its own"
@@ -98,30 +106,32 @@ def read_model(
         flag = given["--kv-channels"]
         text = "has no effect with --multi-latent-attention, whose heads have widths of their own"
         problems.add("note", text, flag.name, flag.line)
-    if described is not None:
-        values["model"] = described
-    elif "vocab_size" not in values:
-        tokenizer = given["--tokenizer-type"].text if "--tokenizer-type" in given else "GPT2BPETokenizer"
-        values["vocab_size"] = _VOCABULARIES.get(tokenizer, DEFAULT_VOCAB)
-        assumed.append(
-            f"a vocabulary of {values['vocab_size']} (no --vocab-size given, tokenizer {tokenizer})"
-        )
-    if any(problem.severity != "note" for problem in problems.found[before:]):
-        return None
     missing = [
         name for name in ("--num-layers", "--hidden-size", "--num-attention-heads") if name not in given
     ]
     if missing and described is None:
-        problems.add("unknown", f"no {', '.join(missing)}: the model is not known", missing[0])
+        problems.add(
+            "unknown", f"no {', '.join(missing)}: the model is not known", missing[0], None, "give --model"
+        )
+    if described is not None:
+        values["model"] = described
+    elif "vocab_size" not in values:
+        _vocabulary(values, given, problems, assumed)
+    if described is None and "--seq-length" not in given:
+        text = "is not given, and Megatron-LM has no default for it"
+        problems.add("unknown", text, "--seq-length", None, "give --define seq_length=N")
+    if any(problem.severity != "note" for problem in problems.found[before:]):
         return None
     try:
-        mixed = _mixed_layers(values)
+        mixed = _mixed_layers(values, noop_layers(given))
         options = ModelOptions(**values)
         check_bounds(options)
         spec = options.spec()
         changes = with_layers(spec, given, problems) | mixed
         if spec.experts and "--moe-apply-probs-on-input" in given:
             changes["router"] = spec.router.model_dump() | {"weighs_inputs": True}
+        if biased:
+            changes["router"] = spec.router.model_dump() | changes.get("router", {}) | {"expert_bias": True}
         if any(problem.severity != "note" for problem in problems.found[before:]):
             return None
         return build(ModelSpec, spec.model_dump() | changes, "the model") if changes else spec
@@ -132,20 +142,50 @@ def read_model(
         return None
 
 
-def _mixed_layers(values: dict[str, Any]) -> dict[str, Any]:
+def _mixed_layers(values: dict[str, Any], idle: Collection[int]) -> dict[str, Any]:
     """Layers with experts among dense ones, as a field of the model; they are taken out of `values`."""
     text, layers = values.get("moe_layer_freq"), values.get("num_layers")
+    if text is not None and text.strip() == "-1":
+        del values["moe_layer_freq"]  # MindSpeed-LLM's way to say that it is not given.
+        return {}
     if text is None or not isinstance(layers, int) or not values.get("num_experts"):
         return {}
+    layers += len(idle)
     if re.fullmatch(r"[2-9]|[1-9][0-9]{1,5}", text):
         found = [int(layer % int(text) == 0) for layer in range(layers)]
     else:
         found = list_of_layers(text) or []
+    if idle and len(found) == layers:
+        found = [kind for at, kind in enumerate(found) if at not in idle]
+        layers = len(found)
+        values["moe_layer_freq"] = str(found)
     dense = found.index(1) if 1 in found else len(found)
     if len(found) != layers or 0 not in found[dense:] or not {*found} <= {0, 1}:
         return {}  # Experts follow the leading layers, or it is none of these: said as such.
     del values["moe_layer_freq"]
     return {"mlp_pattern": tuple("experts" if one else "dense" for one in found)}
+
+
+def _vocabulary(values: dict[str, Any], given: Given, problems: Problems, assumed: list[str]) -> None:
+    """Entries of the tokenizer that is named, where no flag says them."""
+    named = given.get("--tokenizer-type")
+    kind = named.text if named is not None else "GPT2BPETokenizer"
+    path = next((given[name] for name in TOKENIZERS if name in given and not given[name].unknown), None)
+    size = vocabulary_of(path.text) if path is not None else None
+    if size is None and kind in TYPES and (path is None or kind != "GPTSentencePieceTokenizer"):
+        size = TYPES[kind]
+    if size is None:
+        about = f" of {path.text}" if path is not None else ""
+        text = f"is not given, and the entries{about} of a {kind} are not known"
+        line = named.line if named is not None else None
+        problems.add("unknown", text, "--vocab-size", line, "give --define vocab_size=N")
+        return
+    values["vocab_size"] = size
+    assumed.append(f"a vocabulary of {size} (no --vocab-size given, tokenizer {path.text if path else kind})")
+
+
+TOKENIZERS = ("--tokenizer-model", "--tokenizer-name-or-path")
+"""Flags that name a tokenizer, on the hub or as a file."""
 
 
 _NORMS = {"layernorm": "LayerNorm", "layernorm1p": "LayerNorm", "rmsnorm": "RMSNorm"}

@@ -66,6 +66,12 @@ def check_rules(
         degrees: fields of `Layout`, all but those that depend on the number of devices.
         world: devices of the job, None where it is not known; so is `batch`, sequences of a step.
     """
+    if any(problem.severity == "unknown" for problem in problems.found):
+        # What rests on degrees has to wait for them; that a flag needs another one does not.
+        for flag, text, remedy in [] if framework == "megatron-deepspeed" else broken_pairs(given):
+            line = given[flag].line if flag in given else None
+            problems.add("illegal", text, flag, line, remedy, certain=True)
+        return
     connections = launch.cuda_connections
     facts = _Facts(
         given=given,

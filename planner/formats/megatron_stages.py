@@ -9,6 +9,7 @@ from typing import Any
 from costmodels.spec.layout import even_split
 from costmodels.spec.model import ModelSpec
 from planner.formats.megatron_model import Given
+from planner.formats.mindspeed_layers import noop_layers
 from planner.formats.reading import Problems
 
 Counted = Callable[[str], int | None]
@@ -25,7 +26,23 @@ def layers_of_stages(
     Megatron-LM splits evenly unless it is told otherwise (transformer_config.py,
     `num_layers_in_first_pipeline_stage` and `pipeline_model_parallel_layout`).
     """
-    layers = model.layers
+    idle = noop_layers(given)
+    layers = model.layers + len(idle)
+    found = _stages(given, layers, pipeline, count, problems)
+    if not idle or sum(found["layers_per_stage"]) != layers:
+        return found
+    first, kept = 0, []
+    for size in found["layers_per_stage"]:
+        kept.append(size - sum(first <= layer < first + size for layer in idle))
+        first += size
+    if min(kept) < 1:
+        flag = given["--noop-layers"]
+        problems.add("unknown", "leaves a stage without a layer, which is not priced", flag.name, flag.line)
+        return found
+    return found | {"layers_per_stage": tuple(kept)}
+
+
+def _stages(given: Given, layers: int, pipeline: int, count: Counted, problems: Problems) -> dict[str, Any]:
     listed = _layout(given, problems)
     if listed is not None:
         if sum(listed) != layers or len(listed) % pipeline:

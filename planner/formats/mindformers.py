@@ -15,7 +15,7 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import GIB
 from planner.formats.entries import Entries, Entry
-from planner.formats.keyed import Keyed, with_definitions
+from planner.formats.keyed import Keyed, defined
 from planner.formats.layout_fields import Places, build_layout, degrees_of_world
 from planner.formats.mindformers_model import read_model
 from planner.formats.mindformers_names import (
@@ -51,7 +51,7 @@ def read_static(source: Source, around: Surroundings) -> Reading:
     problems = Problems(source.file)
     assumed: list[str] = []
     entries, excerpt = _completed(source, assumed)
-    keys = Keyed(with_definitions(entries, around.define), "mindformers", source.file, problems)
+    keys = Keyed(defined(entries, around.define, "mindformers"), "mindformers", source.file, problems)
     flags = tuple(flag for flag in keys.flags() if flag.line)
     places = Places(STATIC_KEYS, {path: entry.line for path, entry in keys.entries.items() if entry.line})
     model = around.model
@@ -68,6 +68,7 @@ def read_static(source: Source, around: Surroundings) -> Reading:
         layout = _layout(keys, model, degrees, said, places)
         if layout is not None:
             _name_unpriced(keys, model, layout)
+    keys.name_unread()
     name_others(flags, problems, "is no key of MindFormers that is known here")
     device = "ascend-910" if memory is not None and memory <= OLDER_NPU_GIB else "ascend-910b"
     flash = keys.switch("model.model_config.use_flash_attention")

@@ -14,7 +14,7 @@ from costmodels.errors import InputError, on_one_line
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats.entries import Entries
-from planner.formats.keyed import Keyed, with_definitions
+from planner.formats.keyed import Keyed, defined
 from planner.formats.layout_fields import Places, build_layout, degrees_of_world, even_stages
 from planner.formats.mindformers import came_training, launched_devices, optimizer_of
 from planner.formats.mindformers_names import DYNAMIC_KEYS, EXCERPTS, FORMATS
@@ -40,7 +40,10 @@ def read_dynamic(source: Source, around: Surroundings) -> Reading:
     problems = Problems(source.file)
     assumed: list[str] = []
     keys = Keyed(
-        with_definitions(_named(source.entries), around.define), "mindformers-dynamic", source.file, problems
+        defined(_named(source.entries), around.define, "mindformers-dynamic"),
+        "mindformers-dynamic",
+        source.file,
+        problems,
     )
     flags = tuple(flag for flag in keys.flags() if flag.line)
     places = Places(DYNAMIC_KEYS, {path: entry.line for path, entry in keys.entries.items() if entry.line})
@@ -53,6 +56,7 @@ def read_dynamic(source: Source, around: Surroundings) -> Reading:
         text = "the number of devices is not known: it is the launcher's (msrun --worker_num)"
         problems.add("unknown", text, "", None, "give --world-size")
     layout = None if model is None or said is None else _layout(keys, model, said, places)
+    keys.name_unread()
     name_others(flags, problems, "is no key of MindFormers that is known here")
     return Reading(
         framework="mindformers-dynamic",

@@ -9,7 +9,7 @@ from costmodels.errors import InputError, on_one_line
 from costmodels.spec.layout import Layout, even_split
 from costmodels.spec.model import MOST_LAYERS, ModelSpec
 from planner.formats.entries import Entries
-from planner.formats.keyed import Keyed, with_definitions
+from planner.formats.keyed import Keyed, defined
 from planner.formats.layout_fields import Places, build_layout, degrees_of_world
 from planner.formats.nanotron_names import FORMATS, KEYS, OPTIMIZERS, TP_MODES
 from planner.formats.reading import Problems, Reading
@@ -28,7 +28,7 @@ def read_nanotron(source: Source, around: Surroundings) -> Reading:
     """The job that a configuration of nanotron describes."""
     problems = Problems(source.file)
     assumed: list[str] = []
-    keys = Keyed(with_definitions(source.entries, around.define), "nanotron", source.file, problems)
+    keys = Keyed(defined(source.entries, around.define, "nanotron"), "nanotron", source.file, problems)
     flags = tuple(flag for flag in keys.flags() if flag.line)
     places = Places(KEYS, {path: entry.line for path, entry in keys.entries.items()})
     model = around.model or _model(keys, places)
@@ -46,6 +46,7 @@ def read_nanotron(source: Source, around: Surroundings) -> Reading:
     product = degrees["tensor_parallel"] * degrees["pipeline_parallel"] * degrees["context_parallel"]
     world = around.world_size or int(degrees["data_parallel"] * product)
     layout = None if model is None else _layout(keys, model, degrees, world, places)
+    keys.name_unread()
     name_others(flags, problems, "is no key of nanotron that is known here")
     return Reading(
         framework="nanotron",
@@ -158,6 +159,10 @@ def _layout(
         return None
     micro = keys.count(KEYS["micro_batch_size"]) or 1
     batches = keys.count(KEYS["micro_batches"]) or 1
+    if engine == "1f1b" and batches < pipeline - 1:
+        # nanotron/parallel/pipeline_parallel/engine.py, OneForwardOneBackwardPipelineEngine.
+        text = f"{batches} micro batches: 1f1b asserts at least {pipeline - 1} for {pipeline} stages"
+        keys.add("illegal", text, KEYS["micro_batches"], f"use {pipeline - 1}, fewer stages, or afab")
     whole |= {
         "sequence_parallel": TP_MODES.get(mode, False),
         # It balances layers with embedding and head by their cost; this is as even as can be.

@@ -13,10 +13,11 @@ from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
 from costmodels.spelling import nearest
 from planner.formats.bridge_names import FP8_RECIPES
+from planner.formats.definitions import with_definitions
 from planner.formats.entries import Entries, Entry
 from planner.formats.flag_catalogue import GivenFlag, KnownFlag, known_flags
 from planner.formats.hub_models import model_of
-from planner.formats.keyed import Keyed, resolved_value, with_definitions
+from planner.formats.keyed import Keyed, resolved_value
 from planner.formats.launcher import Launch
 from planner.formats.megatron import read_command
 from planner.formats.megatron_names import DEGREE_FLAGS, OPTIMIZERS
@@ -25,6 +26,7 @@ from planner.formats.reading import ConfigProblem, Problems, Reading
 from planner.formats.recipes import PARALLEL, Recipe, recipes
 from planner.formats.source import Source, Surroundings
 from planner.formats.text import Word
+from planner.formats.tokenizers import TYPES
 
 
 def recognises(entries: Entries) -> bool:
@@ -42,21 +44,32 @@ def read_nemo(source: Source, around: Surroundings) -> Reading:
 def read_overrides(source: Source, around: Surroundings) -> Reading:
     """The job of a script that gives keys to a program, without the file whose keys these change."""
     reading = read_nemo(source, around)
-    text = "what the command does not give has Megatron-LM's default (give the file that it changes, too)"
-    return dataclasses.replace(reading, assumed=(*reading.assumed, text))
+    problems = Problems(source.file)
+    named = re.search(r"--config-name[= ]+([^\s\\]+)", source.text)
+    line = source.text.count("\n", 0, named.start()) + 1 if named else None
+    text = f"{named.group(1) if named else 'the file'} whose keys the command changes is not given"
+    problems.add("unknown", text, "--config-name" if named else "", line, "give that file too")
+    return dataclasses.replace(reading, problems=(*reading.problems, *problems.found))
 
 
 def recipe_of(source: Source, around: Surroundings) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe of a Python file, and the names of the others.
+    """The recipe of Python files that are given together, and the names of the others.
 
-    It is the one that `--define recipe=NAME` names, the first that pre-trains, or the first.
+    It is the one that `--define recipe=NAME` names; of those that no other one calls the first that
+    pre-trains, or the first.
     """
-    found = recipes(source.text, f"file {source.file}")
+    define = {name: value for name, value in around.define.items() if name != "recipe"}
+    found = recipes(((source.file, source.text), *source.others), define)
     named = around.define.get("recipe", "")
-    if not found or (named and named not in found):
-        words = f"no recipe {named!r}" if named else "no recipe"
-        raise InputError(f"file {source.file} has {words}; {nearest(named, found) or ', '.join(found)}")
-    first = next((name for name in found if "pretrain" in name), next(iter(found)))
+    if not found:
+        raise InputError(f"file {source.file}: no function in it sets degrees of parallelism")
+    if named and named not in found:
+        raise InputError(
+            f"file {source.file} has no recipe {named!r}; {nearest(named, found) or ', '.join(found)}"
+        )
+    called = {name for recipe in found.values() for name in recipe.calls if name != recipe.name}
+    roots = [name for name in found if name not in called] or [*found]
+    first = next((name for name in roots if "pretrain" in name), roots[0])
     chosen = found[named or first]
     return chosen, tuple(name for name in found if name != chosen.name)
 
@@ -70,7 +83,56 @@ def read_recipe(source: Source, around: Surroundings) -> Reading:
         assumed.append(f"recipe {recipe.name}{more}")
     bridge = any(path.startswith(("model.", "train.", "ddp.")) for path in recipe.entries)
     framework = "megatron-bridge" if bridge else "nemo"
-    return _read(source, around, recipe.entries, framework, (recipe.name, *recipe.models), assumed)
+    reading = _read(source, around, recipe.entries, framework, (recipe.name, *recipe.models), assumed)
+    problems = Problems(source.file)
+    _name_inherited(recipe, reading, around.define, problems)
+    placed = [
+        dataclasses.replace(problem, file=recipe.files.get(problem.flag, recipe.file))
+        for problem in reading.problems
+    ]
+    return dataclasses.replace(reading, problems=(*problems.found, *placed))
+
+
+_OWN_BASES = re.compile(r"_?(?:pretrain|sft|peft)_common|\w+_(?:pretrain|sft|finetune)_\w*config")
+"""Functions of Megatron-Bridge that recipes start from (recipes/common.py), which train in bf16."""
+
+_BATCH = {"global_batch_size": "train", "micro_batch_size": "train"}
+_DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def _name_inherited(recipe: Recipe, reading: Reading, define: Mapping[str, str], problems: Problems) -> None:
+    """Name what a recipe takes over from a function that is in none of the files."""
+    leaves = {flag.name.rpartition(".")[2] for flag in reading.flags}
+    leaves |= {name.rpartition(".")[2] for name in define}
+    bridge = reading.framework == "megatron-bridge"
+    for base in recipe.bases:
+        wanted = {leaf: part for leaf, part in _BATCH.items() if part not in recipe.replaced or not bridge}
+        if not bridge or "model" not in recipe.replaced:
+            wanted |= dict.fromkeys((*_DEGREES, "seq_length"), "model" if bridge else "strategy")
+        if bridge and not _OWN_BASES.fullmatch(base.rpartition(".")[2]) and not _is_own(base.module):
+            wanted |= {"mixed_precision": ""}
+        for leaf, part in wanted.items():
+            if leaf in leaves:
+                continue
+            path = f"{part}.{leaf}" if part else leaf
+            remedy = f"give the file of {base} too, or --define {leaf}=VALUE"
+            text = f"comes from {base}(), which is in no file that is given"
+            problems.add("unknown", text, path, base.line, remedy, recipe.file)
+    for function in recipe.changed_by:
+        text = f"{function}() changes the configuration, and is in no file that is given"
+        foreign = function.module and not _is_own(function.module)
+        problems.add(
+            "unknown" if foreign else "note",
+            text,
+            "",
+            function.line,
+            f"give the file of {function} too",
+            recipe.file,
+        )
+
+
+def _is_own(module: str) -> bool:
+    return module.startswith(("megatron.", "nemo.", "nemo_run.", "."))
 
 
 def _read(
@@ -83,7 +145,7 @@ def _read(
 ) -> Reading:
     problems = Problems(source.file)
     define = {name: value for name, value in around.define.items() if name != "recipe"}
-    keys = Keyed(with_definitions(entries, define), framework, source.file, problems)
+    keys = Keyed(_defined(entries, define), framework, source.file, problems)
     given, paths = _as_flags(keys, framework)
     model = around.model or _named_model(models)
     if around.model is None and model is not None:
@@ -119,6 +181,17 @@ def _read(
         assumed=(*assumed, *reading.assumed),
         problems=(*problems.found, *found),
     )
+
+
+OTHERS = {"precision", "mixed_precision"}
+"""Keys that say what flags of Megatron-LM say in several words."""
+
+
+def _defined(entries: Entries, define: Mapping[str, str]) -> Entries:
+    """The keys with those that the caller gives, which may be any that a flag of Megatron-LM stands for."""
+    known = {name[2:].replace("-", "_") for name in known_flags()} | set(FLAGS) | set(OFF)
+    known |= OTHERS
+    return with_definitions(entries, define, known)
 
 
 def _others(keys: Keyed, rest: set[str]) -> tuple[GivenFlag, ...]:
@@ -218,7 +291,7 @@ def _value_named(flag: str, text: str) -> tuple[str, ...]:
     """What a flag says that the name of a recipe stands for."""
     if flag == "--fp8-recipe":
         return tuple(recipe for word, recipe in FP8_RECIPES.items() if word in text.lower())[:1]
-    if flag == "--optimizer":
+    if flag in ("--optimizer", "--tokenizer-type", "--tokenizer-name-or-path"):
         return (text,)
     return ("e2m1",) if flag == "--fp4-format" else ()
 
@@ -246,6 +319,10 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
             found.append(("--use-distributed-optimizer", entry))
         elif path.endswith("optimizer.optimizer") and text in OPTIMIZERS:
             found.append(("--optimizer", entry))
+        elif path.endswith("tokenizer.type") and not entry.null:
+            found.append(("--tokenizer-type" if entry.text in TYPES else "--tokenizer-name-or-path", entry))
+        elif path.endswith("tokenizer.library") and text not in ("megatron", "null"):
+            found.append(("--tokenizer-type", entry))
         elif leaf == "activation" and text in ("swiglu", "fast-swiglu"):
             found.append(("--swiglu", entry))
     given = {path.rpartition(".")[2]: entry.text.lower() for path, entry in keys.entries.items()}
@@ -311,6 +388,6 @@ def _renamed(problem: ConfigProblem, paths: Mapping[str, str], framework: str) -
     for flag, path in sorted(paths.items(), key=lambda pair: -len(pair[0])):
         text, remedy = text.replace(flag, path), remedy.replace(flag, path)
     line = problem.line or None
-    return dataclasses.replace(
-        problem, flag=paths.get(problem.flag, problem.flag), text=text, remedy=remedy, line=line
-    )
+    path = paths.get(problem.flag) or next(iter(keys_of_flags({problem.flag: ""})), "")
+    flag = path if problem.flag.startswith("--") else problem.flag
+    return dataclasses.replace(problem, flag=flag, text=text, remedy=remedy, line=line)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from planner.formats.entries import Entries, Entry
 from planner.formats.launcher import commands
+from planner.formats.megatron_keys import is_verl
 from planner.formats.nemo import recognises
 
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
@@ -31,6 +32,6 @@ def override_entries(text: str, define: Mapping[str, str], beside: Mapping[str, 
                 if value.startswith("[") and value.endswith("]"):
                     items = tuple(part.strip(" '\"") for part in value[1:-1].split(",") if part.strip())
                 found[path] = Entry(path, value.strip("'\""), word.line, items)
-        if len(found) >= FEWEST and len(found) > len(best) and recognises(found):
+        if len(found) >= FEWEST and len(found) > len(best) and (recognises(found) or is_verl(found)):
             best = found
     return best

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Literal
 
@@ -27,6 +27,8 @@ class ConfigProblem:
     line: int | None = None
     remedy: str = ""
     file: str = ""
+    certain: bool = False
+    """It holds whatever the rest of the job is: of a value that is wrong by itself."""
 
     def describe(self) -> str:
         """One line: where, what, what instead."""
@@ -80,6 +82,22 @@ class Reading:
         return {role: tuple(dict.fromkeys(names)) for role, names in found.items()}
 
 
+def verdict(problems: Iterable[ConfigProblem]) -> tuple[bool | None, tuple[ConfigProblem, ...]]:
+    """Whether a job is legal, and the problems that count; None where a fact of the job is not known.
+
+    All readers pass through here: beside a fact that is not known nothing is illegal but what is wrong by
+    itself, since other faults rest on what was taken in the place of that fact.
+    """
+    found = tuple(problems)
+    open_facts = any(problem.severity == "unknown" for problem in found)
+    kept = tuple(
+        problem for problem in found if problem.certain or not (open_facts and problem.severity == "illegal")
+    )
+    if any(problem.severity == "illegal" for problem in kept):
+        return False, kept
+    return (None if open_facts else True), kept
+
+
 @dataclass
 class Problems:
     """Problems as they are met while a file is read."""
@@ -95,9 +113,10 @@ class Problems:
         line: int | None = None,
         remedy: str = "",
         file: str = "",
+        certain: bool = False,
     ) -> None:
         """Keep one more, of this file unless another is named; the same one is kept once."""
-        problem = ConfigProblem(severity, text, flag, line, remedy, file or self.file)
+        problem = ConfigProblem(severity, text, flag, line, remedy, file or self.file, certain)
         if problem not in self.found:
             self.found.append(problem)
 

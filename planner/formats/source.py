@@ -20,6 +20,8 @@ class Source:
     """Its keys, where it is made of keys."""
     page: bool = False
     """It is a page on which a configuration stands."""
+    others: tuple[tuple[str, str], ...] = ()
+    """Names and texts of further files, of programs that are given together."""
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,5 @@ class Surroundings:
     define: Mapping[str, str] = field(default_factory=dict)
     beside: Mapping[str, str] = field(default_factory=dict)
     """Texts of the files that a script reads commands from, by their names."""
+    files: tuple[str, ...] = ()
+    """The files that are read."""

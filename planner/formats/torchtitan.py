@@ -14,7 +14,7 @@ from costmodels.errors import InputError, on_one_line
 from costmodels.spec.layout import Fp8Recipe, Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats.entries import Entries
-from planner.formats.keyed import Keyed, with_definitions
+from planner.formats.keyed import Keyed, defined
 from planner.formats.layout_fields import Places, build_layout, degrees_of_world
 from planner.formats.reading import Problems, Reading
 from planner.formats.roles import name_others
@@ -47,7 +47,7 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
     """The job that a configuration of torchtitan describes."""
     problems = Problems(source.file)
     assumed: list[str] = []
-    keys = Keyed(with_definitions(source.entries, around.define), "torchtitan", source.file, problems)
+    keys = Keyed(defined(source.entries, around.define, "torchtitan"), "torchtitan", source.file, problems)
     flags = tuple(flag for flag in keys.flags() if flag.line)
     places = Places(KEYS, {path: entry.line for path, entry in keys.entries.items()})
     model = _model(keys, around.model)
@@ -59,6 +59,7 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
         text = "the number of devices is not known: torchrun says it"
         problems.add("unknown", text, KEYS["data_parallel"], None, "give --world-size")
     layout = None if model is None or said is None else _layout(keys, model, degrees, said, places)
+    keys.name_unread()
     name_others(flags, problems, "is no key of torchtitan that is known here")
     return Reading(
         framework="torchtitan",

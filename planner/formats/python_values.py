@@ -1,0 +1,122 @@
+"""Values of expressions in Python, computed from the syntax tree of constants. Nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+LARGEST = 10_000
+"""Items of a list, and characters of a text."""
+
+
+class Unresolved(str):
+    """An expression whose value is not known, as it is written."""
+
+
+class Made(Unresolved):
+    """What a function returns that is in none of the files: its name."""
+
+    line: int
+    module: str
+
+
+class Part(str):
+    """A part of the configuration, by its path; the empty text is the whole."""
+
+
+def written(node: ast.AST) -> str:
+    """An expression as its author could have written it, cut off."""
+    return ast.unparse(node)[:80]
+
+
+def is_known(value: Any) -> bool:
+    """Whether a value is a constant, in all its items."""
+    if isinstance(value, list):
+        return all(map(is_known, value))
+    return not isinstance(value, (Unresolved, Part))
+
+
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Div: operator.truediv,
+}
+
+_COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+}
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "len": len,
+    "min": min,
+    "max": max,
+    "sum": sum,
+    "list": list,
+    "tuple": list,
+    "abs": abs,
+}
+"""Python's own functions that are computed."""
+
+
+def computed(node: ast.BinOp, left: Any, right: Any) -> Any:
+    """The value of a sum, product and the like; `Unresolved` where it is none, or too large."""
+    unknown = Unresolved(written(node))
+    act = _OPERATORS.get(type(node.op))
+    numbers = all(type(side) in (int, float, bool) and abs(side) < 1 << 40 for side in (left, right))
+    if act is not None and numbers:
+        try:
+            return act(left, right)
+        except ZeroDivisionError:
+            return unknown
+    if isinstance(node.op, ast.Add) and _same_sequence(left, right) and len(left) + len(right) <= LARGEST:
+        return left + right
+    for one, count in ((left, right), (right, left)):
+        sequence = isinstance(one, list) or (isinstance(one, str) and is_known(one))
+        if isinstance(node.op, ast.Mult) and sequence and type(count) is int and len(one) * count <= LARGEST:
+            return one * count
+    return unknown
+
+
+def _same_sequence(left: Any, right: Any) -> bool:
+    lists = isinstance(left, list) and isinstance(right, list)
+    return lists or (isinstance(left, str) and isinstance(right, str) and is_known([left, right]))
+
+
+def compared(node: ast.Compare, values: list[Any]) -> Any:
+    """The truth of a comparison; `Unresolved` where a side is not known."""
+    unknown = Unresolved(written(node))
+    if not is_known(values):
+        return unknown
+    try:
+        pairs = zip(node.ops, values, values[1:], strict=False)
+        return all(bool(_COMPARISONS[type(op)](left, right)) for op, left, right in pairs)
+    except (TypeError, KeyError):
+        return unknown
+
+
+def called(name: str, arguments: list[Any]) -> Any:
+    """What one of Python's own functions returns; None is `Unresolved` too."""
+    if name not in FUNCTIONS or not is_known(arguments):
+        return Unresolved(name)
+    try:
+        return FUNCTIONS[name](*arguments)
+    except (TypeError, ValueError, OverflowError):
+        return Unresolved(name)

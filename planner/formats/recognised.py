@@ -1,0 +1,90 @@
+"""Software whose files are known by marks of their own, and not read: named in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+from costmodels.errors import InputError
+
+
+class Mark(NamedTuple):
+    """What the files of a software have that those of no other one have."""
+
+    software: str
+    keys: tuple[frozenset[str], ...] = ()
+    """Keys that stand in its files together, in each of these ways; `name.` stands for a section."""
+    text: str = ""
+    """A pattern of what its programs and commands say."""
+
+
+MARKS = (
+    Mark(
+        "MaxText",
+        (
+            frozenset({"per_device_batch_size", "ici_fsdp_parallelism"}),
+            frozenset({"base_emb_dim", "base_num_decoder_layers"}),
+        ),
+        r"MaxText[/.]|maxtext[/.](?:configs|train|trainers)",
+    ),
+    Mark(
+        "llm-foundry",
+        (frozenset({"device_train_microbatch_size"}), frozenset({"max_duration", "model.", "train_loader."})),
+        r"llmfoundry|composer [^\n]*train\.py",
+    ),
+    Mark(
+        "torchtune",
+        (frozenset({"model._component_"}), frozenset({"tokenizer._component_"})),
+        r"\btune run\b|torchtune",
+    ),
+    Mark(
+        "lingua",
+        (frozenset({"distributed.fsdp_type"}), frozenset({"distributed.dp_shard", "optim."})),
+        r"apps\.main\.train|lingua\.",
+    ),
+    Mark("InternEvo", (frozenset({"parallel.zero1"}),), r"internlm\.|internevo|dict\(zero1=|zero1=dict\("),
+    Mark(
+        "OLMo-core",
+        (frozenset({"train_module."}), frozenset({"model.d_model", "device_train_microbatch_size"})),
+        r"olmo_core|olmo-core",
+    ),
+    Mark(
+        "Levanter", (frozenset({"trainer.mp"}), frozenset({"trainer.tensor_parallel_axes"})), r"levanter[./]"
+    ),
+    Mark(
+        "NeMo-RL",
+        (frozenset({"policy.megatron_cfg."}), frozenset({"policy.dtensor_cfg."})),
+        r"nemo_rl|NeMo-RL|run_grpo_math",
+    ),
+    Mark("slime", (), r"slime/train|train_async\.py|--rollout-num-gpus\b|--actor-num-gpus-per-node\b"),
+    Mark(
+        "Primus",
+        (frozenset({"modules.pre_trainer."}), frozenset({"work_group", "modules."})),
+        r"primus/|primus-cli",
+    ),
+    Mark("Megatron-LM's functional tests", (frozenset({"MODEL_ARGS."}),)),
+    Mark("MindSpeed-LLM's FSDP2 backend", (frozenset({"fsdp_plan."}), frozenset({"parallel.fsdp_plan."}))),
+)
+
+
+def refuse_recognised(file: str, keys: Collection[str], text: str = "") -> None:
+    """Raise `InputError` for a file of software that is known and not read.
+
+    Args:
+        keys: its keys, where it is made of keys.
+        text: the file, where it is a script or a program.
+    """
+    for mark in MARKS:
+        hit = any(all(_has(keys, name) for name in names) for names in mark.keys)
+        if hit or (mark.text and text and re.search(mark.text, text)):
+            raise InputError(
+                f"file {file} is of {mark.software}, whose files are not read: write its layout as flags of "
+                "Megatron-LM, or ask planner suggest"
+            )
+
+
+def _has(keys: Collection[str], name: str) -> bool:
+    if name.endswith("."):
+        return any(key.startswith(name) for key in keys)
+    return name in keys

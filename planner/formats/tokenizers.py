@@ -1,0 +1,36 @@
+"""Entries of the vocabularies of tokenizers, by the names that people write."""
+
+from __future__ import annotations
+
+import re
+
+TYPES = {"GPT2BPETokenizer": 50257, "GPTSentencePieceTokenizer": 32000, "Llama2Tokenizer": 32000}
+"""Entries by Megatron-LM's `--tokenizer-type`, where it is always the same (megatron/training/tokenizer)."""
+
+_NAMES = (
+    (r"llama-?_?(?:3|3\.[123])(?![0-9])|llama3", 128256),
+    (r"llama-?_?4", 202048),
+    (r"code-?llama", 32016),
+    (r"llama-?_?2|llama2|llama-(?:7|13|30|33|65|70)b|tinyllama|vicuna", 32000),
+    (r"mixtral-8x22b|mistral-7b-(?:instruct-)?v0\.3", 32768),
+    (r"mistral-nemo|mistral-small-(?:24|3)|tekken", 131072),
+    (r"mistral-7b|mixtral-8x7b", 32000),
+    (r"qwen1\.5|qwen2(?!\.5)|qwen2\.5|qwen3(?!\.5|-next)", 151936),
+    (r"gpt-oss|o200k", 201088),
+    (r"gpt-?2|gpt2", 50257),
+    (r"gpt-neox|pythia", 50432),
+    (r"deepseek-(?:v3|r1)", 129280),
+    (r"deepseek-v2", 102400),
+    (r"gemma-?[23]?", 256000),
+    (r"cl100k", 100277),
+)
+"""Entries by a pattern of a tokenizer's name or path: those of the config.json of its models."""
+
+
+def vocabulary_of(*names: str) -> int | None:
+    """The entries of a tokenizer by the first of its names that says them; None where none does."""
+    for name in names:
+        for pattern, size in _NAMES:
+            if re.search(rf"(?<![a-z0-9]){pattern}", name.lower()):
+                return size
+    return None
