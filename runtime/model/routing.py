@@ -112,7 +112,9 @@ class _Spread(torch.autograd.Function):
         ctx.save_for_backward(order_R)
         shape = places, rows_RD.shape[1]
         result = rows_RD.new_empty(shape) if len(order_R) == places else rows_RD.new_zeros(shape)
-        return result.index_copy_(0, order_R, rows_RD)
+        # Not what the assignment returns: compilers of PyTorch 2.11 take that for a second result.
+        result[order_R] = rows_RD
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

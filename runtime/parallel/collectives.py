@@ -141,7 +141,9 @@ def _identity(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _slice(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+    own = x.chunk(group.size(), dim)[group.rank()].contiguous()
+    # A tensor of its own: of one with two names, compilers of PyTorch 2.11 lose the gradient.
+    return own.view_as(own)
 
 
 def _sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -142,7 +142,8 @@ class _HandOver(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         # Not held any longer: autograd takes what nobody else holds for the gradient without a copy.
         gradient, ctx.gradient = ctx.gradient, None
-        return gradient.mul_(grad), None, None
+        gradient.mul_(grad)
+        return gradient, None, None
 
 
 def head_loss(

@@ -127,7 +127,22 @@ def _is_whole(mixture: MixtureOfExperts, spec: ModelSpec, number: int, layout: L
         return False
     # Compilers cannot ask devices.
     torch.compiler.assume_constant_result(major_of)  # type: ignore[no-untyped-call]
-    return takes_grouped(dtype, grid.device, spec.hidden, mixture.experts.width)
+    if not takes_grouped(dtype, grid.device, spec.hidden, mixture.experts.width):
+        return False
+    _keep_operands_of_grouped_products()
+    return True
+
+
+def _keep_operands_of_grouped_products() -> None:
+    """Let Inductor give grouped products matrices that lie in memory as in eager code.
+
+    It would copy the gradient of rows, on its side, into rows wherever a weight's gradient is its only
+    reader. Then groups lie along the dense dimension, where CUDA's kernel takes multiples of 16 bytes alone.
+    PyTorch says it so of convolutions, and not of grouped products (as of 2.14).
+    """
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides
+
+    add_layout_constraint(torch.ops.aten._grouped_mm, constrain_to_fx_strides)
 
 
 COMPILES_WIDE = torch.__version__ >= "2.15"
