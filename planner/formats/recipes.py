@@ -7,6 +7,7 @@ Statements are followed in order with the values of parameters and constants. Th
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
@@ -85,7 +86,11 @@ def recipes(texts: Sequence[tuple[str, str]], define: Mapping[str, str] | None =
     trees: list[tuple[str, ast.Module]] = []
     for file, text in texts:
         try:
-            trees.append((file, ast.parse(text)))
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore"
+                )  # What Python thinks of the style of the file is not asked for.
+                trees.append((file, ast.parse(text)))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise InputError(f"file {file} is not valid Python") from None
     for file, tree in trees:

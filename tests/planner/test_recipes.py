@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -141,5 +142,8 @@ def test_keys_that_a_script_gives_change_those_of_a_file(tmp_path: Path) -> None
 def test_python_without_a_recipe(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no function in it sets degrees of parallelism"):
         read(tmp_path, "other.py", "print('hello')\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read(tmp_path, "recipe.py", BRIDGE + "\nSTYLE = [0x1for x in ()]\n").layout is not None
     with pytest.raises(InputError, match="not valid Python"):
         read(tmp_path, "other.py", "def f(:\n")
