@@ -61,7 +61,9 @@ def activation_bytes(
     part = np.where(sp, tp, 1)
     queries, values = attention_widths(model)
     keeps = kept_inputs(model, mlp)
-    activated = e * (keeps.down + (model.gated and not engine.activations.fused_activation))
+    compiled = engine.activations.compiled & ~table.runs(*SPLIT_BACKWARD)
+    apart = ~compiled & (model.gated and not engine.activations.fused_activation)
+    activated = e * (int(keeps.down) + apart)
     inner = e * (1 + model.gated) + activated
     residual = t * h / part
     unfused = engine.activations.unfused_norm_bytes * (engine.elementwise.norm_passes > 1)
@@ -113,8 +115,8 @@ def activation_bytes(
         etp = table.expert_tensor_parallel
         width = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
         # The router's input, and that of the shared experts where they gather it and keep it.
-        apart = (tp > 1) & (np.asarray(gathered) == 1) & (model.shared_expert_ffn > 0)
-        mlp_input = e * t * h * (1 / tp + keeps.up * apart)
+        own = (tp > 1) & (np.asarray(gathered) == 1) & (model.shared_expert_ffn > 0)
+        mlp_input = e * t * h * (1 / tp + keeps.up * own)
         # The rows that experts take in, those that are summed up, and the router's fp32 scores.
         summed = rows / np.where(table.expert_parallel > 1, etp, 1)
         routing = e * h * (rows * (model.lora is None) + summed) + 4 * t * model.experts / tp
@@ -130,9 +132,9 @@ def activation_bytes(
     if model.lora is not None:
         whole = whole + e * t * model.lora.rank * len(adapted_layers(model, mlp))
     # A compiled layer keeps what its collectives gave it, whatever it is told to recompute.
-    compiled = engine.activations.compiled_keeps_gathered & (part > 1) & ~table.runs(*SPLIT_BACKWARD)
-    norm = table.recomputes("norm") & ~compiled
-    dropped = table.recomputes("core_attention") * (core + copies) + norm * layer_inputs
+    norm = table.recomputes("norm") & ~(compiled & (part > 1))
+    output = compiled * e * t * values / tp if kind not in ("linear", "none") else 0.0
+    dropped = table.recomputes("core_attention") * (core + copies + output) + norm * layer_inputs
     dropped = dropped + np.where(
         table.recomputes("mlp"), activations, table.recomputes("activation") * activated * width
     )
@@ -145,6 +147,15 @@ def activation_bytes(
         chosen = np.where(usual, saved, chosen)
     kept = np.where(table.recompute == FULL, e * streams * residual, chosen)
     working = whole - kept
+    if engine.activations.inner_gradients:
+        # Of the products' inputs and outputs, and of the matrices that one compiled kernel writes together.
+        inputs = 1 + model.gated
+        matrices = 2 * e * h * width / np.maximum(t if not moe else rows, 1.0)
+        working = (
+            working
+            + e * width * np.where(compiled, inputs, inputs + model.gated)
+            + compiled * matrices * (not moe)
+        )
     if not table.offload_activations.any():
         return kept, working, np.zeros(len(table))
     # The input of attention, its queries, keys and values, and its output.
@@ -195,6 +206,8 @@ def output_gradient_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
     dense = (inputs * model.ffn / tp + model.hidden) * t * (model.moe_layers < model.layers)
     shared = inputs * model.shared_expert_ffn / tp + model.hidden * bool(model.shared_expert_ffn)
     experts = (inputs * model.expert_ffn / table.expert_tensor_parallel + model.hidden) * rows
-    width = t * (queries / tp + key_value_width(model, table) + model.hidden)
+    # The gradients of both sums of the residual stream and of what they add wait too.
+    residual = 2 * t * model.hidden / np.where(table.sequence_parallel, tp, 1)
+    width = t * (queries / tp + key_value_width(model, table) + model.hidden) + residual
     result: Floats = e * (width + np.maximum(dense, experts + shared * t))
     return result

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from costmodels.layers.shapes import element_bytes
-from costmodels.memory.states import model_states, sharded_parameter_rows
+from costmodels.memory.moments import fresh_gradient_share, fullest_moment, gathered_share, passes_in_flight
+from costmodels.memory.states import NARROW, model_states, sharded_parameter_rows
 from costmodels.memory.unit_sizes import UnitSizes, end_parameters, frozen_parameters, rank_parameters
 from costmodels.ranks.rank_layers import ZERO, Ranks, in_flight
 from costmodels.ranks.reductions import parts_total
@@ -219,6 +220,30 @@ def recomputation_bytes(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> F
     return result
 
 
+def _waiting_bytes(
+    table: LayoutTable, sizes: UnitSizes, ranks: Ranks, flying: dict[str, Floats], backlog: Floats
+) -> Floats:
+    """Bytes of gradients that wait for those of weights, [n, k], over what is in flight besides.
+
+    In ZB-V one pass of a chunk waits while most is in flight. At the end of its step rank r has 2 r + 1 of them,
+    and pp + r micro batches of a chunk in flight, of 2 pp before.
+    """
+    each = sizes.output_gradients[:, None]
+    waits = backlog * each
+    zbv = table.runs("zbv")[:, None]
+    if not zbv.any():
+        return waits
+    own = np.maximum(ranks.layers, 1.0) / 2
+    rank, pipeline = (backlog / own - 1) / 2, table.pipeline_parallel[:, None]
+    gone = sum(
+        (layers * getattr(sizes, f"{kind}_activations")[:, None] for kind, layers in flying.items()),
+        np.zeros(()),
+    )
+    gone = gone * (1 - (pipeline + rank) / (2 * pipeline))
+    result: Floats = np.where(zbv, np.maximum(own * each, waits - gone), waits)
+    return result
+
+
 def activation_and_logit_bytes(
     engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks, flying: dict[str, Floats]
 ) -> tuple[Floats, Floats]:
@@ -239,7 +264,7 @@ def activation_and_logit_bytes(
     logits = ranks.last * sizes.logits[:, None]
     if ranks.backlog.any():
         backlog = np.minimum(ranks.backlog, table.micro_batches[:, None] * ranks.layers)
-        activations += backlog * sizes.output_gradients[:, None]
+        activations = activations + _waiting_bytes(table, sizes, ranks, flying, backlog)
         # The last stage is on the last rank, which runs as many gradients of inputs ahead as there are
         # ranks; in a V it is on the first rank, and runs one ahead.
         ahead = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)
@@ -267,6 +292,17 @@ def stage_memory(
     parameters, gradients, optimizer = model_states(engine, table, sizes, ranks, held_parameters)
     flying = in_flight(ranks, table.micro_batches[:, None].astype(np.float64))
     activations, logits = activation_and_logit_bytes(engine, table, sizes, ranks, flying)
+    if engine.sharding.fully_sharded:
+        flight = passes_in_flight(table, ranks, flying)
+        # Stages hold their outputs until backward, the last one the loss.
+        outputs = (table.pipeline_parallel > 1) * sizes.layer_output
+        activations = activations + outputs[:, None] * np.where(ranks.last > 0, 0.0, flight)
+        activations, gradients = fullest_moment(table, flight, activations, gradients)
+        parked = (1 - gathered_share(table)) * engine.memory_policy(table.precision).gathered
+        layers = sum(held_parameters, np.zeros(())) - end_parameters(sizes, ranks)
+        parameters = parameters - parked[:, None] * layers
+        if not sizes.experts.any():
+            gradients = gradients + fresh_gradient_share(table)[:, None] * NARROW * layers
     parts = {
         "parameters": parameters
         + gathered_bytes(engine, table, sizes, ranks)

@@ -63,6 +63,8 @@ class UnitSizes:
     """Gradients of the logits that wait for that of the output matrix, or that one itself."""
     layer_input: Floats
     """The input of a layer, gathered over tensor-parallel ranks that split its sequence; otherwise 0."""
+    layer_output: Floats
+    """The output of a layer, which the next stage gets."""
     layer_tables: Floats
     """Bytes that each layer has for good besides its states."""
     score_reserve: Floats
@@ -258,6 +260,7 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         logit_gradients=waiting,
         logits=logits + e * t * h / part + head_input,
         layer_input=e * t * h * (part > 1),
+        layer_output=e * t * h / part,
         score_reserve=t
         * model.seq
         * model.heads

@@ -232,9 +232,12 @@ class ActivationConstants(Constants):
     collective after it are not repeated."""
     plain_delta_rule: bool = False
     """Linear attention runs in operators of its own in fp32, whose products of chunks backward keeps."""
-    compiled_keeps_gathered: bool = False
-    """Layers are compiled, but where backward is split; those keep their gathered inputs for backward even
-    where recomputation should drop them."""
+    inner_gradients: bool = False
+    """The gradients of an MLP's inner tensors and of its matrices, while its layer goes backward, count."""
+    compiled: bool = False
+    """Layers are compiled, but where backward is split. A compiled layer computes activations of a gated MLP again
+    from its inputs, and the output of attention with its kernel. It keeps what its collectives gathered even
+    where recomputation should drop it."""
 
 
 class LossConstants(Constants):

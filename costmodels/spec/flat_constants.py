@@ -24,7 +24,7 @@ host: layer_overhead kernel_gaps backward_launch=backward launch_sharpness=sharp
 overlap: tensor_parallel_overlap=tensor_parallel data_parallel_overlap=data_parallel
     sharded_overlap=sharded overlap_sharpness=sharpness
 activations: norm_bytes unfused_norm_bytes score_bytes keeps_unrotated packs_attention fused_activation
-    dropout regathers_sequence saves_alternate_products recompute_stops_early compiled_keeps_gathered
+    dropout regathers_sequence saves_alternate_products recompute_stops_early compiled_keeps_gathered=compiled
 loss: logits_copies split_logits_copies loss_apart=apart gathers_logits
 allocator: fragmentation score_reserve held_reductions=reduction_outputs sequence_buffers rotary_tables
     workspace_bytes communicator_bytes

@@ -346,7 +346,7 @@ def test_latent_attention_keeps_what_is_compressed_twice(llama, engine, layout):
 def test_compiled_layers_keep_what_collectives_gave_them(llama, cluster, engine, layout):
     """Recomputing norms saves nothing of gathered inputs where layers are compiled."""
     compiled = engine("bundled")
-    eager = compiled.with_constants({"activations.compiled_keeps_gathered": False})
+    eager = compiled.with_constants({"activations.compiled": False})
     norms = {"recompute": "selective", "recompute_modules": ("norm",)}
 
     def activations(one, by):
