@@ -1,8 +1,8 @@
 """Which moment of a step is the fullest: gradients appear while activations of micro batches go.
 
-PyTorch makes the gradients of a stage in its first backward pass, layer by layer from the last one. Before it,
-activations of all micro batches in flight are there without them. Engines that keep gradients in a buffer of
-their own have both at once.
+PyTorch makes the gradients of a stage in its first backward pass, layer by layer from the last one. Before
+that pass all activations in flight are there without gradients. Engines with a buffer of gradients have both
+at once.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ def fullest_moment(
 ) -> tuple[Floats, Floats]:
     """Bytes of activations and of gradients that are there together at the fullest moment, [n, k] each.
 
-    While forward passes remain, as many activations are made as freed, and backward passes go through the
-    chunks, the last one first, in turns of pp micro batches. After that, activations only go. Three moments can
-    be the fullest: the last at which all activations are there, the end of the backward pass after it, and
-    the end of the first backward pass of the chunk that is the last to have gradients.
+    While forward passes remain, each backward pass frees what a forward pass makes. Backward passes go
+    through the chunks from the last one, in turns of pp micro batches. After the last forward pass activations
+    only go.
+
+    Three moments can be the fullest: the last one with all activations, the end of the backward pass after it,
+    and the end of the first backward pass of the chunk that is the last to have gradients.
 
     Args:
         flight: micro batches of one chunk in flight, over all chunks, [n, k].
@@ -45,7 +47,7 @@ def fullest_moment(
     chunks = table.virtual_pipeline_parallel[:, None]
     turn = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)[:, None]
     turn = np.where(chunks > 1, turn, 1)
-    # Where each chunk has its backward passes in one turn, ZeRO reduces its gradients before the next chunk's.
+    # In one turn ZeRO reduces the gradients of each chunk before those of the next one are there.
     most = np.where(
         (chunks > 1) & (table.micro_batches[:, None] <= turn) & ~table.keeps_whole[:, None], 1, chunks
     )
@@ -57,13 +59,29 @@ def fullest_moment(
         (activations - each, gradients * np.minimum(have + 1, most) / chunks),
         (each * np.minimum(np.where(chunks > 1, turn, flight) - 1, flight - 1), gradients * most / chunks),
     )
-    total = np.stack([sum(moment) for moment in moments])
-    fullest = total.argmax(axis=0)
-    shape = total.shape[1:]
-    held, made = (
-        np.choose(fullest, [np.broadcast_to(moment[place], shape) for moment in moments]) for place in (0, 1)
-    )
+    held, made = moments[0]
+    for activations, gradients in moments[1:]:
+        fuller = activations + gradients > held + made
+        held, made = np.where(fuller, activations, held), np.where(fuller, gradients, made)
     return held, made
+
+
+def least_moment(table: LayoutTable, activations: Floats, gradients: Floats) -> tuple[Floats, Floats]:
+    """What `fullest_moment` gives at least, for any number of micro batches in flight and any split, [n, k].
+
+    Without chunks both are there from the micro batch on that follows the warm-up of the first rank.
+    """
+    gradients = gradients * least_gradient_share(table)[:, None]
+    together = (table.virtual_pipeline_parallel == 1) & (table.micro_batches > table.pipeline_parallel)
+    alone = ~together[:, None]
+    fuller = activations >= gradients
+    return np.where(alone & ~fuller, 0.0, activations), np.where(alone & fuller, 0.0, gradients)
+
+
+def least_gradient_share(table: LayoutTable) -> Floats:
+    """The share of a rank's stages whose gradients are there at a time, however few micro batches run, [n]."""
+    result: Floats = np.where(table.keeps_whole, 1.0, 1 / table.virtual_pipeline_parallel)
+    return result
 
 
 def gathered_share(table: LayoutTable) -> Floats:
@@ -76,8 +94,8 @@ def gathered_share(table: LayoutTable) -> Floats:
 def fresh_gradient_share(table: LayoutTable) -> Floats:
     """The share of a rank's stages that hold gradients in 16 bits beside their fp32 sums, [n].
 
-    With split backward FSDP2 adds a micro batch's gradients of weights up when the next backward pass of the stage
-    begins, so that those of all stages but the one at work are there.
+    With split backward FSDP2 adds weight gradients up when the next backward pass of their stage begins. Until
+    then those of all stages but the one at work are there.
     """
     chunks = table.virtual_pipeline_parallel
     several = table.runs("interleaved_zb", "zbv") & ~table.keeps_whole

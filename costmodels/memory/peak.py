@@ -6,10 +6,18 @@ workspaces, and what the allocator cannot use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from costmodels.layers.shapes import element_bytes
-from costmodels.memory.moments import fresh_gradient_share, fullest_moment, gathered_share, passes_in_flight
+from costmodels.memory.moments import (
+    fresh_gradient_share,
+    fullest_moment,
+    gathered_share,
+    least_gradient_share,
+    passes_in_flight,
+)
 from costmodels.memory.states import NARROW, model_states, sharded_parameter_rows
 from costmodels.memory.unit_sizes import UnitSizes, end_parameters, frozen_parameters, rank_parameters
 from costmodels.ranks.rank_layers import ZERO, Ranks, in_flight
@@ -17,7 +25,11 @@ from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine, MemoryPolicy
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
+from costmodels.spec.schedules import GATHERED_STAGES
 from costmodels.spec.table import FULL, UNIFORM, Floats, LayoutTable
+
+Moment = Callable[[LayoutTable, Floats, Floats], tuple[Floats, Floats]]
+"""Tells what of activations and gradients is there together, of rows of a table."""
 
 FETCHED_LAYERS = 2
 """Layers whose offloaded activations are on the device: the one in backward and the next one, on its way."""
@@ -225,8 +237,8 @@ def _waiting_bytes(
 ) -> Floats:
     """Bytes of gradients that wait for those of weights, [n, k], over what is in flight besides.
 
-    In ZB-V one pass of a chunk waits while most is in flight. At the end of its step rank r has 2 r + 1 of them,
-    and pp + r micro batches of a chunk in flight, of 2 pp before.
+    In ZB-V one pass of a chunk waits while most is in flight. At the end of its step rank r has 2 r + 1
+    of them, and pp + r micro batches of a chunk in flight, of 2 pp before.
     """
     each = sizes.output_gradients[:, None]
     waits = backlog * each
@@ -281,12 +293,55 @@ def activation_and_logit_bytes(
     return activations + np.where(loss, 0.0, again), np.where(loss, logits, 0.0)
 
 
-def stage_memory(
+def whole_parameter_bytes(
+    engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks, parameters: Floats
+) -> Floats:
+    """Bytes of parameters at the peak, [n, k]: those that stay, gathered ones and frozen ones.
+
+    Args:
+        parameters: bytes of those that `model_states` counts, [n, k].
+    """
+    if engine.sharding.fully_sharded and table.virtual_pipeline_parallel.max(initial=1) > GATHERED_STAGES:
+        parked = (1 - gathered_share(table)) * engine.memory_policy(table.precision).gathered
+        parameters = parameters - parked[:, None] * _layer_parameters(sizes, ranks)
+    every: Floats = (
+        parameters + gathered_bytes(engine, table, sizes, ranks) + frozen_bytes(engine, table, sizes, ranks)
+    )
+    return every
+
+
+def _layer_parameters(sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Parameters of the layers of each pipeline rank that train, [n, k]."""
+    return sum(rank_parameters(sizes, ranks), np.zeros(())) - end_parameters(sizes, ranks)
+
+
+def least_state_bytes(
     cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
+) -> Floats:
+    """Bytes on a device of each pipeline rank whatever the micro batch and its recomputation, [n, k]."""
+    held = rank_parameters(sizes, ranks)
+    parameters, gradients, optimizer = model_states(engine, table, sizes, ranks, held)
+    if engine.sharding.fully_sharded:
+        gradients = gradients * least_gradient_share(table)[:, None]
+    margin = margin_bytes(cluster, engine, table, ZERO, bool(sizes.experts.any()))
+    states = whole_parameter_bytes(engine, table, sizes, ranks, parameters) + gradients + optimizer
+    return states + sum(margin.values(), np.zeros(()))
+
+
+def stage_memory(
+    cluster: Cluster,
+    engine: Engine,
+    table: LayoutTable,
+    sizes: UnitSizes,
+    ranks: Ranks,
+    moment: Moment | None = None,
 ) -> dict[str, Floats]:
     """Bytes on a device of each pipeline rank at the peak: the fields of `StageMemory`.
 
     Arrays of shape [n, k], or such that broadcast to it (`costmodels.ranks.reductions`).
+
+    Args:
+        moment: what is there together of activations and gradients; the fullest moment unless given.
     """
     held_parameters = rank_parameters(sizes, ranks)
     parameters, gradients, optimizer = model_states(engine, table, sizes, ranks, held_parameters)
@@ -297,16 +352,15 @@ def stage_memory(
         # Stages hold their outputs until backward, the last one the loss.
         outputs = (table.pipeline_parallel > 1) * sizes.layer_output
         activations = activations + outputs[:, None] * np.where(ranks.last > 0, 0.0, flight)
-        activations, gradients = fullest_moment(table, flight, activations, gradients)
-        parked = (1 - gathered_share(table)) * engine.memory_policy(table.precision).gathered
-        layers = sum(held_parameters, np.zeros(())) - end_parameters(sizes, ranks)
-        parameters = parameters - parked[:, None] * layers
-        if not sizes.experts.any():
-            gradients = gradients + fresh_gradient_share(table)[:, None] * NARROW * layers
+        if moment is None:
+            activations, gradients = fullest_moment(table, flight, activations, gradients)
+        else:
+            activations, gradients = moment(table, activations, gradients)
+        fresh = fresh_gradient_share(table)
+        if fresh.any() and not sizes.experts.any():
+            gradients = gradients + fresh[:, None] * NARROW * _layer_parameters(sizes, ranks)
     parts = {
-        "parameters": parameters
-        + gathered_bytes(engine, table, sizes, ranks)
-        + frozen_bytes(engine, table, sizes, ranks),
+        "parameters": whole_parameter_bytes(engine, table, sizes, ranks, parameters),
         "gradients": gradients,
         "optimizer": optimizer,
         "activations": activations,

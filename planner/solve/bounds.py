@@ -9,6 +9,7 @@ import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.layers.shapes import distinct_shapes
+from costmodels.memory.moments import least_moment
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import row_unit_sizes
 from costmodels.ranks.rank_layers import ZERO, Ranks
@@ -212,5 +213,6 @@ def least_peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layout
         **{own: held, other: zero, f"{own}_in_flight": flying, f"{other}_in_flight": zero},
     )
     sizes = row_unit_sizes(model, engine, shapes, shape)
-    bytes_held: Floats = sum(stage_memory(cluster, engine, table, sizes, ranks).values(), np.zeros(()))
+    held = stage_memory(cluster, engine, table, sizes, ranks, least_moment)
+    bytes_held: Floats = sum(held.values(), np.zeros(()))
     return bytes_held[:, 0]

@@ -6,7 +6,7 @@ import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.layers.shapes import distinct_shapes
-from costmodels.memory.peak import stage_memory
+from costmodels.memory.peak import least_state_bytes
 from costmodels.memory.unit_sizes import row_unit_sizes
 from costmodels.pricing import peak_memory
 from costmodels.ranks.rank_layers import critical_ranks
@@ -45,10 +45,6 @@ def fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space) -> Fit
     return Fit(fits, possible, within_mean[space.states])
 
 
-STATES = ("parameters", "gradients", "optimizer", "context", "communicators", "margin")
-"""Parts of `StageMemory` that do not depend on the size of a micro batch and on what is recomputed."""
-
-
 def _state_bytes(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> tuple[Floats, Floats]:
@@ -56,7 +52,7 @@ def _state_bytes(
     engine = engine.for_device(cluster.device)
     shapes, shape = distinct_shapes(table)
     ranks, _ = critical_ranks(model, table)
-    held = stage_memory(cluster, engine, table, row_unit_sizes(model, engine, shapes, shape), ranks)
-    states = sum((held[part] for part in STATES), np.zeros(()))
+    sizes = row_unit_sizes(model, engine, shapes, shape)
+    states = least_state_bytes(cluster, engine, table, sizes, ranks)
     mean: Floats = (states * ranks.count).sum(axis=1) / ranks.count.sum(axis=1)
     return states.max(axis=1), mean

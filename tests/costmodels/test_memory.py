@@ -66,6 +66,9 @@ def test_zero_divides_states_as_published(gpt, cluster, engine, layout):
 
 
 def test_an_engine_that_reduces_once_a_step_keeps_whole_gradients(gpt, cluster, engine, layout):
+    # So few tokens that a step is fullest when all gradients are there.
+    gpt = gpt.model_copy(update={"seq": 8})
+
     def gradients(name, **degrees):
         return memory_of(gpt, cluster(64), engine(name), layout(gpt, **degrees))["gradients"].max() / 4
 
@@ -202,7 +205,7 @@ def kept(model, engine, layout):
 
 def test_each_module_that_is_recomputed_drops_its_own_bytes(llama, engine, layout):
     """Of a gated MLP with separate operators: gate, up, activated gate and product of 2 bytes each."""
-    bundled = engine("bundled")
+    bundled = engine("bundled").with_constants({"activations.compiled": False})
     whole = kept(llama, bundled, layout(llama))
     token = llama.seq
     expected = {
@@ -246,7 +249,10 @@ def test_copies_of_the_shards_hold_more(gpt, cluster, engine, layout):
 def test_offloading_empties_the_device(gpt, cluster, engine, layout):
     usual, away = (
         memory_of(
-            gpt, cluster(8), engine("bundled"), layout(gpt, offload_activations=flag, offload_optimizer=flag)
+            gpt,
+            cluster(8),
+            engine("bundled"),
+            layout(gpt, m=2, offload_activations=flag, offload_optimizer=flag),
         )
         for flag in (False, True)
     )
@@ -284,7 +290,7 @@ def test_an_offloaded_optimizer_takes_its_shards_along(gpt, cluster, engine, lay
 
 def test_one_layer_in_flight_is_no_fuller_for_offloading(gpt, cluster, engine, layout):
     def activations(rank, flag):
-        one = layout(gpt, pp=8, m=8, offload_activations=flag)
+        one = layout(gpt, pp=8, m=16, offload_activations=flag)
         return memory_of(gpt, cluster(8), engine("bundled"), one)["activations"][0, rank]
 
     moved = 2 * gpt.seq * 5 * gpt.hidden
@@ -343,19 +349,17 @@ def test_latent_attention_keeps_what_is_compressed_twice(llama, engine, layout):
         assert found == 2 * 2 * llama.seq * (rank + 512 + 64)
 
 
-def test_compiled_layers_keep_what_collectives_gave_them(llama, cluster, engine, layout):
+def test_compiled_layers_keep_what_collectives_gave_them(llama, engine, layout):
     """Recomputing norms saves nothing of gathered inputs where layers are compiled."""
-    compiled = engine("bundled")
-    eager = compiled.with_constants({"activations.compiled": False})
     norms = {"recompute": "selective", "recompute_modules": ("norm",)}
 
-    def activations(one, by):
-        return price(llama, cluster(8), by, LayoutTable.of([one])).memory["activations"][0]
+    def saved(compiles, **degrees):
+        by = engine("bundled").with_constants({"activations.compiled": compiles})
+        return kept(llama, by, layout(llama, **degrees)) - kept(llama, by, layout(llama, **degrees, **norms))
 
-    gathered = layout(llama, tp=2, sp=True, dp=4, **norms)
-    assert activations(gathered, compiled) > activations(gathered, eager)
-    alone = layout(llama, dp=8, **norms)
-    assert activations(alone, compiled) == activations(alone, eager)
+    token = 2 * llama.seq * llama.hidden
+    assert saved(True, tp=2, sp=True, dp=4) == 0 < saved(False, tp=2, sp=True, dp=4) == 2 * token
+    assert saved(True, dp=8) == saved(False, dp=8) == 2 * token
 
 
 def test_linear_attention_in_plain_operators_keeps_its_chunks_unless_they_are_computed_again(
@@ -363,7 +367,8 @@ def test_linear_attention_in_plain_operators_keeps_its_chunks_unless_they_are_co
 ):
     sizes = LinearAttention(kind="gated_delta", key_heads=2, value_heads=4, key_dim=16, value_dim=8, chunk=32)
     model = llama.with_attention("linear").model_copy(update={"linear_attention": sizes})
-    bundled, other = engine("bundled"), engine("megatron")
+    bundled = engine("bundled").with_constants({"activations.compiled": False})
+    other = engine("megatron")
     words = (
         {"recompute": "none"},
         {"recompute": "selective", "recompute_modules": ("core_attention",)},
@@ -376,3 +381,30 @@ def test_linear_attention_in_plain_operators_keeps_its_chunks_unless_they_are_co
     chunks = 4 * model.seq * 4 * (6 * 16 + 3 * 8 + 5 * 32 + 16 * 8 / 32)
     assert whole - again == pytest.approx(chunks)
     assert fused < whole
+
+
+def test_gradients_come_as_activations_go(gpt, cluster, engine, layout):
+    """All activations are there without gradients, or, from the second micro batch on, with all of them."""
+
+    def parts(name, **degrees):
+        memory = memory_of(gpt, cluster(64), engine(name), layout(gpt, **degrees))
+        return memory["activations"][0, 0], memory["gradients"][0, 0] / 4
+
+    whole, none = parts("bundled", dp=8, zero=1, m=1, mbs=16)
+    assert none == 0
+    assert parts("bundled", dp=8, zero=1, m=2, mbs=16) == (whole, gpt.parameters)
+    # Megatron-LM's buffers are there all the time.
+    assert parts("megatron", dp=8, zero=1, m=1, mbs=16)[1] == gpt.parameters
+    # All four micro batches of the first of four stages are forward before the first goes backward.
+    few, many = (parts("bundled", pp=4, dp=2, zero=1, m=m, mbs=16) for m in (4, 5))
+    assert few[0] == many[0] > 0 == few[1]
+    assert many[1] > gpt.parameters / 4
+
+
+def test_a_rank_of_many_stages_holds_parameters_of_three(gpt, cluster, engine, layout):
+    def parameters(zero):
+        one = layout(gpt, pp=2, vpp=4, dp=4, zero=zero, m=8)
+        return memory_of(gpt, cluster(8), engine("bundled"), one)["parameters"][0, 0]
+
+    # Of four stages of one layer each: what is gathered has 2 bytes.
+    assert parameters(0) - parameters(1) == 2 * (12 * gpt.hidden**2 + 13 * gpt.hidden)
