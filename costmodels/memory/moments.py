@@ -33,11 +33,11 @@ def fullest_moment(
     """Bytes of activations and of gradients that are there together at the fullest moment, [n, k] each.
 
     While forward passes remain, each backward pass frees what a forward pass makes. Backward passes go
-    through the chunks from the last one, in turns of pp micro batches. After the last forward pass activations
-    only go.
+    through the chunks from the last one, in turns of pp micro batches. After the last forward pass they only
+    free.
 
-    Three moments can be the fullest: the last one with all activations, the end of the backward pass after it,
-    and the end of the first backward pass of the chunk that is the last to have gradients.
+    Three moments can be the fullest: the last one with all activations, the end of the backward pass after
+    it, and the end of the first backward pass of the chunk that is the last to have gradients.
 
     Args:
         flight: micro batches of one chunk in flight, over all chunks, [n, k].
@@ -79,7 +79,7 @@ def least_moment(table: LayoutTable, activations: Floats, gradients: Floats) -> 
 
 
 def least_gradient_share(table: LayoutTable) -> Floats:
-    """The share of a rank's stages whose gradients are there at a time, however few micro batches run, [n]."""
+    """The least share of a rank's stages whose gradients are there at a time, [n]."""
     result: Floats = np.where(table.keeps_whole, 1.0, 1 / table.virtual_pipeline_parallel)
     return result
 
@@ -94,8 +94,8 @@ def gathered_share(table: LayoutTable) -> Floats:
 def fresh_gradient_share(table: LayoutTable) -> Floats:
     """The share of a rank's stages that hold gradients in 16 bits beside their fp32 sums, [n].
 
-    With split backward FSDP2 adds weight gradients up when the next backward pass of their stage begins. Until
-    then those of all stages but the one at work are there.
+    With split backward FSDP2 adds weight gradients up when the next backward pass of their stage begins.
+    Until then those of all stages but the one at work are there.
     """
     chunks = table.virtual_pipeline_parallel
     several = table.runs("interleaved_zb", "zbv") & ~table.keeps_whole

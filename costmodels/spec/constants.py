@@ -235,9 +235,9 @@ class ActivationConstants(Constants):
     inner_gradients: bool = False
     """The gradients of an MLP's inner tensors and of its matrices, while its layer goes backward, count."""
     compiled: bool = False
-    """Layers are compiled, but where backward is split. A compiled layer computes the activated gate again from
-    its inputs, and the output of attention with its kernel. It keeps what its collectives gathered even where
-    recomputation should drop it."""
+    """Layers are compiled, but where backward is split. A compiled layer computes the activated gate again
+    from its inputs, and the output of attention with its kernel. It keeps what its collectives gathered even
+    where recomputation should drop it."""
 
 
 class LossConstants(Constants):
