@@ -237,11 +237,12 @@ def _waiting_bytes(
 ) -> Floats:
     """Bytes of gradients that wait for those of weights, [n, k], over what is in flight besides.
 
+    DualPipeV has whole backward passes while most is in flight; its halves come when half of that is gone.
     In ZB-V one pass of a chunk waits while most is in flight. At the end of its step rank r has 2 r + 1
     of them, and pp + r micro batches of a chunk in flight, of 2 pp before.
     """
     each = sizes.output_gradients[:, None]
-    waits = backlog * each
+    waits = np.where(table.runs("dualpipev")[:, None], 0.0, backlog * each)
     zbv = table.runs("zbv")[:, None]
     if not zbv.any():
         return waits

@@ -120,8 +120,7 @@ def _in_flight(rank: int, pipeline: int, chunks: int, schedule: Schedule) -> lis
 
 def _waiting(rank: int, schedule: Schedule) -> int:
     """Chunks of a rank whose gradients of weights are still to come, at most."""
-    if schedule not in SPLIT_BACKWARD or schedule == "dualpipev":
-        # DualPipeV leaves them for later at its end alone, when most activations are gone.
+    if schedule not in SPLIT_BACKWARD:
         return 0
     return 2 * rank + 1 if schedule == "zbv" else rank + 1
 

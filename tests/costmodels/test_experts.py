@@ -123,7 +123,7 @@ def test_dropless_experts_on_several_ranks_are_given_head_room(mixture, cluster,
         model = changed(alone, router={"capacity_factor": factor})
         return unit_sizes(model, engine("bundled"), LayoutTable.of([which]))
 
-    even, kept = 2 * alone.seq, 4 * 2 * 16384 + 2 * 2 * alone.hidden
+    even, kept = 2 * alone.seq, 3 * 2 * 16384 + 2 * 2 * alone.hidden
     waiting = 2 * (2 * 16384 + alone.hidden)
     for factor, load in ((0.0, 1.25), (0.5, 0.5), (1.0, 1.0), (1.1, 1.1), (2.0, 1.25)):
         for which, rows in ((spread, load), (one, min(load, 1.0))):
@@ -156,17 +156,17 @@ def test_rows_of_experts_are_what_a_layer_keeps(mixture, engine, layout):
     h, tokens = alone.hidden, alone.seq / 2
     moe, dense = kept(ep=1)
     rows = 2 * tokens
-    expected = rows * (4 * 2 * 1024 + 2 * 2 * h) + 4 * tokens * 16 + 2 * tokens * h
-    mlp = 4 * 2 * alone.seq * alone.ffn / 2 + 2 * alone.seq * h
+    expected = rows * (3 * 2 * 1024 + 2 * 2 * h) + 4 * tokens * 16 + 2 * tokens * h
+    mlp = 3 * 2 * alone.seq * alone.ffn / 2 + 2 * alone.seq * h
     assert moe - dense == pytest.approx(expected - mlp)
     # Twice the rows with half of the width, all of them gathered.
     wide, _ = kept(ep=1, etp=2)
     assert wide - moe == pytest.approx(rows * 2 * 2 * h)
     # Over several ranks the fullest has a quarter more.
     spread, _ = kept(ep=4)
-    assert spread - moe == pytest.approx(0.25 * rows * (4 * 2 * 1024 + 2 * 2 * h))
+    assert spread - moe == pytest.approx(0.25 * rows * (3 * 2 * 1024 + 2 * 2 * h))
     less, _ = kept(ep=4, recompute="selective", recompute_modules=("mlp",))
-    assert spread - less == pytest.approx(1.25 * rows * 4 * 2 * 1024)
+    assert spread - less == pytest.approx(1.25 * rows * 3 * 2 * 1024)
 
 
 def test_shared_experts_keep_an_input_of_their_own_where_it_is_gathered(mixture, engine, layout):
@@ -176,8 +176,7 @@ def test_shared_experts_keep_an_input_of_their_own_where_it_is_gathered(mixture,
     def more(name, tp, sp):
         table = LayoutTable.of([layout(mixture, tp=tp, sp=sp, dp=8)])
         kept = [unit_sizes(one, engine(name), table).moe_activations[0] for one in (mixture, alone)]
-        parts = 3 if name == "megatron" else 4
-        return kept[0] - kept[1] - token * parts * 1024 / tp
+        return kept[0] - kept[1] - token * 3 * 1024 / tp
 
     assert more("bundled", 1, False) == 0
     assert more("bundled", 4, True) == more("bundled", 4, False) == token * mixture.hidden

@@ -27,12 +27,12 @@ def recomputations(result: SearchResult) -> set[str]:
 
 
 def test_the_best_plan_recomputes_no_more_than_it_must() -> None:
-    result = search(**SMALL, pin=["pp=1", "zero_replicas=1"])
+    result = search(**SMALL, device_memory_gib=74.0, pin=["pp=1", "zero_replicas=1"])
     best = result.best
     assert best is not None and result.solutions > 0
     layout = best.layout
     assert (layout.recompute, layout.recompute_method) == ("selective", "block")
-    enumerated = search(**SMALL, pin=["pp=1", "recompute_method=uniform"])
+    enumerated = search(**SMALL, device_memory_gib=74.0, pin=["pp=1", "recompute_method=uniform"])
     assert enumerated.solutions == 0 and enumerated.best is not None
     assert best.estimate.tokens_per_s > 1.03 * enumerated.best.estimate.tokens_per_s
     # One layer less does not fit.
