@@ -213,6 +213,6 @@ def least_peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layout
         **{own: held, other: zero, f"{own}_in_flight": flying, f"{other}_in_flight": zero},
     )
     sizes = row_unit_sizes(model, engine, shapes, shape)
-    held = stage_memory(cluster, engine, table, sizes, ranks, least_moment)
-    bytes_held: Floats = sum(held.values(), np.zeros(()))
+    parts = stage_memory(cluster, engine, table, sizes, ranks, least_moment)
+    bytes_held: Floats = sum(parts.values(), np.zeros(()))
     return bytes_held[:, 0]
