@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from costmodels import LatentAttention, MemoryPolicy, price
+from costmodels import LatentAttention, MemoryPolicy
 from costmodels.errors import InputError
 from costmodels.memory.activations import activation_bytes
 from costmodels.memory.peak import stage_memory
