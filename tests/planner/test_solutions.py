@@ -85,7 +85,13 @@ def test_an_objective_of_memory_solves_nothing_and_one_of_time_does() -> None:
         SMALL,
         {"model": "gpt-22b", "world_size": 2, "max_global_batch_size": 16},
         pytest.param(
-            {"model": "mixtral-8x7b", "world_size": 64, "device": "h100", "max_global_batch_size": 256},
+            {
+                "model": "mixtral-8x7b",
+                "world_size": 64,
+                "device": "h100",
+                "max_global_batch_size": 256,
+                "device_memory_gib": 48.0,
+            },
             marks=pytest.mark.slow,
         ),
         pytest.param(
