@@ -104,3 +104,10 @@ class BlendedDataset:
     def batch(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """The samples at some positions, int64[len(positions), seq + 1]."""
         return rows_of(self, positions)
+
+    def starts(self, positions: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """Where in its sample the document of each token begins, [len(positions), seq + 1], where known."""
+        places = [self.place(position) for position in positions]
+        starts = [self.corpora[corpus].starts([sample]) for corpus, sample in places]
+        known = [one for one in starts if one is not None]
+        return np.concatenate(known) if known else None

@@ -14,14 +14,18 @@ _LOOKED_AT = 1000
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Megatron-LM's options of that name; `eod` is the token that ends a document, and belongs to it.
+    """Megatron-LM's options of that name, and what tells where documents end.
+
+    In a stream of documents that is the token `eod`, which belongs to the document that it ends. Where
+    `eod` is None samples hold whole documents, and say themselves where each begins
+    (`runtime.data.packing`): such documents may hold that token anywhere.
 
     `reset_attention_mask`: tokens attend to their own document only; `reset_position_ids`: positions count
-    from the start of the document; `eod_mask_loss`: what follows an end of document is not predicted.
+    from the start of the document; `eod_mask_loss`: what follows the end of a document is not predicted.
     `hides_prompts`: negative ids ~i are those of i, which are not predicted (`runtime.data.packing`).
     """
 
-    eod: int
+    eod: int | None
     reset_attention_mask: bool = False
     reset_position_ids: bool = False
     eod_mask_loss: bool = False

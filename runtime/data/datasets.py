@@ -207,13 +207,7 @@ def _split_samples(
                 f"{dataset.prefix}: {_remedy(split or '', number)}"
             )
         if packs:
-            record = read_record(dataset)
-            if record is None:
-                raise InputError(
-                    f"--pack-documents: {dataset.prefix} has no record of its tokenizer, which says what "
-                    "ends a document; prepare it with planner data prepare"
-                )
-            corpora.append(PackedDataset(dataset, sequences, seq, seed, record.eod))
+            corpora.append(PackedDataset(dataset, sequences, seq, seed))
         else:
             corpora.append(SampleDataset(dataset, sequences, seq, count, seed, endless=trains))
     if not mixed:

@@ -1,18 +1,24 @@
 """Whole documents packed into samples of a fixed length, for fine-tuning on prompts and answers.
 
 Ids of what is read and not predicted, such as a prompt, are stored as their complement, ~id: negative ones.
+Documents end where they end in their file, whatever tokens they hold: the end of a turn is often the token
+that ends a document too.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from runtime.data.indexed_dataset import IndexedDataset
 from runtime.data.samples import rows_of
+
+PADDING = ~0
+"""What fills a sample up: an id that every model has, which is not predicted."""
 
 
 def packed_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -37,19 +43,27 @@ def packed_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
+def documents_of(indexed: IndexedDataset, sequences: range) -> list[range]:
+    """The documents that some sequences belong to, each as its sequences among them."""
+    ends = indexed.document_indices.clip(sequences.start, sequences.stop).tolist()
+    return [range(begin, end) for begin, end in pairwise(ends) if begin < end]
+
+
 class PackedDataset:
-    """Samples of `seq` + 1 tokens that hold whole documents, and padding of ends that are not predicted.
+    """Samples of `seq` + 1 tokens that hold whole documents, and padding that is not predicted.
 
     Rows are the same in every epoch, and shuffled anew in each; samples go on without an end.
     """
 
-    def __init__(
-        self, indexed: IndexedDataset, sequences: Sequence[int], seq: int, seed: int, eod: int
-    ) -> None:
-        self.indexed, self.seq, self.seed, self.eod = indexed, seq, seed, eod
-        self.sequences = sequences
-        lengths = [int(indexed.lengths[sequence]) for sequence in sequences]
-        self.rows = packed_rows(lengths, seq + 1)
+    def __init__(self, indexed: IndexedDataset, sequences: range, seq: int, seed: int) -> None:
+        self.indexed, self.seq, self.seed = indexed, seq, seed
+        self.documents = documents_of(indexed, sequences)
+        self.lengths = [
+            min(seq + 1, int(indexed.lengths[document.start : document.stop].sum(dtype=np.int64)))
+            for document in self.documents
+        ]
+        """Tokens of each document that a sample has room for."""
+        self.rows = packed_rows(self.lengths, seq + 1)
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
@@ -58,17 +72,36 @@ class PackedDataset:
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
         """The tokens at a position of the order, int64[seq + 1]; negative ones are not predicted."""
+        row = np.full(self.seq + 1, PADDING, np.int64)
+        at = 0
+        for number in self._row(position):
+            parts = [self.indexed.get(sequence, 0, None) for sequence in self.documents[number]]
+            end = at + self.lengths[number]
+            row[at:end] = np.concatenate(parts)[: self.lengths[number]]
+            at = end
+        return row
+
+    def starts(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Where in its sample the document of each token begins, int64[len(positions), seq + 1].
+
+        Padding belongs to no document: each of its tokens stands alone.
+        """
+        starts = np.tile(np.arange(self.seq + 1, dtype=np.int64), (len(positions), 1))
+        for row, position in zip(starts, positions, strict=True):
+            at = 0
+            for number in self._row(position):
+                end = at + self.lengths[number]
+                row[at:end] = at
+                at = end
+        return starts
+
+    def _row(self, position: int) -> list[int]:
+        """The documents of the sample at a position of the order."""
         epoch, place = divmod(position, len(self.rows))
         if self._order is None or self._order[0] != epoch:
             random = np.random.RandomState((self.seed + epoch) % 2**32)
             self._order = epoch, random.permutation(len(self.rows))
-        row = np.full(self.seq + 1, ~self.eod, np.int64)
-        at = 0
-        for number in self.rows[int(self._order[1][place])]:
-            tokens = self.indexed.get(int(self.sequences[number]), 0, None)[: self.seq + 1]
-            row[at : at + len(tokens)] = tokens
-            at += len(tokens)
-        return row
+        return self.rows[int(self._order[1][place])]
 
     def batch(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """The samples at some positions, int64[len(positions), seq + 1]."""

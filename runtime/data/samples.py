@@ -214,6 +214,9 @@ class SampleDataset:
         """The samples at some positions, int64[len(positions), seq + 1]."""
         return rows_of(self, positions)
 
+    def starts(self, positions: Sequence[int]) -> None:
+        """Nothing: samples of a stream say by its tokens where documents begin (`Boundaries`)."""
+
 
 class OrderedSamples(Protocol):
     """Samples of `seq` + 1 tokens in an order."""

@@ -141,8 +141,8 @@ def _rows_of(trainer: training.Trainer, micro_batches: int) -> Iterator[None]:
     rows = micro_batches * trainer.layout.micro_batch_size
     inputs = type(trainer)._inputs
 
-    def first(self: Any, samples: Any) -> tuple[Tensor, ...]:
-        return tuple(part[:rows] for part in inputs(self, samples))
+    def first(self: Any, samples: Any, starts: Any = None) -> tuple[Tensor, ...]:
+        return tuple(part[:rows] for part in inputs(self, samples, starts))
 
     with patch.object(training.Trainer, "_inputs", first):
         yield

@@ -17,7 +17,7 @@ from torch import Tensor
 from runtime.model.attention import LatentAttention, MakeTables, MultiHeadAttention, Tables
 from runtime.model.fused_attention import reaching_attention
 from runtime.model.gated_delta import GatedDelta, delta_rule
-from runtime.model.reach import EVERYTHING, Reach
+from runtime.model.reach import Reach
 from runtime.model.rotary import rotate
 from runtime.model.transformer import Transformer
 from runtime.parallel.tensor import local_weight
@@ -158,9 +158,8 @@ class _KeysAndValues:
         keys, values = (kept[:, :, : cache.end] for kept in (self.keys, self.values))
         if not self.core.is_plain:
             reach, sinks_N = self.core.reach, self.core.own_sinks()
-            by_mask = EVERYTHING._replace(softcap=reach.softcap)
             mask = cache.reached(reach, q_BNSH.dtype)
-            return reaching_attention(q_BNSH, keys, values, by_mask, sinks_N, mask)
+            return reaching_attention(q_BNSH, keys, values, reach, sinks_N, mask)
         grouped = q_BNSH.shape[1] != k_BKSH.shape[1]
         return F.scaled_dot_product_attention(q_BNSH, keys, values, cache.visible(), enable_gqa=grouped)
 

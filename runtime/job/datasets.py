@@ -16,7 +16,7 @@ from runtime.data import (
     stdlib_corpus,
 )
 from runtime.data.boundaries import Boundaries, check_ends
-from runtime.data.record import digest, read_record
+from runtime.data.record import Record, digest, read_record
 from runtime.data.tokenizers import implied_kind
 from runtime.settings.options import DataOptions
 
@@ -62,8 +62,8 @@ def open_datasets(
     """Training and validation samples of a run, and as many of a test where it has files of its own.
 
     The default corpus is prepared at first use. Prepared files need no tokenizer, unless the boundaries of
-    documents matter and no record says what ends one; a tokenizer that is named all the same must fit the
-    model and be the one of the files' records.
+    documents in their stream matter and no record says what ends one; a tokenizer that is named all the same
+    must fit the model and be the one of the files' records.
     """
     paths, separate = _words(options.data_path), [_words(path) for path in options.split_paths]
     if paths and any(separate):
@@ -94,30 +94,36 @@ def open_datasets(
             f"--tokenizer-type: {tokenizer.name} is named, but the data was prepared with {record}: name "
             "that one, or none to train on its ids all the same"
         )
-    ends = tokenizer or record
-    if options.heeds_documents and ends is None:
-        raise InputError(
-            "--reset-attention-mask, --reset-position-ids, --eod-mask-loss and --pack-documents need the "
-            "token that ends a document: give --tokenizer-type (and its files) of the tokenizer that "
-            "prepared the data"
-        )
     check_vocabulary(datasets, spec.vocab)
-    # Padding is stored as prompts are.
-    hides = options.pack_documents or _hides_prompts(datasets)
-    if (options.heeds_documents or hides) and ends is not None:
-        if options.heeds_documents:
-            for indexed in datasets.indexed:
-                check_ends(indexed, ends)
-        packs = options.pack_documents
-        boundaries = Boundaries(
-            ends.eod,
-            reset_attention_mask=options.reset_attention_mask or packs,
-            reset_position_ids=options.reset_position_ids or packs,
-            eod_mask_loss=options.eod_mask_loss or packs,
-            hides_prompts=hides,
+    boundaries = _boundaries(options, datasets, tokenizer or record)
+    return replace(datasets, boundaries=boundaries) if boundaries else datasets
+
+
+def _boundaries(
+    options: DataOptions, datasets: Datasets, ends: Tokenizer | Record | None
+) -> Boundaries | None:
+    """What becomes of the boundaries of documents, which `ends` tells apart in a stream."""
+    if options.pack_documents:
+        # Padding is stored as prompts are.
+        return Boundaries(None, True, True, True, hides_prompts=True)
+    if options.heeds_stream and ends is None:
+        raise InputError(
+            "--reset-attention-mask, --reset-position-ids and --eod-mask-loss need the token that ends a "
+            "document: give --tokenizer-type (and its files) of the tokenizer that prepared the data"
         )
-        datasets = replace(datasets, boundaries=boundaries)
-    return datasets
+    hides = _hides_prompts(datasets)
+    if ends is None or not (options.heeds_stream or hides):
+        return None
+    if options.heeds_stream:
+        for indexed in datasets.indexed:
+            check_ends(indexed, ends)
+    return Boundaries(
+        ends.eod,
+        options.reset_attention_mask,
+        options.reset_position_ids,
+        options.eod_mask_loss,
+        hides_prompts=hides,
+    )
 
 
 def _hides_prompts(datasets: Datasets) -> bool:

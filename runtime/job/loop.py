@@ -33,6 +33,7 @@ from runtime.job.metrics import (
     evaluation_line,
     expert_metrics,
     log_line,
+    loss_of_updates,
     peak_memory_bytes,
     throughput,
 )
@@ -200,8 +201,8 @@ class Loop:
         heartbeat.set_period(f"iteration {iteration}", iteration, in_step=True)
         self.batch = self.batches.at(self.consumed_samples)
         numbers = self.positions(self.consumed_samples, self.trainer.rows_of(self.batch))
-        samples = self.read(self.datasets.train, numbers)
-        result = self.trainer.train_step(samples)
+        samples, starts = self.read(self.datasets.train, numbers)
+        result = self.trainer.train_step(samples, starts)
         self.results.append(result)
         self.consumed_samples += self.batch
         self.slow_ranks.count_step()
@@ -215,11 +216,16 @@ class Loop:
                 say(f"skipped iteration {iteration}: {guard.reason}")
             guard.stop_if_hopeless(iteration)
 
-    def read(self, dataset: Samples, numbers: list[int]) -> npt.NDArray[np.int64]:
-        """Samples by their numbers; what one rank cannot read ends all of them with its line."""
+    def read(
+        self, dataset: Samples, numbers: list[int]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+        """Samples by their numbers, and where their documents begin if they say it.
+
+        What one rank cannot read ends all of them with its line.
+        """
         set_operation("loading data")
         try:
-            return dataset.batch(numbers)
+            return dataset.batch(numbers), dataset.starts(numbers)
         except InputError as error:
             fail_alone(error)
 
@@ -245,8 +251,7 @@ class Loop:
         sequences = (self.consumed_samples - self.logged_samples) / len(self.results)
         metrics: dict[str, Any] = {
             "iteration": self.trainer.iteration,
-            # As in Megatron-LM, that of the steps that changed the weights.
-            "loss": float((losses[kept] if kept else losses).mean()),
+            "loss": loss_of_updates(losses, kept),
             "learning_rate": self.results[-1].learning_rate,
             "grad_norm": float(self.results[-1].grad_norm),
             "step_time_s": step_time_s,
@@ -310,7 +315,7 @@ class Loop:
         heartbeat.set_period(f"the evaluation after iteration {iteration}", iteration)
         batch, rows = self.plan.layout.global_batch_size, self.trainer.rows
         losses = [
-            self.trainer.evaluate(self.read(samples, self.positions(number * batch, rows)))
+            self.trainer.evaluate(*self.read(samples, self.positions(number * batch, rows)))
             for number in range(self.job.output.eval_iters)
         ]
         return float(np.mean(losses))

@@ -7,7 +7,7 @@ import math
 import resource
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -30,6 +30,11 @@ LOG_LINE_ONLY = ("nan_iterations", "loss_scale", "skipped_iterations")
 
 ROUTER_LOSSES = ("load_balancing_loss", "z_loss")
 """Megatron-LM's names of what keeps the load of experts even."""
+
+
+def loss_of_updates(losses: torch.Tensor, updated: Sequence[int]) -> float:
+    """The mean loss of the steps that changed the weights, as in Megatron-LM; of all steps where none did."""
+    return float((losses[list(updated)] if updated else losses).mean())
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -37,10 +37,12 @@ def pad_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class DocumentMasks:
-    """The masks that attention within documents adds to scores, in the micro batch that runs.
+    """The masks that attention of one reach adds to scores within documents, in the micro batch that runs.
 
-    One mask [B, 1, S, S] where attention sees whole sequences, one for each chunk of queries where it gathers
-    keys; none where documents do not matter. `runtime.parallel.documents` makes them.
+    They hide all that a token does not see: other documents, later tokens, and what its window or chunk
+    leaves out. There is one mask [B, 1, S, S] where attention sees whole sequences, one for each part of the
+    queries where it gathers keys, and none where documents do not matter. `runtime.parallel.documents` makes
+    them.
     """
 
     masks: tuple[Tensor, ...] = ()

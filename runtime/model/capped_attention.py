@@ -27,7 +27,7 @@ def capped_attention(
         k_BKPH: [B, K, P, H].
         v_BKPH: the same shape.
         reach: of the layer.
-        mask: [B, 1, T, P], added to the scores: 0, or -inf to hide, at least what comes later.
+        mask: [B, 1, T, P], added to the scores: 0, or -inf to hide all that the layer does not see.
 
     Returns:
         [B, N, T, H], token by token in memory, as the output matrix reads it.
@@ -96,17 +96,14 @@ class _Inputs(NamedTuple):
 
     def _hidden(self, block: _Block) -> Tensor:
         """What is added to the scores of a block: [t, p], or [B, 1, 1, t, p] of a mask."""
-        tokens, keys, mask = self.q_BNTH.shape[2], self.k_BKPH.shape[2], self.mask
-        if mask is not None:
-            found = mask[:, :, block.queries, block.keys].unsqueeze(1)
-            if not self.reach.binds(keys):
-                return found
+        if self.mask is not None:
+            return self.mask[:, :, block.queries, block.keys].unsqueeze(1)
+        tokens, keys = self.q_BNTH.shape[2], self.k_BKPH.shape[2]
         first = keys - tokens
         at_t = torch.arange(
             first + block.queries.start, first + block.queries.stop, device=self.q_BNTH.device
         )
-        own_tp = self.reach.mask(at_t, keys, torch.float32)[:, block.keys]
-        return own_tp if mask is None else found + own_tp
+        return self.reach.mask(at_t, keys, torch.float32)[:, block.keys]
 
 
 class _Capped(torch.autograd.Function):

@@ -37,7 +37,7 @@ def reaching_attention(
         v_BKPH: the same shape.
         reach: of the layer.
         sinks_N: the score of each head's sink, where it has one.
-        mask: [B, 1, T, P], added to the scores: 0, or -inf to hide, at least what comes later.
+        mask: [B, 1, T, P], added to the scores: 0, or -inf to hide all that the layer does not see.
 
     Returns:
         [B, N, T, H]. The flash kernel skips what a window hides; other devices and number formats get a mask.
@@ -131,14 +131,13 @@ def _window_or_mask(
 ) -> tuple[int, Tensor | None]:
     """What a kernel is told: a window (0: none), or a mask, which is made anew in backward."""
     tokens, keys = q_BNTH.shape[2], k_BKPH.shape[2]
-    binds, by_kernel = reach.binds(keys), takes_flash(q_BNTH) and mask is None
-    if by_kernel and not (binds and reach.chunk):
+    binds = reach.binds(keys)
+    if mask is None and takes_flash(q_BNTH) and not (binds and reach.chunk):
         return reach.window * binds, None
-    if not binds and (mask is not None or tokens == keys):
+    if mask is not None or (not binds and tokens == keys):
         return 0, mask
     queries = torch.arange(keys - tokens, keys, device=q_BNTH.device)
-    own = reach.mask(queries, keys, q_BNTH.dtype)
-    return 0, own if mask is None else own + mask
+    return 0, reach.mask(queries, keys, q_BNTH.dtype)
 
 
 def fused_forward(

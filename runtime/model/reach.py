@@ -26,16 +26,28 @@ class Reach(NamedTuple):
         """Whether tokens of a sequence of `keys` do not see all before them."""
         return 0 < max(self.window, self.chunk) < keys
 
-    def mask(self, queries_T: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-        """The mask [T, P] that is added to the scores of queries at these positions: 0, or -inf to hide."""
+    def mask(
+        self, queries_T: Tensor, keys: int, dtype: torch.dtype, starts_BT: Tensor | None = None
+    ) -> Tensor:
+        """The mask [T, P] or [B, T, P] that is added to scores: 0, or -inf to hide.
+
+        Args:
+            queries_T: the positions of the queries.
+            keys: P, the keys are those of the first P positions.
+            starts_BT: the position at which the document of each query begins. The query sees nothing before
+                it, and its chunks are counted from there.
+        """
         keys_P, at_T1 = torch.arange(keys, device=queries_T.device), queries_T.unsqueeze(1)
-        hidden_TP = keys_P > at_T1
+        hidden, since = keys_P > at_T1, at_T1
+        if starts_BT is not None:
+            starts_BT1 = starts_BT.unsqueeze(-1)
+            hidden, since = hidden | (keys_P < starts_BT1), at_T1 - starts_BT1
         if self.window:
-            hidden_TP |= keys_P <= at_T1 - self.window
+            hidden |= keys_P <= at_T1 - self.window
         if self.chunk:
-            hidden_TP |= keys_P < at_T1 - at_T1 % self.chunk
-        return torch.zeros(hidden_TP.shape, dtype=dtype, device=queries_T.device).masked_fill_(
-            hidden_TP, -torch.inf
+            hidden |= keys_P < at_T1 - since % self.chunk
+        return torch.zeros(hidden.shape, dtype=dtype, device=queries_T.device).masked_fill_(
+            hidden, -torch.inf
         )
 
 

@@ -20,6 +20,7 @@ from runtime.model.gated_delta import GatedDelta
 from runtime.model.mlp import MLP
 from runtime.model.multi_token import FurtherToken, Scorer, with_further_losses
 from runtime.model.norms import make_norm
+from runtime.model.reach import Reach
 from runtime.model.rotary import first_positions
 
 
@@ -135,10 +136,11 @@ class Transformer(nn.Module):
         """Of `blocks`: those that predict further tokens follow the layers of the whole model."""
         self.ends_share = spec.tied or spec.mtp is not None
         self.tied, self.logits_scale, self.softcap = spec.tied, spec.logits_scale, spec.logits_softcap
-        self.documents = DocumentMasks()
-        """Shared by all layers."""
+        self.documents: dict[Reach, DocumentMasks] = {}
+        """Shared by all layers of the same reach."""
         for block in self.blocks:
-            block.attention.core.documents = self.documents
+            core = block.attention.core
+            core.documents = self.documents.setdefault(core.reach, DocumentMasks())
         self.tie()
 
     @property

@@ -1,8 +1,8 @@
 """Attention and positions within documents (Megatron-LM's `_get_ltor_masks_and_position_ids`).
 
-Samples are cut from a stream of documents, so one sample holds parts of several. Here the stages learn,
-before each pass of a micro batch, where the documents in it begin: the cores of attention get a mask, the
-embedding and rotary tables get positions. Backward needs the same where it computes again.
+One sample holds parts of several documents, or several whole ones. Here the stages learn, before each pass of
+a micro batch, where the documents in it begin: the cores of attention get a mask, the embedding and rotary
+tables get positions. Backward needs the same where it computes again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from costmodels.errors import InputError
 from runtime.data.boundaries import Boundaries
 from runtime.model.attention import MakeTables, Tables
 from runtime.model.number_formats import DTYPES
+from runtime.model.reach import EVERYTHING, Reach
 from runtime.model.transformer import Transformer
 from runtime.parallel.context import local_positions
 from runtime.settings.job_rules import NO_MASK
@@ -33,7 +34,8 @@ def check_boundaries(boundaries: Boundaries, layout: Layout) -> None:
 def document_starts(tokens_BS: Tensor, eod: int) -> Tensor:
     """The position [B, S] in its row at which the document of each token begins.
 
-    An end-of-document token belongs to the document that it ends.
+    This is the rule of a stream, in which nothing but the end-of-document token tells documents apart. The
+    token belongs to the document that it ends.
     """
     at_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     begins_BS = torch.zeros_like(tokens_BS)
@@ -41,18 +43,17 @@ def document_starts(tokens_BS: Tensor, eod: int) -> Tensor:
     return begins_BS.cummax(dim=1).values
 
 
-def document_mask(starts_BS: Tensor, queries_T: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-    """The mask [B, 1, T, P] that causal attention within documents adds to scores: 0, or -inf to hide.
+def document_mask(
+    starts_BS: Tensor, queries_T: Tensor, keys: int, dtype: torch.dtype, reach: Reach = EVERYTHING
+) -> Tensor:
+    """The mask [B, 1, T, P] that attention of a reach adds to scores within documents: 0, or -inf to hide.
 
     Args:
-        starts_BS: from `document_starts`.
+        starts_BS: the position at which the document of each token begins.
         queries_T: the positions of the queries.
         keys: P, the keys are those of the first P positions.
     """
-    keys_P = torch.arange(keys, device=starts_BS.device)
-    allowed_BTP = (keys_P <= queries_T[:, None]) & (keys_P >= starts_BS[:, queries_T, None])
-    zeros_BTP = torch.zeros(allowed_BTP.shape, dtype=dtype, device=starts_BS.device)
-    return zeros_BTP.masked_fill_(~allowed_BTP, -torch.inf).unsqueeze(1)
+    return reach.mask(queries_T, keys, dtype, starts_BS[:, queries_T]).unsqueeze(1)
 
 
 class Documents:
@@ -67,32 +68,39 @@ class Documents:
         """Of the tokens that this rank holds, [s]."""
         self.is_gathered = layout.context_parallel > 1 and layout.context_parallel_form == "all_gather"
         self.starts: tuple[Tensor, ...] = ()
-        self.masks: tuple[int, tuple[Tensor, ...]] | None = None
+        self.masks: tuple[int, dict[Reach, tuple[Tensor, ...]]] = (-1, {})
         """The micro batch that has run last, and its masks: all stages of a rank share them."""
         self.tables: dict[MakeTables, Tables] = {}
 
-    def start_batch(self, tokens: Tensor) -> None:
-        """Take the whole sequences of a batch, [micro batches x B, S]."""
-        self.starts = torch.split(document_starts(tokens, self.boundaries.eod), self.micro_batch_size)
-        self.masks = None
+    def start_batch(self, starts: Tensor) -> None:
+        """Take where the document of each token of a batch begins, [micro batches x B, S]."""
+        self.starts = torch.split(starts, self.micro_batch_size)
+        self.masks = (-1, {})
 
     def enter(self, stage: Transformer, number: int) -> None:
         """Ready `stage` for a pass of micro batch `number`, forward or backward."""
         starts = self.starts[number]
         if self.boundaries.reset_attention_mask:
-            if self.masks is None or self.masks[0] != number:
-                self.masks = number, self._masks(starts)
-            stage.documents.masks = self.masks[1]
+            if self.masks[0] != number:
+                self.masks = number, {}
+            for reach, held in stage.documents.items():
+                held.masks = self._masks(starts, reach)
         if self.boundaries.reset_position_ids:
             self._place(stage, self.positions - starts[:, self.positions])
 
-    def _masks(self, starts: Tensor) -> tuple[Tensor, ...]:
-        if not self.is_gathered:
-            # Attention sees whole sequences, after an exchange of heads under context parallelism.
+    def _masks(self, starts: Tensor, reach: Reach) -> tuple[Tensor, ...]:
+        """The masks of layers of a reach, which those of other layers share that see as much."""
+        seen = reach._replace(softcap=0.0) if reach.binds(self.seq) else EVERYTHING
+        made = self.masks[1]
+        if seen not in made:
+            # Attention that gathers keys has two parts of the sequence. Else it sees the whole one, after an
+            # exchange of heads under context parallelism.
             whole = torch.arange(self.seq, device=starts.device)
-            return (document_mask(starts, whole, self.seq, self.dtype),)
-        chunks = self.positions.chunk(2)
-        return tuple(document_mask(starts, chunk, int(chunk[-1]) + 1, self.dtype) for chunk in chunks)
+            parts = self.positions.chunk(2) if self.is_gathered else (whole,)
+            made[seen] = tuple(
+                document_mask(starts, part, int(part[-1]) + 1, self.dtype, seen) for part in parts
+            )
+        return made[seen]
 
     def _place(self, stage: Transformer, at_Bs: Tensor) -> None:
         """Give the tokens of `stage` the positions `at_Bs`."""

@@ -290,9 +290,10 @@ class TokenLoss:
         return self.labels[:, depth] if self.depths else self.labels
 
     def _factor(self, depth: int) -> float:
-        return self.scale / self._predicted(depth)
+        return self.scale / self.predicted(depth)
 
-    def _predicted(self, depth: int) -> float:
+    def predicted(self, depth: int) -> float:
+        """Tokens of the global batch that are predicted at a depth: the loss is the mean over them."""
         if self.targets is not None:
             return self.targets[depth]
         # The last tokens of a sequence have none so far on.

@@ -81,6 +81,15 @@ REASONS: tuple[tuple[tuple[str, ...], Reason], ...] = (
         ("moe_router_bias_update_rate",),
         lambda job: None if job.spec.router.expert_bias else f"experts of {job.spec.name} have no biases",
     ),
+    (
+        ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"),
+        lambda job: (
+            "--pack-documents keeps attention, positions and loss within documents, which end where they end "
+            "in their file"
+            if job.pack_documents
+            else None
+        ),
+    ),
     (("split",), lambda job: "--train-data-path names data of its own" if job.train_data_path else None),
     (
         ("tokenizer_model",),

@@ -340,7 +340,8 @@ class DataOptions:
     merge_file: str | None = flag(None, "GPT-2's merges.txt.")
     tokenizer_model: str | None = flag(None, "tokenizer.json of a Hugging Face tokenizer.")
     reset_attention_mask: bool = flag(
-        False, "Attend within documents only; a document ends with the tokenizer's end-of-document token."
+        False,
+        "Attend within documents only; in a stream of them the end-of-document token ends one.",
     )
     reset_position_ids: bool = flag(False, "Count positions from the start of each document.")
     eod_mask_loss: bool = flag(False, "Do not predict what follows an end-of-document token.")
@@ -355,10 +356,9 @@ class DataOptions:
         return self.train_data_path, self.valid_data_path, self.test_data_path
 
     @property
-    def heeds_documents(self) -> bool:
-        """Whether the boundaries of documents matter."""
-        flags = self.reset_attention_mask, self.reset_position_ids, self.eod_mask_loss, self.pack_documents
-        return any(flags)
+    def heeds_stream(self) -> bool:
+        """Whether the boundaries of documents matter in the stream that samples are cut from."""
+        return self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
 
 
 @dataclass(frozen=True)

@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from runtime.data.boundaries import Boundaries
 
 NO_TOKEN = -1
 """A target beyond the end of a sample: none is predicted."""
 
 
-def next_tokens(batch: Tensor, boundaries: Boundaries | None, hidden: Tensor | None) -> Tensor:
+class Batch(NamedTuple):
+    """The samples of some rows of a global batch, and what of them is predicted."""
+
+    tokens: Tensor
+    """Ids, [B, S + 1]."""
+    labels: Tensor
+    """From `next_tokens`, [B, S]."""
+    starts: Tensor | None = None
+    """The position at which the document of each token begins, [B, S + 1], where documents matter."""
+    is_packed: bool = False
+    """Samples hold whole documents."""
+
+
+def next_tokens(batch: Tensor, starts: Tensor | None, hidden: Tensor | None) -> Tensor:
     """The ids that come next, [B, S]; where they are not to be predicted, what Python's ~ makes of them.
 
     Args:
         batch: ids of samples, [B, S + 1].
+        starts: the position at which the document of each token begins, [B, S + 1]. If it is given, no token
+            is predicted from one of another document.
         hidden: tokens of prompts and padding, [B, S + 1], if there are any.
     """
     labels = batch[:, 1:]
-    if boundaries is not None and boundaries.eod_mask_loss:
-        labels = torch.where(batch[:, :-1] == boundaries.eod, ~labels, labels)
+    if starts is not None:
+        labels = torch.where(starts[:, 1:] == starts[:, :-1], labels, ~labels)
     if hidden is not None:
         labels = torch.where(hidden[:, 1:] & (labels >= 0), ~labels, labels)
     return labels
 
 
-def targets_of(labels: Tensor, positions: Tensor, depths: int) -> Tensor:
-    """What is predicted at `positions` of `next_tokens`: [B, s], or [B, 1 + depths, s] with further tokens.
+def targets_of(batch: Batch, depths: int) -> Tensor:
+    """What is predicted at each position: [B, S], or [B, 1 + depths, S] with further tokens.
 
     A token is predicted at all depths or at none (as Megatron-LM rolls its mask of losses), and nothing comes
-    after the end of a sample.
+    after the end of a sample. What is packed is predicted at all depths from its own document alone.
     """
+    labels, seq = batch.labels, batch.labels.shape[1]
     if not depths:
-        return labels[:, positions]
+        return labels
     longer = F.pad(labels, (0, depths), value=NO_TOKEN)
-    return torch.stack([longer[:, positions + depth] for depth in range(1 + depths)], dim=1)
+    every = [longer[:, depth : depth + seq] for depth in range(1 + depths)]
+    if batch.is_packed:
+        assert batch.starts is not None
+        own, later = batch.starts[:, :-1], F.pad(batch.starts[:, 1:], (0, depths), value=NO_TOKEN)
+        every = [
+            torch.where((later[:, depth : depth + seq] == own) | (ids < 0), ids, ~ids)
+            for depth, ids in enumerate(every)
+        ]
+    return torch.stack(every, dim=1)
 
 
-def predicted_tokens(labels: Tensor, depths: int) -> Tensor:
-    """How many tokens of `next_tokens` are predicted at each depth, [1 + depths] in fp64."""
-    return torch.stack([(labels[:, depth:] >= 0).sum() for depth in range(1 + depths)]).double()
+def predicted_tokens(targets: Tensor) -> Tensor:
+    """How many tokens of `targets_of` are predicted at each depth, [1 + depths] in fp64."""
+    by_depth = targets if targets.dim() == 3 else targets.unsqueeze(1)
+    return (by_depth >= 0).sum((0, 2)).double()

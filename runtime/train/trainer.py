@@ -22,14 +22,14 @@ from runtime.optimizers.shards import ShardedOptimizer, clip_factor
 from runtime.optimizers.update_rules import update_rule
 from runtime.parallel.context import local_positions
 from runtime.parallel.cores import keep_to_own_cores
-from runtime.parallel.documents import Documents, check_boundaries
+from runtime.parallel.documents import Documents, check_boundaries, document_starts
 from runtime.parallel.mesh import build_grid
 from runtime.settings.adapter_base import Base
 from runtime.settings.loss_scale import loss_scale_of
 from runtime.settings.options import TrainingOptions
 from runtime.train.balance import Balance
 from runtime.train.stages import build_executor
-from runtime.train.targets import next_tokens, predicted_tokens, targets_of
+from runtime.train.targets import Batch, next_tokens, predicted_tokens, targets_of
 
 
 class StepResult(NamedTuple):
@@ -121,15 +121,20 @@ class Trainer:
         """Rows that this rank trains of a global batch of `batch` sequences."""
         return batch_rows(self.layout, self.grid.dp_rank, batch)
 
-    def train_step(self, samples: npt.NDArray[np.int64]) -> StepResult:
-        """Train on this rank's rows of a global batch, [len(rows), S + 1] token ids.
+    def train_step(
+        self, samples: npt.NDArray[np.int64], starts: npt.NDArray[np.int64] | None = None
+    ) -> StepResult:
+        """Train on this rank's rows of a global batch, which is that of the layout or a smaller one.
 
-        The batch is that of the layout, or a smaller one that the layout can run.
+        Args:
+            samples: token ids, [len(rows), S + 1].
+            starts: where in its sample the document of each token begins, the same shape, from samples that
+                hold whole documents.
         """
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        tokens = self._set_batch(samples)
+        tokens, labels = self._inputs(samples, starts)
         # Of the mean: the sum is the mean times the number of tokens.
-        factor = scale * tokens if self.sums_losses else scale
+        factor = scale * self.executor.loss.predicted(0) if self.sums_losses else scale
         self.executor.loss.scale = factor
         depths = self.spec.mtp_depths
         if self.executor.loss.further_losses is not None:
@@ -137,7 +142,7 @@ class Trainer:
         self._agree_on_scales()
         if self.balance is not None:
             self.balance.begin_step()
-        loss = self.executor.train(*self._inputs(samples))
+        loss = self.executor.train(tokens, labels)
         set_operation("reduction of gradients")
         self.optimizer.collect_gradients()
         totals = torch.stack((self._once(loss), self.optimizer.squared_norm()))
@@ -191,20 +196,36 @@ class Trainer:
         if self.balance is not None:
             self.balance.end_step(updated)
 
-    def _set_batch(self, samples: npt.NDArray[np.int64]) -> float:
-        """Tell the loss the number of tokens of the global batch, and return over how many it is the mean."""
-        tokens = len(samples) * self.layout.data_parallel * self.spec.seq
-        self.executor.loss.tokens = tokens
-        if self.boundaries is None or not self._hides_targets:
-            return tokens
-        total = predicted_tokens(self._next_tokens(samples), self.spec.mtp_depths).to(self.grid.device)
+    def _batch(self, samples: npt.NDArray[np.int64], starts: npt.NDArray[np.int64] | None) -> Batch:
+        """Samples as the boundaries of documents have them."""
+        heeded = self.boundaries
+        hides = heeded is not None and heeded.hides_prompts
+        hidden = torch.from_numpy(samples < 0) if hides else None
+        if hides:
+            samples = with_prompts(samples)
+        check_ids(samples, self.spec.vocab)
+        tokens = torch.from_numpy(samples)
+        if heeded is None:
+            return Batch(tokens, next_tokens(tokens, None, None))
+        if heeded.eod is not None:
+            begins = document_starts(tokens, heeded.eod)
+        else:
+            assert starts is not None, "samples that hold whole documents come with their starts"
+            begins = torch.from_numpy(starts)
+        labels = next_tokens(tokens, begins if heeded.eod_mask_loss else None, hidden)
+        return Batch(tokens, labels, begins, is_packed=heeded.eod is None)
+
+    def _count_tokens(self, batch: Batch) -> None:
+        """Tell the loss the number of tokens of the global batch, and how many of them are predicted."""
+        self.executor.loss.tokens = len(batch.tokens) * self.layout.data_parallel * self.spec.seq
+        if not self._hides_targets:
+            return
+        total = predicted_tokens(targets_of(batch, self.spec.mtp_depths)).to(self.grid.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         # Ranks of one replica hold the same sequences.
         shared = self.layout.data_parallel / dist.get_world_size()
-        targets: tuple[float, ...] = tuple(max(1.0, count * shared) for count in total.tolist())
-        self.executor.loss.targets = targets
-        return targets[0]
+        self.executor.loss.targets = tuple(max(1.0, count * shared) for count in total.tolist())
 
     @property
     def _hides_targets(self) -> bool:
@@ -222,12 +243,12 @@ class Trainer:
         if self.largest_value is not None:
             self.optimizer.clip_values(self.largest_value)
 
-    def evaluate(self, samples: npt.NDArray[np.int64]) -> float:
-        """Mean token loss of a global batch, given this rank's rows of it."""
-        self._set_batch(samples)
+    def evaluate(self, samples: npt.NDArray[np.int64], starts: npt.NDArray[np.int64] | None = None) -> float:
+        """Mean token loss of a global batch, given this rank's rows of it as `train_step` takes them."""
+        tokens, labels = self._inputs(samples, starts)
         self.executor.loss.scale = 1.0
         self._agree_on_scales()
-        total = self._once(self.executor.evaluate(*self._inputs(samples)))
+        total = self._once(self.executor.evaluate(tokens, labels))
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return float(total)
@@ -241,23 +262,18 @@ class Trainer:
         if self.executor.float8_gather is not None:
             self.executor.float8_gather.agree()
 
-    def _next_tokens(self, samples: npt.NDArray[np.int64]) -> Tensor:
-        hides = self.boundaries is not None and self.boundaries.hides_prompts
-        hidden = torch.from_numpy(samples < 0) if hides else None
-        batch = torch.from_numpy(with_prompts(samples) if hides else samples)
-        return next_tokens(batch, self.boundaries, hidden)
-
-    def _inputs(self, samples: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        labels = self._next_tokens(samples)
-        if self.boundaries is not None and self.boundaries.hides_prompts:
-            samples = with_prompts(samples)
-        check_ids(samples, self.spec.vocab)
-        batch = torch.from_numpy(samples)
-        inputs = batch[:, self.positions]
+    def _inputs(
+        self, samples: npt.NDArray[np.int64], starts: npt.NDArray[np.int64] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the executor takes of samples, of which the loss and the layers are told."""
+        batch = self._batch(samples, starts)
+        self._count_tokens(batch)
+        inputs = batch.tokens[:, self.positions]
         device = self.grid.device
         if self.documents is not None:
-            self.documents.start_batch(batch[:, :-1].to(device, non_blocking=True))
-        labels = targets_of(labels, self.positions, self.spec.mtp_depths)
+            assert batch.starts is not None
+            self.documents.start_batch(batch.starts[:, :-1].to(device, non_blocking=True))
+        labels = targets_of(batch, self.spec.mtp_depths)[..., self.positions]
         return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
     def _once(self, loss: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from runtime.model.transformer import Transformer
 from runtime.parallel.documents import Documents, check_boundaries, document_mask, document_starts
 from runtime.parallel.initialisation import initialise
 from tests.support.layouts import deep_enough, parse_layout
-from tests.support.models import MODELS
+from tests.support.models import FORMS, MODELS
 from tests.support.ranks import documents as work
 from tests.support.ranks.documents import EOD
 from tests.support.worker_pool import WorkerPool
@@ -50,16 +50,16 @@ def test_masks_and_positions_are_megatrons() -> None:
         assert mask[0][torch.from_numpy(expected)].eq(0).all()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "deepseek"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "deepseek", "chunks", "windows", "capped", "sinks"])
 def test_a_document_is_computed_as_if_it_were_alone(name: str) -> None:
-    spec = MODELS[name]
+    spec = {**MODELS, **FORMS}[name]
     layout = parse_layout("gbs=8", spec)
     model = Transformer(spec, spec.vocab)
     initialise(model, spec, 1)
     tokens = torch.from_numpy(work.samples(spec, layout)[:, :-1])
     documents = Documents(ALL, spec, layout, 0, torch.device("cpu"))
-    documents.start_batch(tokens)
-    for number in (3, 7):
+    documents.start_batch(document_starts(tokens, EOD))
+    for number in (1, 3, 7):
         row = tokens[number : number + 1]
         documents.enter(model, number)
         together = model(row)[0]

@@ -7,22 +7,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers as hf
+import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from costmodels import ModelSpec
 from costmodels.errors import InputError
-from runtime.data import build_datasets, prepare
-from runtime.data.boundaries import Boundaries
+from runtime.data import build_datasets, load_tokenizer, prepare
 from runtime.data.description import describe
 from runtime.data.indexed_dataset import IndexedDataset
+from runtime.data.indexed_writer import IndexedWriter
 from runtime.data.packing import PackedDataset, packed_rows
 from runtime.data.tokenizers import ByteTokenizer
+from runtime.model.transformer import Transformer
+from runtime.parallel.initialisation import initialise
+from runtime.settings.options import TrainingOptions
+from tests.support.gradients import check_gradients
 from tests.support.layouts import parse_layout
-from tests.support.models import MODELS
-from tests.support.ranks.documents import EOD, losses_of_rows
+from tests.support.models import FORMS, MODELS
+from tests.support.ranks.documents import of_packed
 from tests.support.worker_pool import WorkerPool
-
-PACKED = Boundaries(EOD, True, True, True, hides_prompts=True)
 
 
 @given(some.lists(some.integers(0, 40), max_size=60), some.integers(1, 30))
@@ -65,29 +71,129 @@ def test_prompts_are_stored_and_not_predicted(tmp_path: Path) -> None:
         prepare([tmp_path / "pairs.jsonl"], "x", ByteTokenizer(), "response", prompt_key="response")
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_loss_of_packed_documents_is_that_of_each_by_itself(pool: WorkerPool, name: str) -> None:
-    spec = MODELS[name]
+TURNS = ("<|im_start|>", "<|im_end|>")
+
+
+def chats(folder: Path) -> tuple[Path, list[list[int]]]:
+    """Conversations of two turns by a template that ends each turn with the tokenizer's end of a document.
+
+    Returns the prefix of their file, and the ids of each, those of the first question as their complement.
+    """
+    words = [f"w{number}" for number in range(60)]
+    model = hf.Tokenizer(hf.models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="w0"))
+    model.pre_tokenizer = hf.pre_tokenizers.WhitespaceSplit()
+    model.add_special_tokens(list(TURNS))
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": TURNS[1]}))
+    begin, end = TURNS
     random = np.random.default_rng(5)
-    documents = []
-    for length in random.integers(4, 14, 12):
-        tokens = random.integers(6, spec.vocab, length)
-        tokens[: length // 2] = ~tokens[: length // 2]
-        documents.append([*tokens.tolist(), EOD])
+    lines, ids = [], []
+    for sizes in random.integers(1, 3, (8, 4)):
+        said = [" ".join(f"w{one}" for one in random.integers(0, 60, size)) for size in sizes]
+        asked, told, again, last = said
+        prompt = f"{begin} {asked} {end} {begin}"
+        response = f"{told} {end} {begin} {again} {end} {begin} {last} {end}"
+        lines.append(json.dumps({"prompt": prompt, "response": response}))
+        ids.append(
+            [~one for one in model.encode(prompt).ids] + list(model.encode(response).ids),
+        )
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", tokenizer_model=folder)
+    assert tokenizer.eod == model.token_to_id(end)
+    summary = prepare(
+        [folder / "chats.jsonl"],
+        folder / "chats",
+        tokenizer,
+        "response",
+        append_eod=False,
+        prompt_key="prompt",
+    )
+    return summary.prefix, ids
 
-    def row(parts: list[list[int]]) -> list[int]:
-        filled = [token for part in parts for token in part]
-        return filled + [~EOD] * (spec.seq + 1 - len(filled))
 
-    packed = packed_rows([len(one) for one in documents], spec.seq + 1)
-    rows = [row([documents[number] for number in numbers]) for numbers in packed]
-    rows += [row([])] * (-len(rows) % 2)
-    assert len(rows) <= len(documents) // 2
-    alone = [row([one]) for one in documents]
-    [expected] = pool.run(losses_of_rows, 1, spec, parse_layout("gbs=12", spec), PACKED, alone)
-    for text in ("", "dp=2,zero=1", "cp=2"):
-        layout = parse_layout(f"gbs={len(rows)},{text}", spec)
-        found = pool.run(losses_of_rows, layout.world_size, spec, layout, PACKED, rows)[0]
-        # Losses of two steps and an evaluation, and gradient norms.
-        np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=text)
+def loss_alone(spec: ModelSpec, conversations: list[list[int]]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean loss over all answers of a model that reads each conversation by itself, and its gradients."""
+    model = Transformer(spec, spec.vocab)
+    initialise(model, spec, TrainingOptions().seed, TrainingOptions().init_method_std)
+    total, predicted = torch.zeros(()), 0
+    for ids in conversations:
+        tokens = torch.tensor([~one if one < 0 else one for one in ids])
+        answers = torch.tensor(ids)[1:] >= 0
+        logits = model(tokens[None, :-1])[0]
+        total = total + F.cross_entropy(logits[answers], tokens[1:][answers], reduction="sum")
+        predicted += int(answers.sum())
+    loss = total / predicted
+    loss.backward()
+    return loss.item(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("gpt2", ("", "pp=2,schedule=zbv")),
+        ("llama", ("", "dp=2,zero=3", "cp=2,context_parallel_form=all_to_all,tp=2")),
+        ("chunks", ("", "compiled", "cp=2,context_parallel_form=all_gather", "pp=2")),
+        ("chunks", ("cp=2,context_parallel_form=all_to_all,recompute=selective",)),
+        ("sinks", ("cp=2,context_parallel_form=all_gather",)),
+        ("capped", ("", "cp=2,context_parallel_form=all_gather")),
+    ],
+)
+def test_packed_chats_are_trained_as_each_by_itself(
+    pool: WorkerPool, tmp_path: Path, name: str, texts: tuple[str, ...]
+) -> None:
+    spec = {**MODELS, **FORMS}[name]
+    prefix, conversations = chats(tmp_path)
+    packed = build_datasets([str(prefix)], "1,0,0", spec.seq, 1, 8, packs=True).train
+    assert isinstance(packed, PackedDataset) and len(packed) == 4
+    rows, starts = packed.batch(range(4)), packed.starts(range(4))
+    expected, gradients = loss_alone(spec, conversations)
+    for text in texts:
+        compiled = text == "compiled"
+        layout = parse_layout("gbs=4," + ("" if compiled else text), spec)
+        by_rank = pool.run(of_packed, layout.world_size, spec, layout, rows, starts, compiled)
+        for losses, found in by_rank:
+            assert losses[0] == pytest.approx(expected, rel=3e-7), text
+            assert losses[1] < losses[0]
+            # Without the entries that fill a vocabulary up.
+            table = gradients["embedding.tokens.weight"]
+            own = {key: one[: len(gradients.get(key, table))] for key, one in found.items()}
+            check_gradients(spec, own, gradients)
+        assert set(gradients) <= {key for _, found in by_rank for key in found}
+
+
+@pytest.mark.ranks
+def test_packed_chats_predict_no_further_token_of_another(pool: WorkerPool, tmp_path: Path) -> None:
+    spec = FORMS["further"]
+    prefix, conversations = chats(tmp_path)
+    packed = build_datasets([str(prefix)], "1,0,0", spec.seq, 1, 8, packs=True).train
+    assert isinstance(packed, PackedDataset)
+    rows, starts = packed.batch(range(4)), packed.starts(range(4))
+    alone = np.full((8, spec.seq + 1), ~0)
+    begins = np.tile(np.arange(spec.seq + 1), (8, 1))
+    for row, begin, ids in zip(alone, begins, conversations, strict=True):
+        row[: len(ids)], begin[: len(ids)] = ids, 0
+    [(expected, gradients)] = pool.run(of_packed, 1, spec, parse_layout("gbs=8", spec), alone, begins)
+    [(losses, found)] = pool.run(of_packed, 1, spec, parse_layout("gbs=4", spec), rows, starts)
+    # Not the loss after the step: biases of experts go by all tokens, padding too.
+    assert losses[0] == pytest.approx(expected[0], rel=3e-7)
+    check_gradients(spec, found, gradients)
+
+
+def test_documents_end_where_they_end_in_the_file(tmp_path: Path) -> None:
+    # Documents of several sequences, of none, and longer than a sample; 9 ends one in a stream.
+    documents: list[list[list[int]]] = [[[1, 9, 2], [3]], [[]], [[4] * 12], [[5, 9], [9, 6, 9]], [[7]]]
+    with IndexedWriter(tmp_path / "pair", np.uint16) as writer:
+        for document in documents:
+            tokens = np.array([one for part in document for one in part])
+            lengths = np.array([len(part) for part in document if part], np.int64)
+            writer.add_documents(tokens, lengths, np.array([len(lengths)]))
+    data = PackedDataset(IndexedDataset(tmp_path / "pair"), range(6), seq=9, seed=0)
+    rows = {
+        tuple(row): list(begin)
+        for row, begin in zip(data.batch(range(2)), data.starts(range(2)), strict=True)
+    }
+    assert rows == {
+        (4,) * 10: [0] * 10,
+        (5, 9, 9, 6, 9, 1, 9, 2, 3, 7): [0] * 5 + [5] * 4 + [9],
+    }

@@ -189,7 +189,7 @@ def test_a_limited_capacity_drops_the_same_pairs(
     assert run.load.dropped > 0
 
 
-@pytest.mark.parametrize("text", ["ep=2", "cp=2", "cp=2,cp_form=ring,tp=2"])
+@pytest.mark.parametrize("text", ["ep=2", "cp=2", "cp=2,cp_form=all_to_all", "cp=2,cp_form=ring,tp=2"])
 def test_of_equal_weights_the_earlier_positions_stay(
     pool: WorkerPool, reference: Reference, text: str
 ) -> None:

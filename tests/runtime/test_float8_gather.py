@@ -67,3 +67,25 @@ def test_what_is_gathered_has_a_byte_for_each_weight(pool: WorkerPool) -> None:
     # Norms travel among the weights, as bytes; embedding and head as they did.
     norms = spec.layers * 2 * spec.hidden * torch.bfloat16.itemsize
     assert narrow.sent[torch.uint8] == spec.layers * layer + norms
+
+
+def test_products_by_one_scale_are_those_of_rounded_operands() -> None:
+    """Weights and activations have E4M3, gradients of results E5M2, each scaled so that its largest fits."""
+    # It brings PyTorch's compiler.
+    from runtime.parallel.float8_tensorwise import tensorwise_linear
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight, pull = (torch.randn(*sides, generator=generator) for sides in ((32, 48), (16, 48), (32, 16)))
+
+    def rounded(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        scale = torch.finfo(dtype).max / matrix.abs().max()
+        return (matrix * scale).to(dtype).float() / scale
+
+    narrow_x, narrow_weight = (rounded(one, torch.float8_e4m3fn) for one in (x, weight))
+    narrow_pull = rounded(pull, torch.float8_e5m2)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    result = tensorwise_linear(*leaves)
+    torch.testing.assert_close(result, narrow_x @ narrow_weight.T)
+    to_x, to_weight = torch.autograd.grad(result, leaves, pull)
+    torch.testing.assert_close(to_x, narrow_pull @ narrow_weight)
+    torch.testing.assert_close(to_weight, narrow_pull.T @ narrow_x)

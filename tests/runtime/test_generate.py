@@ -88,6 +88,12 @@ def test_a_text_does_not_depend_on_those_beside_it(checkpoints: Path) -> None:
     assert generator.continue_ids(PROMPTS, TOKENS, other) != together
 
 
+def test_rows_of_a_batch_draw_for_themselves_and_again_the_same() -> None:
+    sampling, logits = Sampling(temperature=1.0, seed=3), torch.zeros(4, 1000)
+    drawn = [sampling.choose(logits, sampling.generators(4)).tolist() for _ in range(2)]
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 4
+
+
 def test_tokens_are_drawn_by_their_probabilities() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -1.0], [0.0, 3.0, 3.0, 1.0, -2.0]])
     assert Sampling(temperature=0.0, top_k=1).greedy and not Sampling(top_k=3).greedy

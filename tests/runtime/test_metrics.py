@@ -7,6 +7,7 @@ import math
 import re
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,15 @@ from costmodels import ModelSpec
 from costmodels.catalogue import load_model
 from costmodels.spec.model_flops import flops_per_sequence
 from planner.inputs.cluster import resolve_cluster
-from runtime.job.metrics import Recorder, evaluation_line, log_line, peak_memory_bytes, throughput
+from runtime.job.loop import Loop
+from runtime.job.metrics import (
+    Recorder,
+    evaluation_line,
+    log_line,
+    loss_of_updates,
+    peak_memory_bytes,
+    throughput,
+)
 from runtime.logs.metrics_file import METRICS_FILE, MetricsReader, drop_metrics_after, read_metrics
 from tests.support.layouts import layout_of
 
@@ -233,3 +242,27 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
     assert {"grad-norm", "iteration-time", "throughput", "mem-max-allocated-bytes"} <= set(
         events.Tags()["scalars"]
     )
+
+
+def test_a_logged_loss_is_that_of_the_steps_that_changed_the_weights() -> None:
+    losses = torch.tensor([2.0, math.nan, 4.0])
+    assert loss_of_updates(losses, [0, 2]) == 3.0
+    assert math.isnan(loss_of_updates(losses, []))
+
+
+def test_an_evaluation_goes_on_from_batch_to_batch() -> None:
+    seen: list[list[int]] = []
+
+    def loss_of(numbers: list[int], starts: None) -> float:
+        seen.append(numbers)
+        return float(len(seen))
+
+    job: Any = SimpleNamespace(
+        trainer=SimpleNamespace(iteration=0, rows=[0, 2], evaluate=loss_of),
+        plan=SimpleNamespace(layout=SimpleNamespace(global_batch_size=4)),
+        job=SimpleNamespace(output=SimpleNamespace(eval_iters=3)),
+        read=lambda samples, numbers: (numbers, None),
+    )
+    job.positions = lambda first, rows: Loop.positions(job, first, rows)
+    assert Loop.mean_loss(job, None) == 2.0  # type: ignore[arg-type]
+    assert seen == [[0, 2], [4, 6], [8, 10]]

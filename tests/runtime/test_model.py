@@ -11,6 +11,8 @@ from torch import Tensor
 
 from costmodels import ModelSpec
 from runtime.model.attention import Attention
+from runtime.model.mlp import clamped_swiglu
+from runtime.model.norms import NormFromOne
 from runtime.model.rotary import rotary_table, rotate
 from runtime.model.transformer import Transformer
 from runtime.parallel.initialisation import initialise
@@ -157,6 +159,26 @@ def test_every_activation_and_norm_is_the_formula(activation: Any, norm: Any, ga
             logits = model(ids)[0].double()
         expected = reference(spec, dict(model.state_dict()), ids[0])
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
+def test_norms_from_one_lose_nothing_of_a_weight_in_16_bits() -> None:
+    norm = NormFromOne(64, eps=1e-6, dtype=torch.bfloat16)
+    with torch.no_grad():
+        # Beside one, a third of what 16 bits tell apart.
+        norm.weight.fill_(0.0025)
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + norm.weight.double())
+    assert torch.equal(norm(x), expected.bfloat16())
+
+
+def test_clamped_activations_are_those_of_gpt_oss() -> None:
+    gate, up = (
+        torch.linspace(-12.0, 12.0, 25)[None].double(),
+        torch.linspace(-9.0, 9.0, 19)[:, None].double(),
+    )
+    low, within = gate.minimum(torch.tensor(7.0)), up.clamp(-7.0, 7.0)
+    torch.testing.assert_close(clamped_swiglu(gate, up), low / (1 + (-1.702 * low).exp()) * (within + 1))
 
 
 @pytest.mark.parametrize("spec", [GPT2, LLAMA], ids=["gpt2", "llama"])

@@ -18,13 +18,13 @@ from costmodels.errors import InputError
 from costmodels.spec.model_flops import flops_per_sequence
 from planner import suggest
 from runtime import convert
-from runtime.data.boundaries import Boundaries
 from runtime.huggingface.stored_model import StoredModel
 from runtime.job.initial_state import check_loaded
 from runtime.model.transformer import Transformer
+from runtime.parallel.documents import document_starts
 from runtime.settings.options import OutputOptions
 from runtime.settings.preflight import check_job
-from runtime.train.targets import next_tokens, predicted_tokens, targets_of
+from runtime.train.targets import Batch, next_tokens, predicted_tokens, targets_of
 from tests.support.gradients import check_gradients
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, LLAMA
@@ -135,13 +135,18 @@ def test_layouts_train_like_one_rank(pool: WorkerPool, alone: dict[str, tuple], 
 
 
 def test_targets_of_further_tokens_end_with_the_sample_and_know_hidden_ids() -> None:
-    batch = torch.tensor([[5, 6, 0, 7, 8]])
-    boundaries = Boundaries(eod=0, eod_mask_loss=True)
-    labels = next_tokens(batch, boundaries, None)
-    assert labels.tolist() == [[6, 0, ~7, 8]]
-    assert targets_of(labels, torch.tensor([3, 0]), 2).tolist() == [[[8, 6], [-1, 0], [-1, ~7]]]
-    assert targets_of(labels, torch.tensor([1]), 0).tolist() == [[0]]
-    assert predicted_tokens(labels, 2).tolist() == [3, 2, 1]
+    tokens = torch.tensor([[5, 6, 0, 7, 8]])
+    starts = document_starts(tokens, 0)
+    batch = Batch(tokens, next_tokens(tokens, starts, None), starts)
+    assert batch.labels.tolist() == [[6, 0, ~7, 8]]
+    targets = targets_of(batch, 2)
+    assert targets.tolist() == [[[6, 0, ~7, 8], [0, ~7, 8, -1], [~7, 8, -1, -1]]]
+    assert targets_of(batch, 0).tolist() == [[6, 0, ~7, 8]]
+    assert predicted_tokens(targets).tolist() == [3, 2, 1]
+    # Whole documents predict none of the tokens of the next one.
+    packed = targets_of(batch._replace(is_packed=True), 2)
+    assert packed.tolist() == [[[6, 0, ~7, 8], [0, ~7, ~8, -1], [~7, ~8, -1, -1]]]
+    assert predicted_tokens(packed).tolist() == [3, 1, 0]
 
 
 def test_weights_go_to_hugging_faces_names_and_back(tmp_path: Path) -> None:

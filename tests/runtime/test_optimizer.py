@@ -80,7 +80,11 @@ def test_the_gradient_norm_counts_every_expert_once(pool: WorkerPool, text: str)
 
 RULES = get_args(Optimizer)
 
-DENSE = ("", "dp=2,zero=3", "tp=2", "pp=2", "tp=2,dp=2,zero=2", "dp=2,zero=1,offload_optimizer=1")
+DENSE = (
+    *("", "dp=2,zero=3", "tp=2", "pp=2", "tp=2,dp=2,zero=2", "dp=2,zero=1,offload_optimizer=1"),
+    # Three ranks divide no side.
+    "gbs=3,dp=3,zero=1",
+)
 
 SPARSE = ("dp=4,ep=2,zero=3", "dp=2,tp=2,ep=2,etp=2")
 
@@ -115,6 +119,13 @@ def rule_differences(pool: WorkerPool, model: str, text: str, **settings: Any) -
     options = TrainingOptions(**{**SETTINGS, **growing, **settings})
     found: list[dict[str, float]] = pool.run(work.rule_steps, layout.world_size, spec, layout, options)
     return found
+
+
+def test_adafactors_steps_grow_shorter_below_the_learning_rate(pool: WorkerPool) -> None:
+    # At most 1 / sqrt(t) of a parameter's size in step t: less than the rate from the third one on.
+    settings = {"lr": 0.6, "lr_warmup_iters": 0, "lr_decay_style": "constant"}
+    [differences] = rule_differences(pool, "llama", "optimizer=adafactor", **settings)
+    assert max(differences.values()) < 1e-5
 
 
 @pytest.mark.parametrize(

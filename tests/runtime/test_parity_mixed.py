@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import pytest
+from torch import Tensor
 
 from costmodels import Layout
 from tests.support.gradients import check_gradients
@@ -54,24 +58,32 @@ LAYOUTS = [
 ]
 
 
+Reference = tuple[list[float], dict[str, Tensor]]
+"""Losses and gradients of one rank."""
+
+
 @pytest.fixture(scope="module")
-def references(pool: WorkerPool) -> dict[str, tuple]:
-    """Losses and gradients of one rank, by model."""
-    found = {}
-    for name, (batch, steps) in EXTENT.items():
+def reference_of(pool: WorkerPool) -> Callable[[str], Reference]:
+    """The reference of a model, computed once."""
+
+    @cache
+    def of(name: str) -> Reference:
+        batch, steps = EXTENT[name]
         alone = parse_layout(f"gbs={batch}", SPECS[name])
-        [found[name]] = pool.run(curve_and_gradients, 1, SPECS[name], alone, steps)
-    return found
+        [found] = pool.run(curve_and_gradients, 1, SPECS[name], alone, steps)
+        return found
+
+    return of
 
 
 @pytest.mark.parametrize(
     ("model", "layout"), LAYOUTS, ids=[f"{model} {layout.describe()}" for model, layout in LAYOUTS]
 )
 def test_mixed_layout_trains_like_one_rank(
-    pool: WorkerPool, references: dict[str, tuple], model: str, layout: Layout
+    pool: WorkerPool, reference_of: Callable[[str], Reference], model: str, layout: Layout
 ) -> None:
     spec = SPECS[model]
-    losses, gradients = references[model]
+    losses, gradients = reference_of(model)
     _, steps = EXTENT[model]
     by_rank = pool.run(curve_and_gradients, layout.world_size, spec, layout, steps)
     for curve, found in by_rank:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from costmodels import ModelSpec
+from runtime.settings.options import TrainingOptions
 from tests.support.layouts import parse_layout
 from tests.support.models import KINDS, MODELS
 from tests.support.ranks import schedules
@@ -45,6 +46,13 @@ def test_gradients_and_their_norm_are_those_of_one_rank(pool: WorkerPool, model:
         for name, gradient in gradients.items():
             whole = expected["embedding.tokens.weight" if name == "head.weight" and spec.tied else name]
             assert torch.allclose(gradient, whole, rtol=1e-4, atol=1e-7), name
+
+
+def test_an_evaluation_is_the_mean_loss_also_where_the_sum_is_optimised(pool: WorkerPool) -> None:
+    spec = MODELS["gpt2"]
+    options = TrainingOptions(train_iters=1, lr=0.0, loss_reduction="sum")
+    [(losses, valid)] = pool.run(work.losses_of_sizes, 1, spec, parse_layout("gbs=4", spec), options, [4])
+    assert losses == pytest.approx(valid, rel=1e-6)
 
 
 def test_initial_weights_do_not_depend_on_the_layout(pool: WorkerPool) -> None:

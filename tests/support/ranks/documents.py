@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest.mock import patch
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -10,6 +13,7 @@ from costmodels import Layout, ModelSpec
 from runtime.data.boundaries import Boundaries
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
+from tests.support.ranks.training import batch_gradients
 
 EOD = 5
 
@@ -34,15 +38,21 @@ def losses(
     return [*found, trainer.evaluate(own)]
 
 
-def losses_of_rows(
-    spec: ModelSpec, layout: Layout, boundaries: Boundaries, rows: list[list[int]]
-) -> list[float]:
-    """Losses and gradient norms of two steps on a global batch of given rows, and the loss after them."""
-    trainer = Trainer(spec, layout, TrainingOptions(train_iters=10, lr=1e-3), torch.device("cpu"))
-    trainer.use_boundaries(boundaries)
-    own = np.array(rows, np.int64)[trainer.rows]
-    steps = [trainer.train_step(own) for _ in range(2)]
-    return [
-        *(float(one) for step in steps for one in (step.loss, step.grad_norm)),
-        trainer.evaluate(own),
-    ]
+def of_packed(
+    spec: ModelSpec,
+    layout: Layout,
+    rows: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    compiled: bool = False,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The loss of a global batch of packed rows before and after a step, and the step's whole gradients."""
+    options = TrainingOptions(train_iters=10, lr=1e-3, clip_grad=0.0, compile=compiled)
+    # Compiled to single operators: graphs are what is tried, and kernels take long to make.
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        trainer = Trainer(spec, layout, options, torch.device("cpu"))
+    trainer.use_boundaries(Boundaries(None, True, True, True, hides_prompts=True))
+    own = rows[trainer.rows], starts[trainer.rows]
+    _, gradients = batch_gradients(trainer, *own)
+    for owned in trainer.optimizer.owned:
+        owned.parameter.grad = owned.shard.grad = None
+    return [float(trainer.train_step(*own).loss), trainer.evaluate(*own)], gradients

@@ -192,11 +192,17 @@ def counted(spec: ModelSpec, layout: Layout) -> list[int]:
     return counts
 
 
-def bias_steps(spec: ModelSpec, layout: Layout) -> tuple[list[Load], list[dict[str, Tensor]]]:
-    """Loads of three steps, and biases after each; the second one updates no weights."""
+def bias_steps(
+    spec: ModelSpec, layout: Layout, steps: int = 3, reports: bool = True
+) -> tuple[list[Load], list[dict[str, Tensor]]]:
+    """Loads of some steps, and biases after each; the second one updates no weights.
+
+    Args:
+        reports: loads are reported after each step, not at the end alone.
+    """
     trainer, balance = _built(spec, layout, {"moe_router_bias_update_rate": 0.25})
     loads, biases = [], []
-    for step in range(3):
+    for step in range(steps):
         if step == 1:
             step_gradients(trainer, spec, step)
             trainer.optimizer.drop_gradients()
@@ -204,7 +210,8 @@ def bias_steps(spec: ModelSpec, layout: Layout) -> tuple[list[Load], list[dict[s
         else:
             _step(trainer, step)
         biases.append({name: bias.clone() for name, bias in balance.biases().items()})
-        loads.append(balance.report())
+        if reports or step == steps - 1:
+            loads.append(balance.report())
     return loads, biases
 
 

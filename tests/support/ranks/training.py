@@ -51,11 +51,18 @@ def curve_and_gradients(
 
 
 def step_gradients(trainer: Trainer, spec: ModelSpec, step: int) -> tuple[float, dict[str, torch.Tensor]]:
+    return batch_gradients(trainer, batch_of(spec, trainer.layout, step)[trainer.rows])
+
+
+def batch_gradients(
+    trainer: Trainer, samples: np.ndarray, starts: np.ndarray | None = None
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Gradient norm of a batch, given this rank's rows of it, and the whole gradients of its parameters."""
     from torch.distributed.tensor import DTensor
 
     from runtime.parallel.local_tensors import like_parameter
 
-    trainer.executor.train(*trainer._inputs(batch_of(spec, trainer.layout, step)[trainer.rows]))
+    trainer.executor.train(*trainer._inputs(samples, starts))
     trainer.optimizer.collect_gradients()
     norm = trainer.optimizer.squared_norm()
     torch.distributed.all_reduce(norm)

@@ -1,0 +1,181 @@
+"""Whether the tests find faults in the runtime: `python -m benchmarks.planted_faults`.
+
+The faults are data, in planted_faults.yaml: a text in a file of `runtime`, what takes its place, and tests
+that should notice, the likeliest first. Each fault is planted in a copy of this tree, and its tests run there
+until one fails. A fault whose text is not in its file exactly once is stale: the code has moved on, and the
+fault has to be written anew.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from benchmarks.warm_tests import FAILED, WarmTests
+from costmodels.errors import InputError
+from planner.options.flags import run
+
+ROOT = Path(__file__).parents[1]
+
+FAULTS = Path(__file__).with_suffix(".yaml")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, and who should notice."""
+
+    name: str
+    """What is wrong, in words."""
+    file: str
+    """In `runtime`."""
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """Words for pytest, each a run of its own: a file, or tests of one."""
+    added: str = ""
+    """The test that was written because no other one had noticed."""
+
+    @property
+    def part(self) -> str:
+        """The folder of the runtime that it is in."""
+        return self.file.partition("/")[0]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one fault."""
+
+    fault: Fault
+    word: str
+    """`found`, `missed`, `stale`, or `broken`: its tests did not run."""
+    by: str = ""
+    """Those that noticed, or what is wrong with the fault."""
+
+
+Tests = Callable[[str], "tuple[int, str]"]
+"""Runs tests in the copy; gives the exit code of pytest and the names of failed tests."""
+
+
+def read_faults(path: Path = FAULTS) -> list[Fault]:
+    """The faults of a file."""
+    entries: list[dict[str, Any]] = yaml.safe_load(path.read_text())
+    return [Fault(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+
+
+def staleness(fault: Fault, root: Path) -> str:
+    """Why a fault cannot be planted in a tree; empty if it can."""
+    path = root / "runtime" / fault.file
+    if not path.exists():
+        return f"no file {fault.file}"
+    times = path.read_text().count(fault.old)
+    return "" if times == 1 else f"its text is {times} times in {fault.file}"
+
+
+@contextmanager
+def planted(fault: Fault, root: Path) -> Iterator[None]:
+    """The tree with the fault, and afterwards without it."""
+    path = root / "runtime" / fault.file
+    right = path.read_text()
+    path.write_text(right.replace(fault.old, fault.new))
+    try:
+        yield
+    finally:
+        path.write_text(right)
+
+
+def outcome(fault: Fault, root: Path, tests: Tests) -> Outcome:
+    """Plant a fault and run its tests until one fails."""
+    reason = staleness(fault, root)
+    if reason:
+        return Outcome(fault, "stale", reason)
+    with planted(fault, root):
+        for words in fault.tests:
+            code, failed = tests(words)
+            if code == FAILED:
+                return Outcome(fault, "found", failed)
+            if code:
+                return Outcome(fault, "broken", f"pytest {words}: exit code {code}")
+    return Outcome(fault, "missed")
+
+
+def copied(root: Path, target: Path) -> None:
+    """Copy the files of a working tree that git knows, with the changes that are not committed."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (root / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, target / name)
+
+
+def counted(outcomes: Iterable[Outcome]) -> str:
+    """How many faults became what, in words."""
+    found = list(outcomes)
+    words = Counter(one.word for one in found)
+    added = sum(bool(one.fault.added) for one in found if one.word == "found")
+    rest = [f"{words[word]} {word}" for word in ("missed", "stale", "broken") if words[word]]
+    line = f"{len(found)} faults: " + ", ".join([f"{words['found']} found", *rest])
+    return f"{line}; {added} of them by a test that was added for the fault" if added else line
+
+
+def chosen(faults: Sequence[Fault], only: str) -> list[Fault]:
+    """The faults whose name or file has these words; `InputError` when none has."""
+    found = [fault for fault in faults if only in fault.name or only in fault.file]
+    if not found:
+        raise InputError(f"--only {only!r}: no fault of {FAULTS.name} has this in its name or file")
+    return found
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    only: Annotated[str, typer.Option(help="Only faults with this in their name or file.")] = "",
+    check: Annotated[bool, typer.Option(help="Only say which faults are stale; no test runs.")] = False,
+) -> None:
+    """Plant faults one by one, and see whether tests find them."""
+    faults = chosen(read_faults(), only)
+    if check:
+        stale = {fault.name: reason for fault in faults if (reason := staleness(fault, ROOT))}
+        for name, reason in stale.items():
+            print(f"stale: {name}: {reason}")
+        print(f"{len(faults)} faults, {len(stale)} stale")
+        raise typer.Exit(int(bool(stale)))
+    outcomes = []
+    # Not a TemporaryDirectory, which forks that tests let end remove too.
+    folder = Path(tempfile.mkdtemp(prefix="planted-faults-"))
+    try:
+        tree = folder / "tree"
+        copied(ROOT, tree)
+        tests = WarmTests(tree)
+        for fault in faults:
+            outcomes.append(outcome(fault, tree, tests))
+            print(f"{outcomes[-1].word}: {fault.name}: {outcomes[-1].by}", file=sys.stderr, flush=True)
+    finally:
+        shutil.rmtree(folder)
+    rows = [(one.fault.part, one.fault.name, one.word, Path(one.by).name) for one in outcomes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(counted(outcomes))
+    raise typer.Exit(int(any(one.word != "found" for one in outcomes)))
+
+
+if __name__ == "__main__":
+    run(app, "benchmarks.planted_faults")
