@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -123,6 +123,10 @@ class LayoutTable:
     def __len__(self) -> int:
         return len(self.tensor_parallel)
 
+    def _of_split(self, number: Callable[[tuple[int, ...]], int]) -> Ints:
+        """A number of the `layers_per_stage` of each row."""
+        return np.array([number(split) for split in self.splits], dtype=np.int64)[self.split]
+
     @property
     def stages(self) -> Ints:
         """Pipeline stages: ranks times chunks."""
@@ -131,17 +135,17 @@ class LayoutTable:
     @cached_property
     def entries(self) -> Ints:
         """Entries of `layers_per_stage`."""
-        return np.array([len(split) for split in self.splits])[self.split]
+        return self._of_split(len)
 
     @cached_property
     def layers(self) -> Ints:
         """Layers that the stages hold together."""
-        return np.array([sum(split) for split in self.splits])[self.split]
+        return self._of_split(sum)
 
     @cached_property
     def deepest(self) -> Ints:
         """Layers of the largest stage."""
-        return np.array([max(split) for split in self.splits])[self.split]
+        return self._of_split(max)
 
     @cached_property
     def micro_batches(self) -> Ints:

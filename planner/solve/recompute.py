@@ -136,7 +136,8 @@ def _fewest_layers(
     sets = [(FULL, 0)] * ("full" in kinds)
     sets += [(SELECTIVE, modules) for modules in MODULE_SETS if "selective" in kinds and not modules & ~able]
     base = np.tile(np.arange(len(plain)), len(sets))
-    kind, modules = (np.repeat([each[place] for each in sets], len(plain)) for place in (0, 1))
+    # Without a set, NumPy would take the numbers of none for floats.
+    kind, modules = np.array(sets, dtype=np.int64).reshape(-1, 2).repeat(len(plain), axis=0).T
     apart = plain.runs(*SPLIT_BACKWARD)[base]
     some = ~(apart & (kind == FULL))
     base, kind, modules = base[some], kind[some], modules[some]

@@ -8,10 +8,10 @@ import pytest
 
 from costmodels import ModelSpec
 from costmodels.catalogue import engine_names, load_device, load_engine
-from costmodels.errors import InputError
+from costmodels.errors import InputError, NoLayoutFits
 from costmodels.spec.layout import Layout, even_split
 from costmodels.spec.table import ARRAY_FIELDS, distinct_rows, value_of
-from planner import evaluate, explain, search
+from planner import evaluate, explain, search, suggest
 from planner.ranking.result import SearchResult
 from planner.space.engine_rules import engine_rules
 from tests.support.layouts import layouts_of
@@ -166,3 +166,18 @@ def test_a_head_that_shares_the_embedding_rules_out_dualpipev_on_mindspeed() -> 
     assert search(apart, **job).best is not None
     with pytest.raises(InputError, match="the output head has a weight of its own"):
         search(MODEL, **job)
+
+
+@pytest.mark.parametrize("name", engine_names())
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_without_a_kind_of_recomputation_what_does_not_fit_is_still_told(name: str, kind: str) -> None:
+    """Engines without modules to recompute have nothing left to solve where `full` is forbidden."""
+    job: dict[str, Any] = {
+        "engine": name,
+        "device_memory_gib": 0.4,
+        "memory_margin_gib": 0,
+        "forbid": [f"recompute={kind}"],
+    }
+    device = "ascend-910b" if load_engine(name).runs.devices == ("npu",) else "a100-80g"
+    with pytest.raises((NoLayoutFits, InputError), match=r"no layout of small fits|leaves none"):
+        suggest(MODEL, world_size=1, device=device, max_global_batch_size=16, **job)
