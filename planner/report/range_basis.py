@@ -53,6 +53,12 @@ def _fit(plan: Plan) -> str:
             f"The engine's constants for {device.name} are not fitted to measured runs; "
             "`planner calibrate` measures a machine."
         )
+    if "rows" not in found:
+        # Ranges are measured where constants are another engine's, or are the catalogue's alone.
+        return (
+            f"The engine's constants for {device.name} were not fitted to runs of its own; how wide the "
+            "range is comes from measured runs that no fit has seen."
+        )
     text = (
         f"The engine's constants were fitted to {found['rows']} measured runs ({', '.join(found['sources'])})"
     )

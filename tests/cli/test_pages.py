@@ -18,6 +18,7 @@ import typer
 import planner
 from benchmarks.pictures import PATIENCE_MS
 from cli.pages import compare, report
+from costmodels.catalogue import calibrated_fits, device_names, engine_names, load_device, load_engine
 from costmodels.spec.record import GIB
 from planner.options.flags import run
 from planner.report.contents import gather
@@ -114,6 +115,45 @@ def test_causes_of_a_range_make_the_range(plans: dict[str, Path]) -> None:
     widths = [float(found) for found in re.findall(r"[a-z] (\d+) %", text)]
     assert math.hypot(*widths) == pytest.approx(100 * math.log1p(high / 100), abs=len(widths))
     assert low < 0 and "12 measured runs" in text
+
+
+def first_devices() -> dict[str, str]:
+    """A device of each architecture in the catalogue."""
+    found: dict[str, str] = {}
+    for name in device_names():
+        found.setdefault(load_device(name).architecture, name)
+    return found
+
+
+PAIRS = [
+    (engine, device)
+    for engine in engine_names()
+    for device in first_devices().values()
+    if load_device(device).kind in load_engine(engine).runs.devices
+]
+"""Engines on a device of each class that they run on."""
+
+
+def test_the_page_of_every_engine_and_class_of_device_says_what_its_range_rests_on() -> None:
+    plan = planner.suggest("gpt2-small", world_size=2, device="h100", global_batch_size=8)
+    for engine, device in PAIRS:
+        cluster = plan.cluster.model_copy(update={"device": load_device(device)})
+        text = range_basis(plan.model_copy(update={"engine": load_engine(engine), "cluster": cluster}))
+        known = calibrated_fits().get(engine, {}).get(cluster.device.architecture, {})
+        if "rows" in known:
+            assert f"fitted to {known['rows']} measured runs" in text
+        else:
+            assert "not fitted to" in text, (engine, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", engine_names())
+def test_every_engine_has_a_page(engine: str, tmp_path: Path) -> None:
+    device = next(device for name, device in reversed(PAIRS) if name == engine)
+    plan = planner.suggest("gpt2-small", world_size=2, device=device, engine=engine, global_batch_size=8)
+    out = tmp_path / "report.html"
+    write_page(gather(plan), out)
+    assert "It reaches from -" in out.read_text()
 
 
 def complaints_of(tab: Any) -> list[str]:
