@@ -21,7 +21,7 @@ from planner.inputs.pins import PinInput, Pins, parse_pins
 from planner.objective import DEFAULT_OBJECTIVE, Objective, parse_objective
 from planner.space.engine_rules import check_formats, check_pins, engine_rules
 from planner.space.graph_rules import check_graphs
-from planner.space.grid import Space, build, obstacle
+from planner.space.grid import Admit, MicroBatches, Space, build, obstacle
 from planner.space.lora_rules import check_engine, check_precision
 from planner.space.rule import Rule
 
@@ -56,6 +56,11 @@ class Problem:
     def space(self) -> Space:
         """The legal layouts; raises `InputError` when the pins do not divide the world size."""
         return build(self.model, self.cluster.world_size, self.batch, self.precision, self.pins, self.further)
+
+    def further_space(self, micro_batches: MicroBatches, admit: Admit) -> Space:
+        """The legal layouts with other micro batches, and those in reserve, that `admit` lets in."""
+        where = self.model, self.cluster.world_size, self.batch, self.precision, self.pins, self.further
+        return build(*where, micro_batches, admit)
 
     def obstacle(self) -> str:
         """The rule that stops the layouts which break fewest, with its numbers: why none is legal."""

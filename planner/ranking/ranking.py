@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from costmodels.pricing import price
+from costmodels.pricing import Prices, price
 from planner.objective import logarithms
 from planner.problem import Problem
 from planner.ranking.contenders import Tail, contenders, first_prices
@@ -16,8 +17,9 @@ from planner.ranking.result import SearchResult
 from planner.solve.bounds import floor_of
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.fit import Fit, fit
-from planner.solve.offload import offload_spaces
-from planner.solve.solutions import solutions
+from planner.solve.further import further_space
+from planner.solve.offload import offload_space, within_host
+from planner.solve.solutions import solutions, worth_of_further
 from planner.space.grid import Space
 
 
@@ -31,46 +33,84 @@ def rank(
     that offload activations or the optimizer are searched too where nothing fits without. The first `count`
     places are settled (`SearchResult.settle`).
     """
+    result = _ranked(problem, [problem], space, started, count)
+    if offload and not result.feasible:
+        resort = offload_space(problem, space)
+        if resort is not None:
+            result = _ranked(problem, *resort, started, count)
+            return replace(result, offloads=result.feasible > 0)
+    return result
+
+
+def _ranked(
+    problem: Problem, pinned: Sequence[Problem], space: Space, started: float, count: int
+) -> SearchResult:
+    """`rank` of the layouts of one space.
+
+    Args:
+        pinned: the problem, or the same with what is offloaded pinned: whose layouts those of `space` are.
+    """
     model, cluster, engine = problem.model, problem.cluster, problem.constants
-    found, alone = _fit(problem, space), space
-    if offload and not found.rows.any():
-        for space in offload_spaces(problem, alone):
-            found = _fit(problem, space)
-            if found.rows.any():
-                break
+    found = _fit(problem, space)
     every = np.flatnonzero(found.rows)
     # Most layouts of a large model do not fit, and most of the others take so long that nobody asks how long.
     floor = floor_of(model, cluster, engine, space, problem.objective)
     rows = contenders(problem, space, every, floor)
     prices = price(model, cluster, engine, space.table.take(rows))
-    further = solutions(problem, space, found, floor, prices)
+    added = solutions(problem, space, found, floor, prices)
+    for one in pinned:
+        added += _further(one, space, found, [prices, *added])
     if len(rows) < len(every):
         first = first_prices(problem.objective, prices)
         rows, prices = rows[first], prices.take(first)
     behind = every[~np.isin(every, rows)]
-    prices = concatenate_prices([prices, *further])
-    added = len(prices) - len(rows)
+    prices = concatenate_prices([prices, *added])
+    more = len(prices) - len(rows)
     places = order(prices.table, np.arange(len(prices)), *logarithms(problem.objective, prices))
     tail = Tail(space.table, behind) if len(behind) else None
-    ranking = settle(Ranking(problem.objective, prices, places, tail=tail), count)
-    if offload and len(every) and not len(ranking):
-        # What seemed to fit does not: the last resorts after all.
-        for resort in offload_spaces(problem, alone):
-            result = rank(problem, resort, started, count=count)
-            if result.feasible:
-                return replace(result, offloads=True)
     return SearchResult(
         problem=problem,
-        considered=space.considered + added,
-        legal=len(space.table) + added,
+        considered=space.considered + more,
+        legal=len(space.table) + more,
         illegal=dict(space.illegal),
         elapsed_s=time.perf_counter() - started,
-        tables=(space.table, *(some.table for some in further)),
-        ranking=ranking,
-        rows=np.concatenate([rows, len(space.table) + np.arange(added), behind]),
-        solutions=added,
-        offloads=len(ranking) > 0 and space is not alone,
+        tables=(space.table, *(some.table for some in added)),
+        ranking=settle(Ranking(problem.objective, prices, places, tail=tail), count),
+        rows=np.concatenate([rows, len(space.table) + np.arange(more), behind]),
+        solutions=more,
     )
+
+
+def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -> list[Prices]:
+    """Prices of layouts that `listed` does not have (`planner.solve.further`), of those that fit and could be
+    among the first, and of what is solved for them.
+
+    Args:
+        found: which of the listed layouts fit.
+        known: prices of layouts that fit.
+    """
+    model, cluster, engine = problem.model, problem.cluster, problem.constants
+    added: list[Prices] = []
+    for anything in (False, True):
+        so_far = [part for part in (*known, *added) if len(part)]
+        if not anything and so_far:
+            continue
+        if anything and not so_far:
+            break
+        worth = worth_of_further(problem.objective, so_far)
+        space = further_space(problem, listed, found, worth, anything)
+        if space is None:
+            continue
+        if problem.pins.get("offload_activations") or problem.pins.get("offload_optimizer"):
+            space = within_host(problem, space)
+        fits = _fit(problem, space)
+        floor = floor_of(model, cluster, engine, space, problem.objective)
+        rows = floor.rows_below(np.flatnonzero(fits.rows), worth.last)
+        prices = price(model, cluster, engine, space.table.take(rows))
+        solved = solutions(problem, space, fits, floor, prices, so_far)
+        prices = prices.take(worth(prices.table, prices.step_time_s))
+        added += [part for part in (prices, *solved) if len(part)]
+    return added
 
 
 def _fit(problem: Problem, space: Space) -> Fit:

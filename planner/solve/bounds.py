@@ -65,7 +65,8 @@ def floor_of(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space, o
     """The floor of a space."""
     first, some = first_rows(space.work)
     table = space.table.take(first[some])
-    seconds = _step_seconds(table, _least_whole(model, cluster, engine, table))
+    whole, _ = least_units(model, cluster, engine, table)
+    seconds = least_step_seconds(table, whole, whole / table.pipeline_parallel)
     least = np.full(len(first), np.inf)
     # Sums in another order are equal to so many digits.
     least[some] = slowness(objective, table.global_batch_size, seconds) * (1 - 1e-9)
@@ -79,8 +80,10 @@ def first_rows(number: Places) -> tuple[Ints, Bools]:
     return first, first >= 0
 
 
-def _least_whole(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
-    """Seconds of `ANYWAY` of one micro batch on all pipeline ranks together, [n]."""
+def least_units(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
+) -> tuple[Floats, Floats]:
+    """Seconds of `ANYWAY` of one micro batch on all pipeline ranks together, and of one layer at least, [n]."""
     first, shape = distinct_rows(
         [
             table.tensor_parallel,
@@ -103,13 +106,16 @@ def _least_whole(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layo
         recompute_method=none,
         recompute_num_layers=none + 1,
     )
-    engine = engine.for_device(cluster.device)
+    parts = [(part, engine.for_device(part.device)) for part in cluster.parts or (cluster,)]
 
-    def whole(block: LayoutTable) -> Floats:
-        return _whole(model, unit_passes(model, cluster, engine, block), ANYWAY)
+    def both(block: LayoutTable) -> Floats:
+        units = [unit_passes(model, part, own, block) for part, own in parts]
+        whole = [_whole(model, each, ANYWAY) for each in units]
+        layer = [_layer(model, each, ANYWAY) for each in units]
+        return np.stack([np.minimum.reduce(whole), np.minimum.reduce(layer)])
 
-    each: Floats = np.concatenate([*block_results(whole, plain)])
-    return each[shape]
+    each: Floats = np.concatenate([*block_results(both, plain)], axis=1)[:, shape]
+    return each[0], each[1]
 
 
 def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
@@ -121,7 +127,15 @@ def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: Lay
     """
     shapes, shape = distinct_shapes(table)
     units = unit_passes(model, cluster, engine.for_device(cluster.device), shapes)
-    return _step_seconds(table, _whole(model, units, PARTS)[shape])
+    whole = _whole(model, units, PARTS)[shape]
+    return least_step_seconds(table, whole, whole / table.pipeline_parallel)
+
+
+def _layer(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]) -> Floats:
+    """Seconds of parts of one micro batch in the quickest kind of layer, [n]."""
+    kinds = ["dense"] * (model.leading_layers > 0) + ["moe"] * (model.routed_layers > 0)
+    every = [sum((getattr(units[kind], part) for part in parts), np.zeros(())) for kind in kinds]
+    return np.minimum.reduce(every)
 
 
 def _whole(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]) -> Floats:
@@ -135,15 +149,18 @@ def _whole(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]
     return whole
 
 
-def _step_seconds(table: LayoutTable, whole: Floats) -> Floats:
-    """Seconds of a step at least, of `whole` of one micro batch on all pipeline ranks together, [n].
+def least_step_seconds(table: LayoutTable, whole: Floats, slowest: Floats) -> Floats:
+    """Seconds that a step takes at least, [n].
 
     In interleaved schedules the bubble is that of all ranks but the slowest, over their chunks.
+
+    Args:
+        whole: seconds of one micro batch on all pipeline ranks together, [n].
+        slowest: seconds of one micro batch on the slowest rank, or less, [n].
     """
-    mean, chunks = whole / table.pipeline_parallel, table.virtual_pipeline_parallel
-    seconds = mean * table.micro_batches
-    seconds = np.where(table.runs("interleaved"), seconds + (whole - mean) / chunks, seconds)
-    return np.where(table.runs("1f1b"), least_step(table, whole, mean), seconds)
+    chunks, seconds = table.virtual_pipeline_parallel, slowest * table.micro_batches
+    seconds = np.where(table.runs("interleaved"), seconds + (whole - slowest) / chunks, seconds)
+    return np.where(table.runs("1f1b"), least_step(table, whole, slowest), seconds)
 
 
 def rows_worth(

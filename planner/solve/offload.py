@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -14,11 +14,12 @@ from planner.solve.concatenation import concatenate_tables
 from planner.space.grid import Space
 from planner.space.grid_table import Places
 
-OFFLOADS: tuple[tuple[dict[str, bool], ...], ...] = (
-    ({"offload_activations": True}, {"offload_optimizer": True}),
-    ({"offload_activations": True, "offload_optimizer": True},),
+OFFLOADS: tuple[dict[str, bool], ...] = (
+    {"offload_activations": True},
+    {"offload_optimizer": True},
+    {"offload_activations": True, "offload_optimizer": True},
 )
-"""What is offloaded, in turn: one of the two, then both."""
+"""What is offloaded: one of the two, or both, which may leave more memory for less recomputation."""
 
 HOST_MEMORY = "host_memory"
 """Name of the rule that counts layouts which would offload more than the host holds."""
@@ -27,22 +28,26 @@ OFFLOAD_REASON = "nothing fits without offloading; "
 """What the reason of a plan begins with that offloads because nothing else fits."""
 
 
-def offload_spaces(problem: Problem, space: Space) -> Iterator[Space]:
-    """`space` with further layouts, which offload; none where pins decide that, or the device is its host."""
+def offload_space(problem: Problem, space: Space) -> tuple[list[Problem], Space] | None:
+    """The same problem with what is offloaded pinned, and the layouts of `space` with those that offload.
+
+    None where pins decide that, or the device is its host.
+    """
     if problem.cluster.device.kind == "cpu":
-        return
-    for resort in OFFLOADS:
-        further = [
-            replace(problem, pins={**problem.pins, **offloaded}).space()
-            for offloaded in resort
-            if not offloaded.keys() & problem.pins.keys()
-        ]
-        further = [_within_host(problem, other) for other in further if len(other.table)]
-        if further:
-            yield union([space, *further])
+        return None
+    fixed = {name: value for name, value in problem.pins.items() if name in OFFLOADS[-1]}
+    left = [
+        {**offloaded, **fixed}
+        for offloaded in OFFLOADS
+        if not offloaded.keys() & fixed.keys() or (len(offloaded) == 1 and not offloaded.keys() <= fixed.keys())
+    ]
+    pinned = [replace(problem, pins={**problem.pins, **offloaded}) for offloaded in left]
+    further = [within_host(problem, each.space()) for each in pinned]
+    further = [other for other in further if len(other.table)]
+    return (pinned, union([space, *further])) if pinned else None
 
 
-def _within_host(problem: Problem, space: Space) -> Space:
+def within_host(problem: Problem, space: Space) -> Space:
     """`space` without the layouts whose share of the host's memory is too small for what they keep there."""
     device = problem.cluster.device
     held = host_bytes(problem.model, problem.engine.for_device(device), space.table)

@@ -31,7 +31,10 @@ from costmodels.spec.table import (
     LayoutTable,
     code_of,
 )
+from planner.inputs.choice import Choice
+from planner.inputs.pins import Pins
 from planner.solve.bounds import Floor, Worth, rows_worth
+from planner.solve.concatenation import concatenate_prices, concatenate_tables
 from planner.solve.fit import Fit
 from planner.space.grid import Space
 
@@ -63,6 +66,8 @@ def least_recompute(
     kinds: Collection[Recompute],
     worth: Worth,
     floor: Floor,
+    plain_alone: bool = False,
+    fewer: bool = False,
 ) -> Prices | None:
     """Layouts that fit because a part of their modules or of their layers recomputes, one a family at most.
 
@@ -72,6 +77,8 @@ def least_recompute(
         kinds: what the pins leave.
         worth: of the families, those that could be worth it are solved.
         floor: what no layout of the space can beat.
+        plain_alone: the space lists layouts that recompute nothing alone.
+        fewer: a step may have fewer micro batches.
     """
     table, family, fits = space.table, space.family, found.rows
     bases = np.flatnonzero(found.states & ~fits)
@@ -80,28 +87,49 @@ def least_recompute(
         return None
     fitting = np.zeros(int(family.max()) + 1, dtype=bool)
     fitting[family[fits]] = True
-    if "full" in kinds:
+    if "full" in kinds and not plain_alone:
         # Of whole layers, which split backward does not recompute, the enumerated ones tell whether any fit.
         bases = bases[fitting[family[bases]] | np.isin(table.column("schedule", bases), SPLIT)]
     plain = table.take(rows_worth(model, cluster, engine, table, bases, worth, floor))
-    whole = ("full" in kinds) & ~plain.runs(*SPLIT_BACKWARD)
-    able = code_of("recompute_modules", engine.runs.modules_of(model.experts))
-    most = with_recompute(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES & able)
+    found: list[Prices] = []
+    if fewer:
+        plain = concatenate_tables([plain, with_fewest_micro_batches(plain)])
+    most = with_most_recompute(model, engine, plain, kinds)
     plain = plain.take(_peak(model, cluster, engine, most) <= cluster.memory_bytes)
     if not len(plain):
         return None
-    plain = plain.take(worth(plain, price(model, cluster, engine, plain).step_time_s))
-    return fastest_that_fit(model, cluster, engine, plain, kinds)[1]
+    prices = price(model, cluster, engine, plain)
+    good = worth(plain, prices.step_time_s)
+    if fewer:
+        fit = good & (prices.peak_memory_bytes <= cluster.memory_bytes)
+        found, good = [prices.take(fit)], good & ~fit
+    found.append(fastest_that_fit(model, cluster, engine, plain.take(good), kinds, usual=plain_alone)[1])
+    return concatenate_prices(found)
+
+
+def with_fewest_micro_batches(table: LayoutTable) -> LayoutTable:
+    """Rows that hold less in steps of as few micro batches as their schedule needs, with these."""
+    least = np.where(table.runs("interleaved"), table.pipeline_parallel, 1)
+    rows = np.flatnonzero(
+        ((table.pipeline_parallel == 1) | table.runs("interleaved")) & (table.micro_batches > least)
+    )
+    some = table.take(rows)
+    return replace(some, global_batch_size=some.micro_batch_size * some.data_parallel * least[rows])
 
 
 def fastest_that_fit(
-    model: ModelSpec, cluster: Cluster, engine: Engine, plain: LayoutTable, kinds: Collection[Recompute]
+    model: ModelSpec,
+    cluster: Cluster,
+    engine: Engine,
+    plain: LayoutTable,
+    kinds: Collection[Recompute],
+    usual: bool = False,
 ) -> tuple[Ints, Prices]:
     """The fastest recomputation with which each row of `plain` fits, and the row that each result is of.
 
-    What is enumerated is left out: whole layers in all of a stage, and core attention.
+    What is enumerated is left out unless `usual`: whole layers in all of a stage, and core attention.
     """
-    base, chosen = _fewest_layers(model, cluster, engine, plain, kinds)
+    base, chosen = _fewest_layers(model, cluster, engine, plain, kinds, usual)
     prices = price(model, cluster, engine, chosen)
     first = first_of_each(base, prices.step_time_s)
     return base[first], prices.take(first)
@@ -128,13 +156,34 @@ def with_recompute(
     )
 
 
-def _fewest_layers(
-    model: ModelSpec, cluster: Cluster, engine: Engine, plain: LayoutTable, kinds: Collection[Recompute]
-) -> tuple[Ints, LayoutTable]:
-    """Of each row of `plain` and each set of modules the fewest layers that fit, and the row each is of."""
+def with_most_recompute(
+    model: ModelSpec, engine: Engine, table: LayoutTable, kinds: Collection[Recompute]
+) -> LayoutTable:
+    """`table` with the recomputation of `kinds` that keeps least."""
+    whole = ("full" in kinds) & ~table.runs(*SPLIT_BACKWARD)
+    able = code_of("recompute_modules", engine.runs.modules_of(model.experts))
+    return with_recompute(table, np.where(whole, FULL, SELECTIVE), MOST_MODULES & able)
+
+
+def recompute_sets(
+    model: ModelSpec, engine: Engine, kinds: Collection[Recompute]
+) -> list[tuple[int, int]]:
+    """What may recompute: whole layers, and every set of modules, as codes of the kind and of the modules."""
     able = code_of("recompute_modules", engine.runs.modules_of(model.experts))
     sets = [(FULL, 0)] * ("full" in kinds)
-    sets += [(SELECTIVE, modules) for modules in MODULE_SETS if "selective" in kinds and not modules & ~able]
+    return sets + [(SELECTIVE, some) for some in MODULE_SETS if "selective" in kinds and not some & ~able]
+
+
+def _fewest_layers(
+    model: ModelSpec,
+    cluster: Cluster,
+    engine: Engine,
+    plain: LayoutTable,
+    kinds: Collection[Recompute],
+    usual: bool,
+) -> tuple[Ints, LayoutTable]:
+    """Of each row of `plain` and each set of modules the fewest layers that fit, and the row each is of."""
+    sets = recompute_sets(model, engine, kinds)
     base = np.tile(np.arange(len(plain)), len(sets))
     # Without a set, NumPy would take the numbers of none for floats.
     kind, modules = np.array(sets, dtype=np.int64).reshape(-1, 2).repeat(len(plain), axis=0).T
@@ -159,7 +208,7 @@ def _fewest_layers(
         lambda rows, layers: peak(part[rows], layers), deepest[part], held[part], cluster.memory_bytes
     )
     every = layers == deepest
-    new = ~(every & ((kind == FULL) | (modules == USUAL)))
+    new = usual | ~(every & ((kind == FULL) | (modules == USUAL)))
     found = replace(
         with_recompute(table, kind, modules, layers),
         recompute_method=np.where(every, UNIFORM, BLOCK),
@@ -197,3 +246,13 @@ def _fewest(peak: Callable[[Ints, Ints], Floats], deepest: Ints, held: Floats, l
 
 def _peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
     return peak_memory(model, cluster, engine, table) if len(table) else np.zeros(0)
+
+
+def recompute_kinds(pins: Pins, engine: Engine) -> tuple[Recompute, ...]:
+    """The kinds of recomputation that may be solved for: what `engine` runs; none where a pin decides it."""
+    names = ("recompute", "recompute_modules", "recompute_method", "recompute_num_layers")
+    if any(name in pins and not isinstance(pins[name], Choice) for name in names):
+        return ()
+    choice = pins.get("recompute", Choice())
+    assert isinstance(choice, Choice)
+    return tuple(kind for kind in engine.runs.recompute if kind in choice)

@@ -8,17 +8,14 @@ from functools import partial
 import numpy as np
 
 from costmodels.pricing import Prices, peak_memory, price
-from costmodels.spec.engine import Engine
-from costmodels.spec.layout import Recompute
 from costmodels.spec.table import SCHEDULES, UNIFORM, LayoutTable
-from planner.inputs.choice import Choice
-from planner.inputs.pins import Pins
 from planner.objective import Objective, slowness
 from planner.problem import Problem
 from planner.solve.bounds import Floor, Worth, least_peak, rows_worth
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.fit import Fit
-from planner.solve.recompute import first_of_each, least_recompute
+from planner.solve.further import lists_plain_alone
+from planner.solve.recompute import first_of_each, least_recompute, recompute_kinds
 from planner.solve.replicas import hybrid_candidates, hybrid_solutions
 from planner.solve.splits import balanced_splits
 from planner.space.grid import Space
@@ -27,46 +24,66 @@ FIRST = 20
 """Places of the ranking for which degrees are solved: whatever could take one of them is."""
 
 
-def solutions(problem: Problem, space: Space, found: Fit, floor: Floor, prices: Prices) -> list[Prices]:
-    """Further layouts, legal ones that fit and beat the enumerated ones that they are like.
+FURTHER = 4
+"""Places of the ranking for which layouts are looked at that are not enumerated."""
+
+
+def solutions(
+    problem: Problem, space: Space, found: Fit, floor: Floor, prices: Prices, others: Sequence[Prices] | None = None
+) -> list[Prices]:
+    """Further layouts, legal ones that fit and beat the listed ones that they are like.
 
     Args:
-        space: every enumerated legal layout.
+        space: legal layouts.
         found: which of them fit.
         floor: what none of them can beat.
         prices: of those that fit; at least of all that would be in the first `FIRST` places if replicas
             exchanged nothing.
+        others: of other layouts that fit, which leave fewer places, where `space` is a further one.
     """
+    fewer = problem.batch.maximum and problem.objective in ("throughput", "cost")
+    plain_alone, others = others is not None and lists_plain_alone(problem), others or ()
     where = problem.model, problem.cluster, problem.constants
     kinds = recompute_kinds(problem.pins, problem.engine)
     own = []
     if problem.cluster.parts and "layers_per_stage" not in problem.pins:
         from planner.solve.mixed_nodes import mixed_solutions  # Few clusters have nodes of two kinds.
 
-        own = mixed_solutions(*where, space.table, kinds, partial(_worth, problem.objective), prices)
+        own = mixed_solutions(*where, space.table, kinds, partial(_worth_beside, problem.objective, others), prices)
     if problem.objective == "memory":
         # What recomputes and splits most is enumerated.
         return [some for some in own if len(some)]
-    worth = _worth(problem.objective, [prices, *own])
+    worth = worth_among(problem.objective, [prices, *own, *others])
     every: list[Prices | None] = [*own]
-    every.append(least_recompute(*where, space, found, kinds, worth, floor))
+    every.append(least_recompute(*where, space, found, kinds, worth, floor, plain_alone, fewer))
     if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
         every.append(_balanced(problem, space.table, found, worth, floor))
     best = [some.take(worth(some.table, some.step_time_s)) for some in every if some is not None]
     if "zero_replicas" not in problem.pins:
-        worth = _worth(problem.objective, [prices, *best])
+        worth = worth_among(problem.objective, [prices, *best, *others])
         gaining = concatenate_prices([part.take(hybrid_candidates(part, worth)) for part in (prices, *best)])
         copies = hybrid_solutions(*where, gaining, kinds, worth)
         best += [] if copies is None else [copies]
     return [some for some in best if len(some)]
 
 
-def _worth(objective: Objective, parts: Sequence[Prices]) -> Worth:
+def _worth_beside(objective: Objective, others: Sequence[Prices], parts: Sequence[Prices]) -> Worth:
+    return worth_among(objective, [*others, *parts])
+
+
+def worth_among(objective: Objective, parts: Sequence[Prices], places: int = FIRST) -> Worth:
     """Whether rows that take so many seconds would be among the first of all `parts`."""
     each = (slowness(objective, some.table.global_batch_size, some.step_time_s) for some in parts)
-    every = np.concatenate([*each])
-    last = np.partition(every, FIRST - 1)[FIRST - 1] if len(every) >= FIRST else np.inf
+    every = np.concatenate([*each, np.zeros(0)])
+    last = np.partition(every, places - 1)[places - 1] if len(every) >= places else np.inf
     return Worth(objective, float(last))
+
+
+def worth_of_further(objective: Objective, parts: Sequence[Prices]) -> Worth:
+    """Whether rows would be among the first `FURTHER` of all `parts`; of fewer layouts than these, ahead of the
+    last of them."""
+    count = sum(len(some) for some in parts)
+    return worth_among(objective, parts, max(1, min(FURTHER, count)))
 
 
 def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth, floor: Floor) -> Prices | None:
@@ -90,13 +107,3 @@ def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth, fl
     before = np.where(found.rows[row], price(*where, table.take(row)).step_time_s, np.inf)
     first = first_of_each(row, prices.step_time_s)
     return prices.take(first[prices.step_time_s[first] < before[first]])
-
-
-def recompute_kinds(pins: Pins, engine: Engine) -> tuple[Recompute, ...]:
-    """The kinds of recomputation that may be solved for: what `engine` runs; none where a pin decides it."""
-    names = ("recompute", "recompute_modules", "recompute_method", "recompute_num_layers")
-    if any(name in pins and not isinstance(pins[name], Choice) for name in names):
-        return ()
-    choice = pins.get("recompute", Choice())
-    assert isinstance(choice, Choice)
-    return tuple(kind for kind in engine.runs.recompute if kind in choice)

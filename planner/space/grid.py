@@ -8,7 +8,7 @@ ever written out as rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,20 +87,56 @@ class Space:
     """Layouts by the first rule that they break; rules that none breaks are left out."""
 
 
-def micro_batch_sizes(batch: Batch) -> list[int]:
-    """Powers of two and divisors up to the batch, ascending."""
+@dataclass(frozen=True)
+class MicroBatches:
+    """Values along the axis of the micro batch; arrays of [n]."""
+
+    size: Ints
+    """Sequences of a micro batch."""
+    fewest: Bools
+    """A step has no more micro batches than its schedule needs; else as many as the batch holds."""
+
+
+Admit = Callable[[OpenGrid], Bools]
+"""What says which layouts of a grid may be looked at further; its pairs of mesh and chunks lie along the first
+axis."""
+
+
+def micro_batch_sizes(batch: Batch, pins: Pins | None = None) -> Sequence[int]:
+    """Powers of two and divisors up to the batch, ascending, as the pins leave them.
+
+    Under a maximum, pins may leave none of these but others, of which the ends stand for all.
+    """
     powers = [1 << exponent for exponent in range(batch.size.bit_length())]
-    return sorted({*powers, *divisors(batch.size)})
+    usual = sorted({*powers, *divisors(batch.size)})
+    pin = None if pins is None else pins.get("micro_batch_size")
+    if batch.maximum and isinstance(pin, Choice) and not any(size in pin for size in usual):
+        every = [size for size in range(1, batch.size + 1) if size in pin]
+        usual = sorted({*every[:1], *every[-1:]}) or usual
+    return usual if pins is None else allowed_values(pins, "micro_batch_size", usual)
 
 
 def grid(
-    model: ModelSpec, world_size: int, batch: Batch, pins: Pins, schedules: Sequence[str] = SCHEDULES
+    model: ModelSpec,
+    world_size: int,
+    batch: Batch,
+    pins: Pins,
+    schedules: Sequence[str] = SCHEDULES,
+    micro_batches: MicroBatches | None = None,
 ) -> OpenGrid:
-    """The raw product as an open grid with `AXES` axes; `schedules` are those that are not pinned away."""
+    """The raw product as an open grid with `AXES` axes.
+
+    Args:
+        schedules: those that are not pinned away.
+        micro_batches: other ones than the usual sizes.
+    """
     mesh = with_experts(model, meshes_with_forms(world_size, pins), pins)
     tp, pp, cp, dp, form, ep, etp = (_along(0, column) for column in mesh.T)
     vpp, schedule = (_along(1, column) for column in _chunks(model, pins, schedules))
-    mbs = _along(2, allowed_values(pins, "micro_batch_size", micro_batch_sizes(batch)))
+    if micro_batches is None:
+        sizes = np.array(micro_batch_sizes(batch, pins), dtype=np.int64)
+        micro_batches = MicroBatches(sizes, np.zeros(len(sizes), dtype=np.bool_))
+    mbs, fewest = _along(2, micro_batches.size), _along(2, micro_batches.fewest).astype(bool)
     sp = _grouped(pins, "sequence_parallel", tp, 3, (False, True)).astype(bool)
     kinds = allowed_values(pins, "recompute", RECOMPUTE_KINDS)
     recompute = _along(4, [code_of("recompute", kind) for kind in kinds])
@@ -131,6 +167,7 @@ def grid(
         micro_batch_size=mbs,
         batch=_along(0, [batch.size]),
         batch_is_maximum=_along(0, [batch.maximum]).astype(bool),
+        fewest=fewest,
         recompute=recompute,
         recompute_modules=np.where(recompute == SELECTIVE, modules, 0),
         entries=entries,
@@ -148,22 +185,32 @@ def build(
     precision: Precision,
     pins: Pins,
     further: Sequence[Rule] = (),
+    micro_batches: MicroBatches | None = None,
+    admit: Admit | None = None,
 ) -> Space:
     """All legal layouts of `model` on `world_size` devices, with the count of each rule.
 
-    `further` are the rules of an engine or a job, besides those of all layouts.
-    `considered == len(table) + sum(illegal.values())`. Raises `InputError` when the pinned degrees do
-    not divide the world size.
+    `considered == len(table) + sum(illegal.values())` without `admit`. Raises `InputError` when the pinned
+    degrees do not divide the world size.
+
+    Args:
+        further: the rules of an engine or a job, besides those of all layouts.
+        micro_batches: other ones than the usual sizes.
+        admit: which layouts are looked at, those in reserve too; all but those in reserve where not given.
     """
-    degrees = grid(model, world_size, batch, pins)
+    degrees = grid(model, world_size, batch, pins, micro_batches=micro_batches)
     legal = np.ones((1,) * AXES, dtype=bool)
     illegal: dict[str, int] = {}
     remaining = considered = math.prod(degrees.shape)
-    for rule in _rules(pins, further):
+    every, asked = _rules(pins, further), admit is not None
+    for rule in every:
+        if asked and rule.reserve:
+            continue
         broken = rule.broken(model, degrees)
-        if degrees.shape[1] > 1 and max(broken.shape[2:], default=1) > 1:
+        if max(broken.shape[2:], default=1) > 1 and (admit is not None or degrees.shape[1] > 1):
             # The first rule that looks past mesh and chunks is asked about those that are left.
-            degrees, legal = _flattened(degrees, legal)
+            degrees, legal = _admitted(*_flattened(degrees, legal), admit)
+            admit, remaining = None, _count(legal, degrees.shape) if asked else remaining
             broken = rule.broken(model, degrees)
         if not broken.any():
             continue
@@ -171,6 +218,8 @@ def build(
         before, remaining = remaining, _count(legal, degrees.shape)
         if before > remaining:
             illegal[rule.name] = before - remaining
+    if admit is not None:
+        degrees, legal = _admitted(*_flattened(degrees, legal), admit)
     legal = np.broadcast_to(legal, degrees.shape)
     where, shape = places_of(legal), legal.shape
     table = _table(model, degrees, legal, where, precision, pins)
@@ -210,6 +259,26 @@ def _flattened(degrees: OpenGrid, legal: Bools) -> tuple[OpenGrid, Bools]:
         return picked[:, None]
 
     return degrees.map(taken), np.ones((len(rows), *(1,) * (AXES - 1)), dtype=bool)
+
+
+def _admitted(degrees: OpenGrid, legal: Bools, admit: Admit | None) -> tuple[OpenGrid, Bools]:
+    """The grid without pairs of mesh and chunks, and without micro batches, of which none is admitted."""
+    if admit is None:
+        return degrees, legal
+    admitted = admit(degrees) & np.broadcast_to(legal, (len(legal), 1, 1, 1, 1, 1))
+    some = admitted.any(axis=(1, 3, 4, 5))
+    pairs, sizes = np.flatnonzero(some.any(axis=1)), np.flatnonzero(some.any(axis=0))
+
+    if not len(pairs):
+        # One that is not admitted stands for all, so that no axis is empty.
+        pairs = sizes = np.zeros(1, dtype=np.int64)
+
+    def taken(array: Ints | Bools) -> Any:
+        for axis, places in ((0, pairs), (2, sizes)):
+            array = array.take(places, axis=axis) if array.shape[axis] > 1 else array
+        return array
+
+    return degrees.map(taken), taken(admitted)
 
 
 def obstacle(
@@ -298,9 +367,25 @@ def _table(
         splits = tuple(even_split(model.layers, count) for count in counts)
         split = np.searchsorted(counts, stages) if counts else np.zeros_like(stages)
     columns = {name: getattr(degrees, name) for name in ARRAY_FIELDS if name != "split"}
-    # All but the precision is as it is pinned.
-    formats = {name: pins.get(name, Layout.model_fields[name].default) for name in FORMATS[1:]}
-    return GridTable.on(columns | {"split": split}, where, splits, {"precision": precision, **formats})
+    return GridTable.on(columns | {"split": split}, where, splits, _formats(precision, pins))
+
+
+def table_at(
+    degrees: OpenGrid, where: tuple[Places, ...], precision: Precision, pins: Pins
+) -> LayoutTable:
+    """The layouts at some places of a grid, without their batch and the layers of their stages."""
+    named = {name: degrees.columns[name] for name in ARRAY_FIELDS if name in degrees.columns}
+    none = np.zeros((1,) * AXES, dtype=np.int64)
+    table = GridTable.on(
+        {**named, "split": none, "global_batch_size": none}, where, ((),), _formats(precision, pins)
+    )
+    return table.take(slice(None))
+
+
+def _formats(precision: Precision, pins: Pins) -> dict[str, Any]:
+    """All but the precision is as it is pinned."""
+    others = {name: pins.get(name, Layout.model_fields[name].default) for name in FORMATS[1:]}
+    return {"precision": precision, **others}
 
 
 def _along(axis: int, values: Sequence[int] | Sequence[PinValue] | Ints) -> Ints:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.spec.layout import IN_ROUNDS
+from costmodels.spec.layout import IN_ROUNDS, V_SCHEDULES
 from costmodels.spec.table import Bools, Ints, LayoutTable, code_of
 
 
@@ -20,7 +20,7 @@ class OpenGrid(LayoutTable):
     columns: Mapping[str, Ints | Bools]
     """Arrays by the fields of `LayoutTable`, but for the batch and the split, and by `entries`, `layers` and
     `deepest` of it; `batch` and `batch_is_maximum` are the sequences of one step that are asked for, exactly
-    or at most."""
+    or at most, and `fewest` where a step has no more micro batches than its schedule needs."""
 
     @classmethod
     def on(cls, columns: Mapping[str, Ints | Bools]) -> OpenGrid:
@@ -57,4 +57,6 @@ class OpenGrid(LayoutTable):
         free = ~np.isin(self.schedule, [code_of("schedule", kind) for kind in IN_ROUNDS])
         rounds = np.where(free, unit, unit * self.pipeline_parallel)
         fewer = np.where(whole, whole, batch)
-        return np.where(rounds <= batch, batch // rounds * rounds, fewer)
+        most = np.where(rounds <= batch, batch // rounds * rounds, fewer)
+        full = unit * self.pipeline_parallel * np.where(self.runs(*V_SCHEDULES), 2, 1)
+        return np.where(self.columns["fewest"] & (full <= batch), full, most)

@@ -66,8 +66,7 @@ RULES: tuple[Rule, ...] = (
             f"layers_per_stage adds up to {d.layers} layers, but {model.name} has {model.layers}"
         ),
     ),
-    # Unequal chunks stall every schedule of several chunks at the longest one in every round. Where it is
-    # hardly above the mean, that costs less than a layout whose chunks are equal.
+    # The rank with the longest chunks takes longer than the mean: few such layouts are among the first.
     Rule(
         "virtual_pipeline_chunks",
         lambda model, d: (
@@ -80,6 +79,7 @@ RULES: tuple[Rule, ...] = (
             f"{LONGEST_CHUNK - 1:.0%}; use a virtual_pipeline_parallel that does, or 1"
         ),
         redundant=True,
+        reserve=True,
         lifted_by=(("virtual_pipeline_parallel", "pipeline_parallel"),),
     ),
     Rule(

@@ -1,0 +1,373 @@
+"""Layouts beyond the enumerated ones that could be among the first: other micro batches, and unequal chunks.
+
+Under a maximum batch any micro batch is legal, and any number of them. To enumerate them all takes as many times
+longer as there are, and few are any good. A lower bound of what each takes is cheap, as it depends on a few
+shapes alone: whatever stays below the last of the first places is a layout like any other, and nothing that is
+left out could be among them.
+
+Of micro batches of one size a step has the most that the batch holds: tokens per second grow with their number.
+So does memory, from one micro batch to two, or from one round of interleaved chunks to two, so that fewer are a
+way to make layouts fit (`planner.solve.recompute.with_fewest_micro_batches`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import reduce
+
+import numpy as np
+
+from costmodels.dataclass import dataclass
+from costmodels.pricing import peak_memory
+from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
+from costmodels.spec.table import NONE, Bools, Floats, Ints, LayoutTable, distinct_rows
+from planner.inputs.choice import Choice
+from planner.objective import slowness
+from planner.problem import Problem
+from planner.solve.bounds import Worth, least_step_seconds, least_units
+from planner.solve.fit import Fit
+from planner.solve.memory_bounds import (
+    STEPS,
+    FullestRank,
+    fullest_rank,
+    kept_bytes,
+    least_recompute_seconds,
+)
+from planner.solve.recompute import recompute_kinds, with_most_recompute, with_recompute
+from planner.space.grid import MicroBatches, Space, micro_batch_sizes, table_at
+from planner.space.open_grid import OpenGrid
+from planner.space.rules import LONGEST_CHUNK, RULES
+
+NEVER = 1e100
+"""Seconds of what is not possible: a number of which products and sums are numbers too."""
+
+AT_ONCE = 1 << 21
+"""Numbers of one intermediate array."""
+
+KNOTS, ALL_BELOW = 1.1, 16
+"""Of sizes of micro batches beyond the second number, only some are priced, each this many times the last one:
+the larger a micro batch is, the less each of its sequences takes."""
+
+MANY = 256
+"""Sizes of micro batches beyond which it is worth finding out which are too large for any device."""
+
+SHAPE = (
+    "tensor_parallel",
+    "context_parallel",
+    "context_parallel_form",
+    "expert_parallel",
+    "expert_tensor_parallel",
+)
+"""Columns of the pairs of mesh and chunks that decide what a micro batch takes, besides the schedule."""
+
+RESERVE = [rule for rule in RULES if rule.reserve]
+
+
+def further_space(problem: Problem, space: Space, found: Fit, worth: Worth, anything: bool) -> Space | None:
+    """The layouts that `space` does not list, of those that could be worth it; None where there are none.
+
+    Args:
+        space: the enumerated layouts.
+        found: which of them fit.
+        anything: some layout fits. Where none does, small micro batches alone are looked at: larger ones fit
+            no better.
+    """
+    if problem.objective == "memory" and anything:
+        return None  # What holds least is enumerated.
+    micro_batches = _micro_batches(problem, space, found, anything)
+    listed = problem
+    if lists_plain_alone(problem):
+        listed = replace(problem, pins={**problem.pins, "recompute": "none"})
+    every = listed.further_space(micro_batches, lambda degrees: _admitted(problem, degrees, worth))
+    return every if len(every.table) else None
+
+
+def lists_plain_alone(problem: Problem) -> bool:
+    """Whether the layouts that `further_space` lists recompute nothing: what they need of it is solved."""
+    return "none" in recompute_kinds(problem.pins, problem.engine)
+
+
+def _micro_batches(problem: Problem, space: Space, found: Fit, anything: bool) -> MicroBatches:
+    """Sizes of micro batches, and whether a step has the most of them or the fewest."""
+    usual = np.array(micro_batch_sizes(problem.batch, problem.pins), dtype=np.int64)
+    alone = MicroBatches(usual, np.zeros(len(usual), dtype=np.bool_))
+    if not problem.batch.maximum or problem.objective not in ("throughput", "cost"):
+        return alone
+    pin = problem.pins.get("micro_batch_size")
+    sizes = usual
+    if not anything:
+        sizes = usual[:1]
+    elif pin is None or isinstance(pin, Choice):
+        sizes = np.arange(1, 1 + _largest(problem, space, found, usual), dtype=np.int64)
+        if isinstance(pin, Choice):
+            sizes = sizes[[size in pin for size in sizes.tolist()]]
+    return MicroBatches(sizes, np.full(len(sizes), not anything))
+
+
+def _largest(problem: Problem, space: Space, found: Fit, usual: Ints) -> int:
+    """A number of sequences of a micro batch which none that fits exceeds."""
+    most, table = problem.batch.size, space.table
+    if most <= MANY:
+        return most
+    sizes = table.column("micro_batch_size", np.flatnonzero(found.rows))
+    kinds = recompute_kinds(problem.pins, problem.engine)
+    where = problem.model, problem.cluster, problem.constants
+    plain = np.flatnonzero(found.states & ~found.rows) if kinds else np.zeros(0, dtype=np.int64)
+    plain = plain[table.column("recompute", plain) == NONE]
+    of_plain = table.column("micro_batch_size", plain)
+    for size in usual[usual > sizes.max(initial=0)].tolist():
+        rows = plain[of_plain == size]
+        held = peak_memory(*where, with_most_recompute(problem.model, problem.engine, table.take(rows), kinds))
+        if not (held <= problem.cluster.memory_bytes).any():
+            # The fewest micro batches hold no less than half of what the most do.
+            return min(most, 2 * size)
+    return most
+
+
+def _admitted(problem: Problem, degrees: OpenGrid, worth: Worth) -> Bools:
+    """Layouts of a grid that are not enumerated and could be worth it."""
+    pairs, _, sizes, splits, _, _ = degrees.shape
+    admitted = np.zeros((pairs, 1, sizes, splits, 1, 1), dtype=np.bool_)
+    if not pairs:
+        return admitted
+    size, most = degrees.micro_batch_size.ravel(), _most_sequences(problem, degrees)
+    new = ~_listed(problem, degrees)[:, 0, :, 0, 0, 0] & (size <= most[:, None])
+    wanted = np.flatnonzero(new.any(axis=1))
+    if not len(wanted):
+        return admitted
+    if len(wanted) < pairs:
+        part = degrees.map(lambda array: _taken(array, wanted, np.arange(sizes)))
+        admitted[wanted] = _admitted(problem, part, worth)
+        return admitted
+    units = _units(problem, degrees, most)
+    most = _most_worth(problem, degrees, worth, units, most)
+    # Pairs that can have as large micro batches are looked at together.
+    some = np.flatnonzero(most >= size.min())
+    some = some[np.argsort(most[some], kind="stable")]
+    start = 0
+    while start < len(some):
+        end = min(len(some), start + max(1, AT_ONCE // (np.count_nonzero(size <= most[some[start]]) * splits)))
+        if most[some[end - 1]] > 2 * most[some[start]]:
+            end = start + int(np.searchsorted(most[some[start:end]], 2 * most[some[start]], side="right"))
+        rows, start = some[start:end], end
+        places = np.flatnonzero(size <= most[rows[-1]])
+        part = degrees.map(lambda array, rows=rows, places=places: _taken(array, rows, places))
+        full = np.where(part.runs(*V_SCHEDULES), 2, 1) * part.pipeline_parallel
+        own = units.take(rows, places)
+        slowest = _slowest(problem, part, own, part.micro_batches)
+        seconds = least_step_seconds(part, own.whole, slowest)
+        good = slowness(problem.objective, part.global_batch_size, seconds) <= worth.last
+        good = good & (part.micro_batches >= full) & (slowest < NEVER) & ~_listed(problem, part)
+        admitted[rows[:, None], 0, places] = good[:, 0]
+    return admitted
+
+
+def _most_worth(problem: Problem, degrees: OpenGrid, worth: Worth, units: _Units, most: Ints) -> Ints:
+    """Sequences of the largest micro batch of each pair that could be worth it, by `KNOTS` alone, [pairs]."""
+    pairs, _, _, splits, _, _ = degrees.shape
+    size = degrees.micro_batch_size.ravel()
+    knots = np.flatnonzero(_knots(size))
+    largest = np.zeros(pairs, dtype=np.int64)
+    upper = np.append(size[knots][1:] - 1, size.max())
+    block = max(1, AT_ONCE // (len(knots) * splits))
+    for start in range(0, pairs, block):
+        rows = np.arange(start, min(start + block, pairs))
+        part = degrees.map(lambda array, rows=rows: _taken(array, rows, knots))
+        full = np.where(part.runs(*V_SCHEDULES), 2, 1) * part.pipeline_parallel
+        slowest = _slowest(problem, part, units.take(rows, knots), full)
+        if problem.objective == "step-time":
+            pace = slowest * full
+        else:
+            pace = slowest / part.micro_batch_size / part.data_parallel
+        good = ((pace <= worth.last) & (slowest < NEVER)).any(axis=(1, 3, 4, 5))
+        largest[rows] = np.where(good, upper, 0).max(axis=1)
+    return np.minimum(largest, most)
+
+
+def _knots(size: Ints) -> Bools:
+    """Sizes whose shapes are priced: all small ones, and of others those a tenth apart."""
+    place = np.floor(np.log(size) / np.log(KNOTS))
+    return (size <= ALL_BELOW) | (np.diff(place, prepend=-1.0) > 0) | (size == size.max())
+
+
+def _taken(array: Ints | Bools, rows: Ints, places: Ints) -> Ints | Bools:
+    """Some of the pairs of mesh and chunks, and of the micro batches."""
+    for axis, some in ((0, rows), (2, places)):
+        array = array.take(some, axis=axis) if array.shape[axis] > 1 else array
+    return array
+
+
+def _most_sequences(problem: Problem, degrees: OpenGrid) -> Ints:
+    """Sequences of a micro batch at most, so that they fill the pipeline of each pair, [pairs]."""
+    least = degrees.pipeline_parallel * np.where(degrees.runs(*V_SCHEDULES), 2, 1) * degrees.data_parallel
+    most: Ints = np.broadcast_to(problem.batch.size // least, (degrees.shape[0], 1, 1, 1, 1, 1)).ravel()
+    return most
+
+
+def _listed(problem: Problem, degrees: OpenGrid) -> Bools:
+    """Layouts that the enumerated ones have, or that are like another one of the grid."""
+    fixed = {name for name, value in problem.pins.items() if not isinstance(value, Choice)}
+    reserve = reduce(
+        np.logical_or,
+        [rule.broken(problem.model, degrees) for rule in RESERVE if not rule.is_lifted(fixed)],
+        np.zeros((1,) * 6, dtype=np.bool_),
+    )
+    usual = np.isin(degrees.micro_batch_size, micro_batch_sizes(problem.batch, problem.pins))
+    listed = ~reserve & usual & ~degrees.columns["fewest"]
+    result: Bools = listed | (reserve & ~degrees.runs("1f1b", *V_SCHEDULES) & _has_near_chunks(problem, degrees))
+    return np.broadcast_to(result, (degrees.shape[0], 1, degrees.shape[2], 1, 1, 1))
+
+
+@dataclass(frozen=True)
+class _Units:
+    """What one micro batch takes and keeps at least; arrays of [shapes, sizes, 2 at most] but for `shape` and
+    `rank`."""
+
+    shape: Ints
+    """Of each pair of mesh and chunks."""
+    whole: Floats
+    """Seconds on all pipeline ranks together."""
+    layer: Floats
+    """Seconds in one layer."""
+    kept: Floats
+    """Bytes that a layer keeps."""
+    freed: Floats
+    """Bytes that it can keep less for each sequence, [shapes, 2 at most]."""
+    again: Floats
+    """Seconds for each sequence that it takes longer then (`least_recompute_seconds`), [shapes, 2 at most,
+    parts]."""
+    rank: FullestRank
+    """Of each pair."""
+
+    def take(self, pairs: Ints, places: Ints) -> _Units:
+        """What is told of some pairs, and of some sizes, with the axes of a grid."""
+
+        def axes(array: Floats) -> Floats:
+            found = array[self.shape[pairs][:, None], places]
+            return found.reshape(len(pairs), 1, *found.shape[1:], 1, 1)
+
+        each = {name: axes(getattr(self, name)) for name in ("whole", "layer", "kept")}
+        freed, again = self.freed[self.shape[pairs]], self.again[self.shape[pairs]]
+        rank = FullestRank(**{name: held[pairs].reshape(-1, *(1,) * 5) for name, held in vars(self.rank).items()})
+        return _Units(np.arange(len(pairs)), **each, freed=freed, again=again, rank=rank)
+
+
+def _has_near_chunks(problem: Problem, degrees: OpenGrid) -> Bools:
+    """Pairs whose pipeline runs equal chunks too, of half as many to twice as many: the bubble and the messages,
+    which are all that differs, are between those of these."""
+    pipeline, chunks = degrees.pipeline_parallel, degrees.virtual_pipeline_parallel
+    most = max(1, problem.model.layers // 2)
+    other = np.arange(2, most + 1).reshape(-1, *(1,) * pipeline.ndim)
+    stages = pipeline * other
+    equal = (-(-problem.model.layers // stages) * stages <= LONGEST_CHUNK * problem.model.layers)
+    near: Bools = (equal & (2 * other >= chunks) & (other <= 2 * chunks)).any(axis=0)
+    return near
+
+
+def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
+    where = problem.model, problem.cluster, problem.constants
+    pairs, _, sizes, splits, _, zero = degrees.shape
+    columns = [*(getattr(degrees, name) for name in SHAPE), degrees.runs(*SPLIT_BACKWARD)]
+    first, shape = distinct_rows([np.broadcast_to(column.ravel(), (pairs,)) for column in columns])
+
+    def at(places: tuple[Ints, ...], stage: Ints | int = 0) -> LayoutTable:
+        """What recomputes nothing, at places along the axes of pairs, sizes and sequence parallelism."""
+        pair, size, split = (each.astype(np.int32) for each in places)
+        same = np.zeros_like(pair)
+        where = (pair, same, size, split, same, same + np.asarray(stage, dtype=np.int32))
+        table = with_recompute(table_at(degrees, where, problem.precision, problem.pins), NONE, 0)
+        return replace(table, global_batch_size=table.micro_batch_size * table.data_parallel)
+
+    dimensions, size = (len(first), sizes, splits), degrees.micro_batch_size.ravel()
+    knots = np.flatnonzero(_knots(size))
+    # All pairs of a shape have as many devices for the same sequences, and some of them a full pipeline.
+    largest = np.zeros(len(first), dtype=np.int64)
+    np.maximum.at(largest, shape, most)
+    after = np.minimum(np.searchsorted(size[knots], largest, side="left"), len(knots) - 1)
+    able = np.broadcast_to((np.arange(len(knots)) <= after[:, None])[:, :, None], (len(first), len(knots), splits))
+    inner = np.nonzero(able)
+    every = (first[inner[0]], knots[inner[1]], inner[2])
+    before = np.searchsorted(size[knots], size, side="right") - 1
+    behind = np.minimum(before + (size[knots][before] < size), len(knots) - 1)
+
+    def whole_of(found: Floats) -> Floats:
+        """Of every size, from what a sequence takes at the knots around it at least."""
+        each = np.full(able.shape, np.inf)
+        each[inner] = found
+        each /= size[knots][:, None]
+        array: Floats = np.minimum(each[:, before], each[:, behind]) * size[:, None]
+        return np.minimum(array, NEVER)
+
+    # Ranks that hold all of their parameters may launch in another way.
+    stages = {0, zero - 1} if problem.constants.sharding.plain_whole else {0}
+    found = [least_units(*where, at(every, stage)) for stage in sorted(stages)]
+    whole, layer = (whole_of(reduce(np.minimum, each)) for each in zip(*found, strict=True))
+    kinds = recompute_kinds(problem.pins, problem.engine)
+    free = problem.cluster.parts or "layers_per_stage" in problem.pins
+    kept, freed, again = np.zeros(dimensions), np.zeros((len(first), splits)), np.zeros((len(first), splits, 1 + STEPS))
+    rank = FullestRank(*np.zeros((3, pairs)))
+    if not free and (kinds or problem.pins.get("recompute") == "none"):
+        own = problem.constants.for_device(problem.cluster.device)
+        kept = whole_of(kept_bytes(problem.model, own, at(every)))
+        kept = np.where(kept < NEVER, kept, 0.0)
+        # Products take the least for each sequence in large micro batches, hosts in small ones.
+        ends = np.array(sorted({int(degrees.micro_batch_size.argmin()), int(degrees.micro_batch_size.argmax())}))
+        corners = tuple(each.ravel() for each in np.meshgrid(first, ends, np.arange(splits), indexing="ij"))
+        bytes_freed, seconds = least_recompute_seconds(*where, at(corners), kinds)
+        freed = bytes_freed.reshape(len(first), len(ends), splits).max(axis=1)
+        again = seconds.reshape(len(first), len(ends), splits, 1 + STEPS).min(axis=1)
+        least = int(degrees.micro_batch_size.argmin())
+        none = np.zeros(pairs, dtype=np.int64)
+        rank = fullest_rank(*where, at((np.arange(pairs), none + least, none), _most_zero(problem, degrees)))
+    return _Units(shape, whole, layer, kept, freed, again, rank)
+
+
+def _most_zero(problem: Problem, degrees: OpenGrid) -> Ints:
+    """The place of the highest stage of ZeRO that each pair may have, [pairs]."""
+    stages = degrees.zero_stage
+    pairs = degrees.shape[0]
+    if stages.shape[5] == 1:
+        return np.zeros(pairs, dtype=np.int64)
+    fixed = {name for name, value in problem.pins.items() if not isinstance(value, Choice)}
+    piped = (degrees.pipeline_parallel > 1) & ~any(
+        rule.is_lifted(fixed) for rule in RULES if rule.name == "zero_pipeline"
+    )
+    legal = np.where(piped & (stages > 1), -1, stages)
+    return np.broadcast_to(legal, (pairs, 1, 1, 1, 1, stages.shape[5])).reshape(pairs, -1).argmax(axis=1)
+
+
+def _slowest(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints) -> Floats:
+    """Seconds of one micro batch on the slowest pipeline rank at least, with the axes of a grid; `NEVER`
+    where nothing fits.
+
+    Of equal chunks but for one layer, the first rank has the most layers: none computes for longer.
+    """
+    chunks, pipeline = part.virtual_pipeline_parallel, part.pipeline_parallel
+    most = np.zeros(())
+    if "layers_per_stage" not in problem.pins:
+        each, rest = np.divmod(problem.model.layers, part.stages)
+        most = np.where(chunks > 1, each * chunks - (-rest // pipeline), 0)
+    again = _recomputation_seconds(problem, part, units, micro_batches)
+    mean = units.whole / pipeline + np.where(chunks > 1, 0.0, again)
+    slowest: Floats = np.maximum(mean, most * units.layer + again)
+    return slowest
+
+
+def _recomputation_seconds(
+    problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints
+) -> Floats:
+    """Seconds of one micro batch that a pipeline rank recomputes at least, so that what it keeps fits; `NEVER`
+    where it cannot."""
+    chunks, pipeline, rank = part.virtual_pipeline_parallel, part.pipeline_parallel, units.rank
+    flying = np.minimum(rank.in_flight, micro_batches * rank.layers)
+    unfit = np.maximum(rank.states + flying * units.kept - problem.cluster.memory_bytes, 0.0)
+    # Each byte of a layer is there as often as the layer is in flight, which is once for each rank at most.
+    often = np.where(chunks > 1, flying, pipeline * rank.layers)
+    each = unfit / np.maximum(often, 1e-9) / part.micro_batch_size
+    freed = units.freed[:, None, None, :, None, None]
+    share = np.where(each > 0, each / np.where(freed > 0, freed, 1e-300), 0.0)
+    step = np.minimum(share * STEPS, STEPS).astype(np.int64)
+    pairs, splits = np.ogrid[: len(freed), : freed.shape[3]]
+    again = units.again[pairs[:, None, None, :, None, None], splits[:, None, None, :, None, None], step]
+    seconds = again * part.micro_batch_size * rank.layers
+    return np.where(share > 1 + 1e-9, NEVER, seconds)

@@ -1,0 +1,137 @@
+"""What layouts need at least of a device's memory, and what it takes to recompute what exceeds it.
+
+One pipeline rank stands for all: the one that keeps the most layers in flight. Its share of the states, and
+what its layers keep from forward to backward, is the least that the fullest device holds. Where that is too
+much, layers recompute, and no set of modules frees a byte in less time than the best one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import combinations
+
+import numpy as np
+
+from costmodels.dataclass import dataclass
+from costmodels.layers.shapes import distinct_shapes
+from costmodels.memory.peak import stage_memory
+from costmodels.memory.unit_sizes import row_unit_sizes, unit_sizes
+from costmodels.ranks.rank_layers import ZERO, Ranks, all_ranks
+from costmodels.spec.engine import Engine
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import SPLIT_BACKWARD, Recompute, even_split
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import FULL, SCHEDULES, Floats, LayoutTable, combined_key
+from costmodels.time.unit_times import unit_passes
+from planner.solve.recompute import recompute_sets, with_recompute
+
+
+STEPS = 32
+"""Parts of what a layer can keep less, of which each is told what it costs at least."""
+
+
+@dataclass(frozen=True)
+class FullestRank:
+    """The pipeline rank that keeps the most layers in flight, of each row; arrays of [n]."""
+
+    layers: Floats
+    in_flight: Floats
+    """Layers alive at most, times the micro batches that each is alive for."""
+    states: Floats
+    """Bytes that it holds at least besides what layers keep for their backward pass."""
+
+
+def fullest_rank(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> FullestRank:
+    """The fullest rank of each row with even stages.
+
+    Stages of 1F1B need not stay even: there it is a rank with the mean of all layers, and with as few in
+    flight as any split leaves in the mean (`planner.solve.bounds.least_peak`).
+    """
+    pipeline, chunks = table.pipeline_parallel, table.virtual_pipeline_parallel
+    key = combined_key([pipeline, chunks, table.schedule])
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    found = [
+        _layers_in_flight(model.layers, int(pipeline[row]), int(chunks[row]), int(table.schedule[row]))
+        for row in first.tolist()
+    ]
+    layers, flying = (np.array(each, dtype=np.float64)[which] for each in zip(*found, strict=True))
+    own, other = ("moe", "dense") if model.routed_layers else ("dense", "moe")
+    # Of leading layers of another kind, as many as there are may lie on this rank.
+    fewer = model.leading_layers if model.routed_layers else 0
+    share = np.maximum(layers - fewer, 0.0) / layers
+    held, zero = (layers * share)[:, None], np.zeros((len(table), 1))
+    ranks = Ranks(
+        count=np.ones((len(table), 1)),
+        first=zero,
+        last=zero,
+        dense_plain=ZERO,
+        moe_plain=ZERO,
+        dense_plain_in_flight=ZERO,
+        moe_plain_in_flight=ZERO,
+        backlog=ZERO,
+        **{own: held, other: zero, f"{own}_in_flight": zero, f"{other}_in_flight": zero},
+    )
+    engine = engine.for_device(cluster.device)
+    sizes = row_unit_sizes(model, engine, *distinct_shapes(table))
+    states = sum(stage_memory(cluster, engine, table, sizes, ranks).values(), np.zeros(()))
+    return FullestRank(layers, flying * share, np.broadcast_to(states, held.shape)[:, 0])
+
+
+def _layers_in_flight(layers: int, pipeline: int, chunks: int, schedule: int) -> tuple[float, float]:
+    """Layers of the rank that keeps most, and how many it keeps."""
+    if chunks == 1:
+        alone = min(pipeline, layers)
+        return layers / pipeline, (alone * (alone + 1) / 2 + (layers - alone)) / pipeline
+    ranks = all_ranks(even_split(layers, pipeline * chunks), pipeline, layers, SCHEDULES[schedule])
+    fullest = int(ranks.dense_in_flight.argmax())
+    return float(ranks.dense[fullest]), float(ranks.dense_in_flight[fullest])
+
+
+def kept_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
+    """Bytes that a layer keeps from forward to backward for one micro batch, [n]."""
+    sizes = unit_sizes(model, engine, table)
+    kept: Floats = sizes.moe_activations if model.routed_layers else sizes.dense_activations
+    return kept
+
+
+def least_recompute_seconds(
+    model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, kinds: Collection[Recompute]
+) -> tuple[Floats, Floats]:
+    """What freeing bytes of a layer costs at least: the most bytes that it can keep less for each sequence, [n],
+    and the seconds that it takes longer for each sequence to keep `STEPS`-ths of these less, [n, `STEPS` + 1].
+
+    Layers may differ in what they recompute: in the mean they lie on or above the lower convex hull of all
+    sets of modules.
+
+    Args:
+        table: rows that recompute nothing.
+    """
+    engine = engine.for_device(cluster.device)
+    split = table.runs(*SPLIT_BACKWARD)
+    before, held = _layer_seconds(model, cluster, engine, table), kept_bytes(model, engine, table)
+    none = np.zeros(len(table))
+    freed, longer = [none], [none]
+    for kind, modules in recompute_sets(model, engine, kinds):
+        other = with_recompute(table, kind, modules)
+        able = ~(split & (kind == FULL))
+        freed.append(np.where(able, np.maximum(held - kept_bytes(model, engine, other), 0.0), 0.0))
+        longer.append(
+            np.where(able, np.maximum(_layer_seconds(model, cluster, engine, other) - before, 0.0), 0.0)
+        )
+    x, y = np.stack(freed) / table.micro_batch_size, np.stack(longer) / table.micro_batch_size
+    most = x.max(axis=0)
+    steps = np.linspace(0.0, 1.0, STEPS + 1)[:, None] * most
+    hull = np.zeros_like(steps)
+    for one, other_one in combinations(range(len(x)), 2):
+        across = x[other_one] - x[one]
+        slope = np.where(across == 0, 0.0, (y[other_one] - y[one]) / np.where(across == 0, 1.0, across))
+        slope = np.maximum(slope, 0.0)
+        # The line of that slope that lies below all sets.
+        hull = np.maximum(hull, slope * steps + (y - slope * x).min(axis=0))
+    return most, hull.T
+
+
+def _layer_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
+    units = unit_passes(model, cluster, engine, table)
+    seconds: Floats = units["moe" if model.routed_layers else "dense"].total
+    return seconds
