@@ -27,6 +27,7 @@ import planner
 from costmodels.catalogue import engine_names, load_device, load_engine
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
+from costmodels.memory.host import host_bytes
 from costmodels.pricing import peak_memory, price
 from costmodels.spec.layout import Layout, even_split
 from costmodels.spec.table import CONTEXT_FORMS, RECOMPUTE_MODULES, SCHEDULES, LayoutTable, value_of
@@ -222,6 +223,11 @@ def legal(problem: Problem, table: LayoutTable) -> Any:
     for rule in (*RULES, *problem.further):
         if not rule.redundant:
             good &= ~np.broadcast_to(rule.broken(problem.model, table), good.shape)
+    device = problem.cluster.device
+    if device.kind != "cpu":
+        good &= (
+            host_bytes(problem.model, problem.engine.for_device(device), table) <= device.host_memory_bytes
+        )
     size = table.global_batch_size
     good &= size <= problem.batch.size if problem.batch.maximum else size == problem.batch.size
     for name, pin in problem.pins.items():
@@ -257,14 +263,14 @@ def beat(question: Question, count: int, rng: random.Random) -> Answer | None:
     for row in rivals[speeds[rivals] > 0.9 * speed].tolist():
         lead = _lead(question, result, table.layout(row), speed)
         if lead > max(known.lead, BETTER):
-            known = Answer(question, known.first, speed, len(table), table.layout(row).describe(), lead)
-            if _uneven(table.layout(row), problem):
-                known = Answer(question, known.first, speed, len(table), f"{known.better} {table.layout(row).layers_per_stage}", lead)
+            known = Answer(question, known.first, speed, len(table), _words(table.layout(row), problem), lead)
     return known
 
 
-def _uneven(layout: Layout, problem: Problem) -> bool:
-    return layout.layers_per_stage != even_split(problem.model.layers, len(layout.layers_per_stage))
+def _words(layout: Layout, problem: Problem) -> str:
+    split = layout.layers_per_stage
+    uneven = split != even_split(problem.model.layers, len(split))
+    return f"{layout.describe()} {split}" if uneven else layout.describe()
 
 
 def _lead(question: Question, result: SearchResult, layout: Layout, speed: float) -> float:
@@ -294,11 +300,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         answers.append(answer)
         if answer.better is not None and not given.json:
-            print(f"#{number} {answer.question}\n  first  {answer.first}, {answer.tokens_per_s:,.0f} tokens/s")
+            print(
+                f"#{number} {answer.question}\n  first  {answer.first}, {answer.tokens_per_s:,.0f} tokens/s"
+            )
             print(f"  beaten by {answer.better}, {100 * answer.lead:+.1f} %", flush=True)
     beaten = [answer for answer in answers if answer.better is not None]
     if given.json:
-        print(json.dumps([{"question": str(each.question), "lead": each.lead, "better": each.better} for each in beaten]))
+        print(
+            json.dumps(
+                [
+                    {"question": str(each.question), "lead": each.lead, "better": each.better}
+                    for each in beaten
+                ]
+            )
+        )
     else:
         layouts = sum(answer.drawn for answer in answers)
         unanswered = sum(answer.first is None for answer in answers)

@@ -48,9 +48,9 @@ def distinct_plans(
     count = _reach(result, top)
     while True:
         result = result.settle(count, shows_bytes)
-        found = _grouped(result, min(count, result.feasible))
+        found = _grouped(result, min(count, result.ranked))
         # One more than is shown, so that the last has all its twins.
-        if len(found) > top or count >= result.feasible:
+        if len(found) > top or count >= result.ranked:
             return result, found[:top]
         count += top + 1 - len(found)
 

@@ -68,6 +68,7 @@ def _ranked(
     more = len(prices) - len(rows)
     places = order(prices.table, np.arange(len(prices)), *logarithms(problem.objective, prices))
     tail = Tail(space.table, behind) if len(behind) else None
+    ranking = settle(Ranking(problem.objective, prices, places, tail=tail), count)
     return SearchResult(
         problem=problem,
         considered=space.considered + more,
@@ -75,7 +76,8 @@ def _ranked(
         illegal=dict(space.illegal),
         elapsed_s=time.perf_counter() - started,
         tables=(space.table, *(some.table for some in added)),
-        ranking=settle(Ranking(problem.objective, prices, places, tail=tail), count),
+        ranking=ranking,
+        fit=len(ranking),
         rows=np.concatenate([rows, len(space.table) + np.arange(more), behind]),
         solutions=more,
     )
@@ -91,14 +93,13 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
     """
     model, cluster, engine = problem.model, problem.cluster, problem.constants
     added: list[Prices] = []
-    for anything in (False, True):
+    # What the enumerated micro batches find leaves fewer of the others to look at.
+    for anything, usual in ((False, True), (True, True), (True, False)):
         so_far = [part for part in (*known, *added) if len(part)]
-        if not anything and so_far:
+        if anything is not bool(so_far):
             continue
-        if anything and not so_far:
-            break
         worth = worth_of_further(problem.objective, so_far)
-        space = further_space(problem, listed, found, worth, anything)
+        space = further_space(problem, listed, found, worth, anything, usual)
         if space is None:
             continue
         if problem.pins.get("offload_activations") or problem.pins.get("offload_optimizer"):

@@ -48,6 +48,9 @@ KNOTS, ALL_BELOW = 1.1, 16
 """Of sizes of micro batches beyond the second number, only some are priced, each this many times the last one:
 the larger a micro batch is, the less each of its sequences takes."""
 
+EVERY, FINE = 512, 1.005
+"""Sizes of micro batches up to the first number are all looked at, larger ones this many times the last one."""
+
 MANY = 256
 """Sizes of micro batches beyond which it is worth finding out which are too large for any device."""
 
@@ -63,7 +66,9 @@ SHAPE = (
 RESERVE = [rule for rule in RULES if rule.reserve]
 
 
-def further_space(problem: Problem, space: Space, found: Fit, worth: Worth, anything: bool) -> Space | None:
+def further_space(
+    problem: Problem, space: Space, found: Fit, worth: Worth, anything: bool, usual: bool
+) -> Space | None:
     """The layouts that `space` does not list, of those that could be worth it; None where there are none.
 
     Args:
@@ -71,10 +76,13 @@ def further_space(problem: Problem, space: Space, found: Fit, worth: Worth, anyt
         found: which of them fit.
         anything: some layout fits. Where none does, small micro batches alone are looked at: larger ones fit
             no better.
+        usual: those with the enumerated micro batches, which have unequal chunks; else those with others.
     """
     if problem.objective == "memory" and anything:
         return None  # What holds least is enumerated.
-    micro_batches = _micro_batches(problem, space, found, anything)
+    micro_batches = _micro_batches(problem, space, found, anything, usual)
+    if not len(micro_batches.size):
+        return None
     listed = problem
     if lists_plain_alone(problem):
         listed = replace(problem, pins={**problem.pins, "recompute": "none"})
@@ -87,21 +95,27 @@ def lists_plain_alone(problem: Problem) -> bool:
     return "none" in recompute_kinds(problem.pins, problem.engine)
 
 
-def _micro_batches(problem: Problem, space: Space, found: Fit, anything: bool) -> MicroBatches:
+def _micro_batches(
+    problem: Problem, space: Space, found: Fit, anything: bool, wants_usual: bool
+) -> MicroBatches:
     """Sizes of micro batches, and whether a step has the most of them or the fewest."""
     usual = np.array(micro_batch_sizes(problem.batch, problem.pins), dtype=np.int64)
-    alone = MicroBatches(usual, np.zeros(len(usual), dtype=np.bool_))
-    if not problem.batch.maximum or problem.objective not in ("throughput", "cost"):
-        return alone
-    pin = problem.pins.get("micro_batch_size")
-    sizes = usual
     if not anything:
+        # Fewer micro batches hold no more.
         sizes = usual[:1]
-    elif pin is None or isinstance(pin, Choice):
-        sizes = np.arange(1, 1 + _largest(problem, space, found, usual), dtype=np.int64)
-        if isinstance(pin, Choice):
-            sizes = sizes[[size in pin for size in sizes.tolist()]]
-    return MicroBatches(sizes, np.full(len(sizes), not anything))
+        return MicroBatches(sizes, np.full(len(sizes), problem.batch.maximum))
+    if wants_usual:
+        return MicroBatches(usual, np.zeros(len(usual), dtype=np.bool_))
+    pin = problem.pins.get("micro_batch_size")
+    free = problem.batch.maximum and problem.objective in ("throughput", "cost")
+    if not free or not (pin is None or isinstance(pin, Choice)):
+        return MicroBatches(usual[:0], np.zeros(0, dtype=np.bool_))
+    sizes = np.arange(1, 1 + _largest(problem, space, found, usual), dtype=np.int64)
+    if isinstance(pin, Choice):
+        sizes = sizes[[size in pin for size in sizes.tolist()]]
+    apart = np.floor(np.log(sizes) / np.log(FINE))
+    sizes = sizes[((sizes <= EVERY) | (np.diff(apart, prepend=-1.0) > 0)) & ~np.isin(sizes, usual)]
+    return MicroBatches(sizes, np.zeros(len(sizes), dtype=np.bool_))
 
 
 def _largest(problem: Problem, space: Space, found: Fit, usual: Ints) -> int:
@@ -117,49 +131,71 @@ def _largest(problem: Problem, space: Space, found: Fit, usual: Ints) -> int:
     of_plain = table.column("micro_batch_size", plain)
     for size in usual[usual > sizes.max(initial=0)].tolist():
         rows = plain[of_plain == size]
-        held = peak_memory(*where, with_most_recompute(problem.model, problem.engine, table.take(rows), kinds))
+        held = peak_memory(
+            *where, with_most_recompute(problem.model, problem.engine, table.take(rows), kinds)
+        )
         if not (held <= problem.cluster.memory_bytes).any():
             # The fewest micro batches hold no less than half of what the most do.
             return min(most, 2 * size)
     return most
 
 
-def _admitted(problem: Problem, degrees: OpenGrid, worth: Worth) -> Bools:
-    """Layouts of a grid that are not enumerated and could be worth it."""
-    pairs, _, sizes, splits, _, _ = degrees.shape
-    admitted = np.zeros((pairs, 1, sizes, splits, 1, 1), dtype=np.bool_)
-    if not pairs:
-        return admitted
+def _admitted(problem: Problem, degrees: OpenGrid, worth: Worth) -> tuple[OpenGrid, Bools]:
+    """The part of a grid that could be worth it, and which layouts of it are not enumerated and are."""
     size, most = degrees.micro_batch_size.ravel(), _most_sequences(problem, degrees)
-    new = ~_listed(problem, degrees)[:, 0, :, 0, 0, 0] & (size <= most[:, None])
-    wanted = np.flatnonzero(new.any(axis=1))
-    if not len(wanted):
-        return admitted
-    if len(wanted) < pairs:
-        part = degrees.map(lambda array: _taken(array, wanted, np.arange(sizes)))
-        admitted[wanted] = _admitted(problem, part, worth)
-        return admitted
+    new = ~_listed(problem, degrees, degrees.columns["fewest"][:, :, :1])[:, 0, 0, 0, 0, 0]
+    unusual = ~np.isin(size, micro_batch_sizes(problem.batch, problem.pins))
+    least = size[unusual].min(initial=np.iinfo(np.int64).max)
+    wanted = np.flatnonzero((most >= np.where(new, size.min(), least)) & ~_is_covered(problem, degrees))
+    degrees, most = degrees.map(lambda array: _taken(array, wanted, np.arange(len(size)))), most[wanted]
+    if np.isfinite(worth.last) and len(wanted):
+        some = np.flatnonzero(_least_pace(problem, degrees) <= worth.last)
+        degrees, most = degrees.map(lambda array: _taken(array, some, np.arange(len(size)))), most[some]
+    if not len(most):
+        return degrees, np.zeros((0, 1, len(size), 1, 1, 1), dtype=np.bool_)
     units = _units(problem, degrees, most)
     most = _most_worth(problem, degrees, worth, units, most)
+    kept, places = np.flatnonzero(most >= size.min()), np.flatnonzero(size <= most.max())
+    part = degrees.map(lambda array: _taken(array, kept, places))
+    admitted = np.zeros((len(kept), 1, len(places), degrees.shape[3], 1, 1), dtype=np.bool_)
     # Pairs that can have as large micro batches are looked at together.
-    some = np.flatnonzero(most >= size.min())
-    some = some[np.argsort(most[some], kind="stable")]
+    order = np.argsort(most[kept], kind="stable")
     start = 0
-    while start < len(some):
-        end = min(len(some), start + max(1, AT_ONCE // (np.count_nonzero(size <= most[some[start]]) * splits)))
-        if most[some[end - 1]] > 2 * most[some[start]]:
-            end = start + int(np.searchsorted(most[some[start:end]], 2 * most[some[start]], side="right"))
-        rows, start = some[start:end], end
-        places = np.flatnonzero(size <= most[rows[-1]])
-        part = degrees.map(lambda array, rows=rows, places=places: _taken(array, rows, places))
-        full = np.where(part.runs(*V_SCHEDULES), 2, 1) * part.pipeline_parallel
-        own = units.take(rows, places)
-        slowest = _slowest(problem, part, own, part.micro_batches)
-        seconds = least_step_seconds(part, own.whole, slowest)
-        good = slowness(problem.objective, part.global_batch_size, seconds) <= worth.last
-        good = good & (part.micro_batches >= full) & (slowest < NEVER) & ~_listed(problem, part)
-        admitted[rows[:, None], 0, places] = good[:, 0]
-    return admitted
+    while start < len(order):
+        low = most[kept[order[start]]]
+        end = start + max(1, AT_ONCE // (np.count_nonzero(size <= low) * degrees.shape[3]))
+        end = min(end, start + int(np.searchsorted(most[kept[order[start:]]], 2 * low, side="right")))
+        rows, start = order[start:end], end
+        few = np.arange(np.count_nonzero(size[places] <= most[kept[rows[-1]]]))
+        some_part = part.map(lambda array, rows=rows, few=few: _taken(array, rows, few))
+        full = np.where(some_part.runs(*V_SCHEDULES), 2, 1) * some_part.pipeline_parallel
+        own = units.take(kept[rows], places[few])
+        slowest = _slowest(problem, some_part, own, some_part.micro_batches)
+        seconds = least_step_seconds(some_part, own.whole, slowest)
+        good = slowness(problem.objective, some_part.global_batch_size, seconds) <= worth.last
+        good = good & (some_part.micro_batches >= full) & (slowest < NEVER)
+        good = good & ~_listed(problem, some_part, some_part.columns["fewest"])
+        admitted[rows[:, None], 0, few] = good[:, 0]
+    return part, admitted
+
+
+def _least_pace(problem: Problem, degrees: OpenGrid) -> Floats:
+    """Seconds of a sequence that each pair takes at least, of a step where it is about steps, [pairs]: each
+    pipeline rank computes its share of the largest micro batches, whose sequences take least."""
+    pairs, _, sizes, splits, _, zero = degrees.shape
+    columns = [*(getattr(degrees, name) for name in SHAPE), degrees.runs(*SPLIT_BACKWARD)]
+    first, shape = distinct_rows([np.broadcast_to(column.ravel(), (pairs,)) for column in columns])
+    ends = sorted({0, sizes - 1})
+    grid = np.meshgrid(first, ends, np.arange(splits), sorted({0, zero - 1}), indexing="ij")
+    pair, size, split, stage = (each.ravel().astype(np.int32) for each in grid)
+    same = np.zeros_like(pair)
+    table = table_at(degrees, (pair, same, size, split, same, stage), problem.precision, problem.pins)
+    table = replace(table, global_batch_size=table.micro_batch_size * table.data_parallel)
+    whole, _ = least_units(problem.model, problem.cluster, problem.constants, table)
+    each = (whole / table.micro_batch_size).reshape(len(first), -1).min(axis=1)[shape]
+    devices = degrees.pipeline_parallel * degrees.data_parallel
+    pace: Floats = each / np.broadcast_to(devices.ravel(), (pairs,))
+    return pace * (1 if problem.objective != "step-time" else degrees.data_parallel.ravel())
 
 
 def _most_worth(problem: Problem, degrees: OpenGrid, worth: Worth, units: _Units, most: Ints) -> Ints:
@@ -204,8 +240,8 @@ def _most_sequences(problem: Problem, degrees: OpenGrid) -> Ints:
     return most
 
 
-def _listed(problem: Problem, degrees: OpenGrid) -> Bools:
-    """Layouts that the enumerated ones have, or that are like another one of the grid."""
+def _listed(problem: Problem, degrees: OpenGrid, fewest: Bools) -> Bools:
+    """Layouts that the enumerated ones have."""
     fixed = {name for name, value in problem.pins.items() if not isinstance(value, Choice)}
     reserve = reduce(
         np.logical_or,
@@ -213,9 +249,16 @@ def _listed(problem: Problem, degrees: OpenGrid) -> Bools:
         np.zeros((1,) * 6, dtype=np.bool_),
     )
     usual = np.isin(degrees.micro_batch_size, micro_batch_sizes(problem.batch, problem.pins))
-    listed = ~reserve & usual & ~degrees.columns["fewest"]
-    result: Bools = listed | (reserve & ~degrees.runs("1f1b", *V_SCHEDULES) & _has_near_chunks(problem, degrees))
-    return np.broadcast_to(result, (degrees.shape[0], 1, degrees.shape[2], 1, 1, 1))
+    return ~reserve & usual[:, :, : fewest.shape[2]] & ~fewest
+
+
+def _is_covered(problem: Problem, degrees: OpenGrid) -> Bools:
+    """Pairs of mesh and chunks whose pipeline runs equal chunks, of about as many, [pairs]."""
+    unequal = reduce(np.logical_or, [rule.broken(problem.model, degrees) for rule in RESERVE])
+    covered = unequal & ~degrees.runs("1f1b", *V_SCHEDULES) & _has_near_chunks(problem, degrees)
+    return np.broadcast_to(covered.ravel(), (degrees.shape[0],)) & (
+        "virtual_pipeline_parallel" not in problem.pins
+    )
 
 
 @dataclass(frozen=True)
@@ -248,7 +291,9 @@ class _Units:
 
         each = {name: axes(getattr(self, name)) for name in ("whole", "layer", "kept")}
         freed, again = self.freed[self.shape[pairs]], self.again[self.shape[pairs]]
-        rank = FullestRank(**{name: held[pairs].reshape(-1, *(1,) * 5) for name, held in vars(self.rank).items()})
+        rank = FullestRank(
+            **{name: held[pairs].reshape(-1, *(1,) * 5) for name, held in vars(self.rank).items()}
+        )
         return _Units(np.arange(len(pairs)), **each, freed=freed, again=again, rank=rank)
 
 
@@ -259,7 +304,7 @@ def _has_near_chunks(problem: Problem, degrees: OpenGrid) -> Bools:
     most = max(1, problem.model.layers // 2)
     other = np.arange(2, most + 1).reshape(-1, *(1,) * pipeline.ndim)
     stages = pipeline * other
-    equal = (-(-problem.model.layers // stages) * stages <= LONGEST_CHUNK * problem.model.layers)
+    equal = -(-problem.model.layers // stages) * stages <= LONGEST_CHUNK * problem.model.layers
     near: Bools = (equal & (2 * other >= chunks) & (other <= 2 * chunks)).any(axis=0)
     return near
 
@@ -284,7 +329,9 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
     largest = np.zeros(len(first), dtype=np.int64)
     np.maximum.at(largest, shape, most)
     after = np.minimum(np.searchsorted(size[knots], largest, side="left"), len(knots) - 1)
-    able = np.broadcast_to((np.arange(len(knots)) <= after[:, None])[:, :, None], (len(first), len(knots), splits))
+    able = np.broadcast_to(
+        (np.arange(len(knots)) <= after[:, None])[:, :, None], (len(first), len(knots), splits)
+    )
     inner = np.nonzero(able)
     every = (first[inner[0]], knots[inner[1]], inner[2])
     before = np.searchsorted(size[knots], size, side="right") - 1
@@ -304,14 +351,20 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
     whole, layer = (whole_of(reduce(np.minimum, each)) for each in zip(*found, strict=True))
     kinds = recompute_kinds(problem.pins, problem.engine)
     free = problem.cluster.parts or "layers_per_stage" in problem.pins
-    kept, freed, again = np.zeros(dimensions), np.zeros((len(first), splits)), np.zeros((len(first), splits, 1 + STEPS))
+    kept, freed, again = (
+        np.zeros(dimensions),
+        np.zeros((len(first), splits)),
+        np.zeros((len(first), splits, 1 + STEPS)),
+    )
     rank = FullestRank(*np.zeros((3, pairs)))
     if not free and (kinds or problem.pins.get("recompute") == "none"):
         own = problem.constants.for_device(problem.cluster.device)
         kept = whole_of(kept_bytes(problem.model, own, at(every)))
         kept = np.where(kept < NEVER, kept, 0.0)
         # Products take the least for each sequence in large micro batches, hosts in small ones.
-        ends = np.array(sorted({int(degrees.micro_batch_size.argmin()), int(degrees.micro_batch_size.argmax())}))
+        ends = np.array(
+            sorted({int(degrees.micro_batch_size.argmin()), int(degrees.micro_batch_size.argmax())})
+        )
         corners = tuple(each.ravel() for each in np.meshgrid(first, ends, np.arange(splits), indexing="ij"))
         bytes_freed, seconds = least_recompute_seconds(*where, at(corners), kinds)
         freed = bytes_freed.reshape(len(first), len(ends), splits).max(axis=1)
@@ -353,9 +406,7 @@ def _slowest(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Int
     return slowest
 
 
-def _recomputation_seconds(
-    problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints
-) -> Floats:
+def _recomputation_seconds(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints) -> Floats:
     """Seconds of one micro batch that a pipeline rank recomputes at least, so that what it keeps fits; `NEVER`
     where it cannot."""
     chunks, pipeline, rank = part.virtual_pipeline_parallel, part.pipeline_parallel, units.rank

@@ -39,7 +39,8 @@ def offload_space(problem: Problem, space: Space) -> tuple[list[Problem], Space]
     left = [
         {**offloaded, **fixed}
         for offloaded in OFFLOADS
-        if not offloaded.keys() & fixed.keys() or (len(offloaded) == 1 and not offloaded.keys() <= fixed.keys())
+        if not offloaded.keys() & fixed.keys()
+        or (len(offloaded) == 1 and not offloaded.keys() <= fixed.keys())
     ]
     pinned = [replace(problem, pins={**problem.pins, **offloaded}) for offloaded in left]
     further = [within_host(problem, each.space()) for each in pinned]

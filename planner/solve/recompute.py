@@ -165,9 +165,7 @@ def with_most_recompute(
     return with_recompute(table, np.where(whole, FULL, SELECTIVE), MOST_MODULES & able)
 
 
-def recompute_sets(
-    model: ModelSpec, engine: Engine, kinds: Collection[Recompute]
-) -> list[tuple[int, int]]:
+def recompute_sets(model: ModelSpec, engine: Engine, kinds: Collection[Recompute]) -> list[tuple[int, int]]:
     """What may recompute: whole layers, and every set of modules, as codes of the kind and of the modules."""
     able = code_of("recompute_modules", engine.runs.modules_of(model.experts))
     sets = [(FULL, 0)] * ("full" in kinds)

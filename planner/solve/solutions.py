@@ -29,7 +29,12 @@ FURTHER = 4
 
 
 def solutions(
-    problem: Problem, space: Space, found: Fit, floor: Floor, prices: Prices, others: Sequence[Prices] | None = None
+    problem: Problem,
+    space: Space,
+    found: Fit,
+    floor: Floor,
+    prices: Prices,
+    others: Sequence[Prices] | None = None,
 ) -> list[Prices]:
     """Further layouts, legal ones that fit and beat the listed ones that they are like.
 
@@ -49,7 +54,9 @@ def solutions(
     if problem.cluster.parts and "layers_per_stage" not in problem.pins:
         from planner.solve.mixed_nodes import mixed_solutions  # Few clusters have nodes of two kinds.
 
-        own = mixed_solutions(*where, space.table, kinds, partial(_worth_beside, problem.objective, others), prices)
+        own = mixed_solutions(
+            *where, space.table, kinds, partial(_worth_beside, problem.objective, others), prices
+        )
     if problem.objective == "memory":
         # What recomputes and splits most is enumerated.
         return [some for some in own if len(some)]

@@ -97,9 +97,9 @@ class MicroBatches:
     """A step has no more micro batches than its schedule needs; else as many as the batch holds."""
 
 
-Admit = Callable[[OpenGrid], Bools]
-"""What says which layouts of a grid may be looked at further; its pairs of mesh and chunks lie along the first
-axis."""
+Admit = Callable[[OpenGrid], tuple[OpenGrid, Bools]]
+"""What says which layouts of a grid are looked at further, and of which part of it; its pairs of mesh and chunks
+lie along the first axis."""
 
 
 def micro_batch_sizes(batch: Batch, pins: Pins | None = None) -> Sequence[int]:
@@ -265,12 +265,14 @@ def _admitted(degrees: OpenGrid, legal: Bools, admit: Admit | None) -> tuple[Ope
     """The grid without pairs of mesh and chunks, and without micro batches, of which none is admitted."""
     if admit is None:
         return degrees, legal
-    admitted = admit(degrees) & np.broadcast_to(legal, (len(legal), 1, 1, 1, 1, 1))
+    before = degrees
+    degrees, admitted = admit(degrees)
     some = admitted.any(axis=(1, 3, 4, 5))
     pairs, sizes = np.flatnonzero(some.any(axis=1)), np.flatnonzero(some.any(axis=0))
 
     if not len(pairs):
         # One that is not admitted stands for all, so that no axis is empty.
+        degrees, admitted = before, np.zeros((1,) * AXES, dtype=np.bool_)
         pairs = sizes = np.zeros(1, dtype=np.int64)
 
     def taken(array: Ints | Bools) -> Any:
@@ -370,9 +372,7 @@ def _table(
     return GridTable.on(columns | {"split": split}, where, splits, _formats(precision, pins))
 
 
-def table_at(
-    degrees: OpenGrid, where: tuple[Places, ...], precision: Precision, pins: Pins
-) -> LayoutTable:
+def table_at(degrees: OpenGrid, where: tuple[Places, ...], precision: Precision, pins: Pins) -> LayoutTable:
     """The layouts at some places of a grid, without their batch and the layers of their stages."""
     named = {name: degrees.columns[name] for name in ARRAY_FIELDS if name in degrees.columns}
     none = np.zeros((1,) * AXES, dtype=np.int64)

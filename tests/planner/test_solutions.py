@@ -32,7 +32,8 @@ def test_the_best_plan_recomputes_no_more_than_it_must() -> None:
     assert best is not None and result.solutions > 0
     layout = best.layout
     assert (layout.recompute, layout.recompute_method) == ("selective", "block")
-    enumerated = search(**SMALL, device_memory_gib=74.0, pin=["pp=1", "recompute_method=uniform"])
+    uniform = ["pp=1", "recompute_method=uniform", "mbs=1,2,4,8,16"]
+    enumerated = search(**SMALL, device_memory_gib=74.0, pin=uniform)
     assert enumerated.solutions == 0 and enumerated.best is not None
     assert best.estimate.tokens_per_s > 1.03 * enumerated.best.estimate.tokens_per_s
     # One layer less does not fit.
@@ -56,7 +57,7 @@ def test_the_best_plan_recomputes_no_more_than_it_must() -> None:
     ],
 )
 def test_pins_say_what_may_be_solved_for(pin: Any, forbid: Any, kinds: set[str]) -> None:
-    pins = ["pp=1", "zero_replicas=1", *([pin] if pin else [])]
+    pins = ["pp=1", "zero_replicas=1", "mbs=1,2,4,8,16", *([pin] if pin else [])]
     assert recomputations(search(**SMALL, pin=pins, forbid=forbid, device_memory_gib=55)) <= kinds
     if len(kinds) == 1:
         assert recomputations(search(**SMALL, pin=pins, forbid=forbid, device_memory_gib=55)) == kinds
@@ -116,3 +117,36 @@ def test_what_is_solved_fits_and_the_runtime_takes_it(job: dict[str, Any]) -> No
         # Stages of several chunks stay as equal as they can be.
         split = layout.layers_per_stage
         assert layout.schedule == "1f1b" or max(split) * len(split) <= LONGEST_CHUNK * sum(split)
+
+
+@pytest.mark.parametrize("world", [5, 13, 17])
+def test_every_micro_batch_under_a_maximum_counts(world: int) -> None:
+    """No pinned micro batch is faster than the plan of a free search, whatever number of sequences it leaves."""
+    job: dict[str, Any] = {"model": "gpt3-125m", "world_size": world, "local_world_size": world}
+    job |= {"device": "h100", "max_global_batch_size": 128}
+    best = search(**job).best
+    assert best is not None
+    for size in range(1, 128 // world + 1):
+        pinned = search(**job, pin=[f"mbs={size}"]).best
+        assert pinned is not None
+        assert pinned.estimate.tokens_per_s <= best.estimate.tokens_per_s * (1 + 1e-9)
+    # 7 x 17 = 119 sequences are more than 4 x 17 = 68, the most of a power of two.
+    assert world != 17 or best.layout.micro_batch_size == 7
+
+
+def test_unequal_chunks_are_looked_at_where_they_are_faster_or_all_that_fits() -> None:
+    job: dict[str, Any] = {"model": "mindformers-gpt-13b", "device": "tpu-v5p", "global_batch_size": 64}
+    best = search(**job, world_size=11, local_world_size=11).best
+    assert best is not None
+    # 40 layers in 22 stages of two and of one.
+    assert (best.layout.schedule, len(best.layout.layers_per_stage)) == ("zbv", 22)
+    big: dict[str, Any] = {"model": "gpt3-175b", "device": "rtx-pro-6000", "max_global_batch_size": 60}
+    assert search(**big, world_size=40, pin="schedule=zbv").feasible
+
+
+def test_counts_do_not_depend_on_how_many_plans_are_asked_for() -> None:
+    result = search("llama2-7b", world_size=16, device="l40s", memory_margin_gib=6, max_global_batch_size=64)
+    settled = result.settle(40)
+    assert (settled.feasible, settled.rejected) == (result.feasible, result.rejected)
+    for plan in settled.closest(5):
+        assert plan.estimate.peak_memory_bytes > plan.cluster.memory_bytes
