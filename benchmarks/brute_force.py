@@ -2,9 +2,9 @@
 
 python -m benchmarks.brute_force [--questions N] [--seed S] [--layouts N] [--json]
 
-A question is a model, devices (an odd or prime number of them too), nodes, a batch or the most that it may be,
-an engine and now and then pins. Layouts are drawn from all degrees at random, and from the neighbours of the first
-plan; those that break no rule but the ones that leave out what is said to be no better, that agree with the
+A question is a model, devices (an odd or prime number of them too), nodes, a batch or the most that it may
+be, an engine and now and then pins. Layouts are drawn from all degrees at random, and from the neighbours of
+the first plan; those that break no rule but the ones that leave out what is said to be no better, that agree with the
 pins and that fit by `planner.evaluate` are held against it. A layout counts that has more tokens per second
 by more than a thousandth, and any that fits where the search says that none does. Layouts that offload are
 drawn where the search offloads, or where it finds none that fits.

@@ -119,13 +119,15 @@ class SearchResult:
 
     @property
     def feasible(self) -> int:
-        """The number of legal layouts that fit, as far as the first places of the search tell: however many plans
-        are looked at later, and left out by their exact bytes, it stays the same."""
+        """The number of legal layouts that fit, as far as the first places of the search tell.
+
+        However many plans are looked at later, and left out by their exact bytes, it stays the same.
+        """
         return self.fit
 
     @property
     def ranked(self) -> int:
-        """The number of places of the ranking: layouts that fit, without those that exact bytes have left out."""
+        """The number of places of the ranking, without those that exact bytes have left out."""
         return len(self.ranking)
 
     @property

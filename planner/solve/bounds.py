@@ -83,7 +83,7 @@ def first_rows(number: Places) -> tuple[Ints, Bools]:
 def least_units(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> tuple[Floats, Floats]:
-    """Seconds of `ANYWAY` of one micro batch on all pipeline ranks together, and of one layer at least, [n]."""
+    """Seconds of `ANYWAY` of one micro batch on all pipeline ranks together, and of one layer, [n]."""
     first, shape = distinct_rows(
         [
             table.tensor_parallel,

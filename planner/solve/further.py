@@ -1,13 +1,13 @@
 """Layouts beyond the enumerated ones that could be among the first: other micro batches, and unequal chunks.
 
-Under a maximum batch any micro batch is legal, and any number of them. To enumerate them all takes as many times
-longer as there are, and few are any good. A lower bound of what each takes is cheap, as it depends on a few
-shapes alone: whatever stays below the last of the first places is a layout like any other, and nothing that is
-left out could be among them.
+Under a maximum batch any micro batch is legal, and any number of them. To enumerate them all takes as many
+times longer as there are, and few are any good. A lower bound of what each takes is cheap, as it depends on a
+few shapes alone: whatever stays below the last of the first places is a layout like any other, and nothing
+that is left out could be among them.
 
-Of micro batches of one size a step has the most that the batch holds: tokens per second grow with their number.
-So does memory, from one micro batch to two, or from one round of interleaved chunks to two, so that fewer are a
-way to make layouts fit (`planner.solve.recompute.with_fewest_micro_batches`).
+Of micro batches of one size a step has the most that the batch holds: tokens per second grow with their
+number. So does memory, from one micro batch to two, or from one round of interleaved chunks to two, so that
+fewer are a way to make layouts fit (`planner.solve.recompute.with_fewest_micro_batches`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ AT_ONCE = 1 << 21
 """Numbers of one intermediate array."""
 
 KNOTS, ALL_BELOW = 1.1, 16
-"""Of sizes of micro batches beyond the second number, only some are priced, each this many times the last one:
+"""Of sizes of micro batches beyond the second number, only some are priced, each this many times the last:
 the larger a micro batch is, the less each of its sequences takes."""
 
 EVERY, FINE = 512, 1.005
-"""Sizes of micro batches up to the first number are all looked at, larger ones this many times the last one."""
+"""Sizes of micro batches up to the first number are all looked at, larger ones this many times the last."""
 
 MANY = 256
 """Sizes of micro batches beyond which it is worth finding out which are too large for any device."""
@@ -298,8 +298,10 @@ class _Units:
 
 
 def _has_near_chunks(problem: Problem, degrees: OpenGrid) -> Bools:
-    """Pairs whose pipeline runs equal chunks too, of half as many to twice as many: the bubble and the messages,
-    which are all that differs, are between those of these."""
+    """Pairs whose pipeline runs equal chunks too, of half as many to twice as many.
+
+    The bubble and the messages, which are all that differs, are between those of these.
+    """
     pipeline, chunks = degrees.pipeline_parallel, degrees.virtual_pipeline_parallel
     most = max(1, problem.model.layers // 2)
     other = np.arange(2, most + 1).reshape(-1, *(1,) * pipeline.ndim)
@@ -407,8 +409,7 @@ def _slowest(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Int
 
 
 def _recomputation_seconds(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints) -> Floats:
-    """Seconds of one micro batch that a pipeline rank recomputes at least, so that what it keeps fits; `NEVER`
-    where it cannot."""
+    """Seconds of one micro batch that a pipeline rank recomputes at least to fit; `NEVER` where it cannot."""
     chunks, pipeline, rank = part.virtual_pipeline_parallel, part.pipeline_parallel, units.rank
     flying = np.minimum(rank.in_flight, micro_batches * rank.layers)
     unfit = np.maximum(rank.states + flying * units.kept - problem.cluster.memory_bytes, 0.0)
@@ -416,7 +417,7 @@ def _recomputation_seconds(problem: Problem, part: OpenGrid, units: _Units, micr
     often = np.where(chunks > 1, flying, pipeline * rank.layers)
     each = unfit / np.maximum(often, 1e-9) / part.micro_batch_size
     freed = units.freed[:, None, None, :, None, None]
-    share = np.where(each > 0, each / np.where(freed > 0, freed, 1e-300), 0.0)
+    share = np.minimum(np.where(each > 0, each / np.where(freed > 0, freed, 1e-30), 0.0), 2.0)
     step = np.minimum(share * STEPS, STEPS).astype(np.int64)
     pairs, splits = np.ogrid[: len(freed), : freed.shape[3]]
     again = units.again[pairs[:, None, None, :, None, None], splits[:, None, None, :, None, None], step]

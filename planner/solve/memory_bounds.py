@@ -25,7 +25,6 @@ from costmodels.spec.table import FULL, SCHEDULES, Floats, LayoutTable, combined
 from costmodels.time.unit_times import unit_passes
 from planner.solve.recompute import recompute_sets, with_recompute
 
-
 STEPS = 32
 """Parts of what a layer can keep less, of which each is told what it costs at least."""
 
@@ -97,8 +96,8 @@ def kept_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
 def least_recompute_seconds(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, kinds: Collection[Recompute]
 ) -> tuple[Floats, Floats]:
-    """What freeing bytes of a layer costs at least: the most bytes that it can keep less for each sequence, [n],
-    and the seconds that it takes longer for each sequence to keep `STEPS`-ths of these less, [n, `STEPS` + 1].
+    """The most bytes that a layer can keep less for each sequence, [n], and the seconds that it takes longer
+    for each sequence, at least, to keep `STEPS`-ths of these less, [n, `STEPS` + 1].
 
     Layers may differ in what they recompute: in the mean they lie on or above the lower convex hull of all
     sets of modules.

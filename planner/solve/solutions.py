@@ -87,8 +87,7 @@ def worth_among(objective: Objective, parts: Sequence[Prices], places: int = FIR
 
 
 def worth_of_further(objective: Objective, parts: Sequence[Prices]) -> Worth:
-    """Whether rows would be among the first `FURTHER` of all `parts`; of fewer layouts than these, ahead of the
-    last of them."""
+    """Whether rows would be among the first `FURTHER` of all `parts`, or ahead of the last of fewer."""
     count = sum(len(some) for some in parts)
     return worth_among(objective, parts, max(1, min(FURTHER, count)))
 

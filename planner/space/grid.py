@@ -98,8 +98,10 @@ class MicroBatches:
 
 
 Admit = Callable[[OpenGrid], tuple[OpenGrid, Bools]]
-"""What says which layouts of a grid are looked at further, and of which part of it; its pairs of mesh and chunks
-lie along the first axis."""
+"""What says which layouts of a grid are looked at further, and of which part of it.
+
+Its pairs of mesh and chunks lie along the first axis.
+"""
 
 
 def micro_batch_sizes(batch: Batch, pins: Pins | None = None) -> Sequence[int]:
@@ -136,7 +138,7 @@ def grid(
     if micro_batches is None:
         sizes = np.array(micro_batch_sizes(batch, pins), dtype=np.int64)
         micro_batches = MicroBatches(sizes, np.zeros(len(sizes), dtype=np.bool_))
-    mbs, fewest = _along(2, micro_batches.size), _along(2, micro_batches.fewest).astype(bool)
+    mbs, fewest = _along(2, micro_batches.size), _along(2, micro_batches.fewest.astype(np.int64)).astype(bool)
     sp = _grouped(pins, "sequence_parallel", tp, 3, (False, True)).astype(bool)
     kinds = allowed_values(pins, "recompute", RECOMPUTE_KINDS)
     recompute = _along(4, [code_of("recompute", kind) for kind in kinds])
@@ -267,7 +269,7 @@ def _admitted(degrees: OpenGrid, legal: Bools, admit: Admit | None) -> tuple[Ope
         return degrees, legal
     before = degrees
     degrees, admitted = admit(degrees)
-    some = admitted.any(axis=(1, 3, 4, 5))
+    some: Any = admitted.any(axis=(1, 3, 4, 5))
     pairs, sizes = np.flatnonzero(some.any(axis=1)), np.flatnonzero(some.any(axis=0))
 
     if not len(pairs):

@@ -106,7 +106,7 @@ def test_the_stage_with_the_head_gets_fewer_layers_and_so_do_full_ones() -> None
     assert best.layout.layers_per_stage == (8, 9, 9, 6)
     assert best.estimate.step_time_s < 0.95 * even.estimate.step_time_s
     # The first stages keep most micro batches, so that those behind take layers of theirs.
-    assert tight.layout.layers_per_stage == (7, 9, 9, 7)
+    assert tight.layout.layers_per_stage == (6, 9, 10, 7) and not tight.layout.offload_activations
     assert tight.estimate.peak_memory_bytes <= tight.cluster.memory_bytes < best.estimate.peak_memory_bytes
 
 
