@@ -4,10 +4,10 @@ python -m benchmarks.brute_force [--questions N] [--seed S] [--layouts N] [--jso
 
 A question is a model, devices (an odd or prime number of them too), nodes, a batch or the most that it may
 be, an engine and now and then pins. Layouts are drawn from all degrees at random, and from the neighbours of
-the first plan; those that break no rule but the ones that leave out what is said to be no better, that agree with the
-pins and that fit by `planner.evaluate` are held against it. A layout counts that has more tokens per second
-by more than a thousandth, and any that fits where the search says that none does. Layouts that offload are
-drawn where the search offloads, or where it finds none that fits.
+the first plan. Those are held against it that break no rule, that agree with the pins and that fit by
+`planner.evaluate`; rules that leave out what is said to be no better do not count. A layout beats the first
+plan by more than a thousandth of its tokens per second, or by fitting where the search says that none does.
+Layouts that offload are drawn where the search offloads, or where it finds none that fits.
 """
 
 from __future__ import annotations
@@ -319,8 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unanswered = sum(answer.first is None for answer in answers)
         print(
             f"{given.questions} questions, seed {given.seed}: {given.questions - len(answers)} have no legal "
-            f"layout, {unanswered} none that fits; of {len(answers)} answers {len(beaten)} were beaten by one "
-            f"of {layouts:,} legal layouts ({time.perf_counter() - started:.0f} s)"
+            f"layout, {unanswered} none that fits; of {len(answers)} answers {len(beaten)} were beaten by "
+            f"one of {layouts:,} legal layouts ({time.perf_counter() - started:.0f} s)"
         )
     return 1 if beaten else 0
 
