@@ -135,7 +135,8 @@ def _layer(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]
     """Seconds of parts of one micro batch in the quickest kind of layer, [n]."""
     kinds = ["dense"] * (model.leading_layers > 0) + ["moe"] * (model.routed_layers > 0)
     every = [sum((getattr(units[kind], part) for part in parts), np.zeros(())) for kind in kinds]
-    return np.minimum.reduce(every)
+    least: Floats = np.minimum.reduce(every)
+    return least
 
 
 def _whole(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]) -> Floats:

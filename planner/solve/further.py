@@ -13,7 +13,7 @@ fewer are a way to make layouts fit (`planner.solve.recompute.with_fewest_micro_
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 
 import numpy as np
 
@@ -136,7 +136,7 @@ def _largest(problem: Problem, space: Space, found: Fit, usual: Ints) -> int:
         )
         if not (held <= problem.cluster.memory_bytes).any():
             # The fewest micro batches hold no less than half of what the most do.
-            return min(most, 2 * size)
+            return min(most, 2 * int(size))
     return most
 
 
@@ -167,7 +167,7 @@ def _admitted(problem: Problem, degrees: OpenGrid, worth: Worth) -> tuple[OpenGr
         end = min(end, start + int(np.searchsorted(most[kept[order[start:]]], 2 * low, side="right")))
         rows, start = order[start:end], end
         few = np.arange(np.count_nonzero(size[places] <= most[kept[rows[-1]]]))
-        some_part = part.map(lambda array, rows=rows, few=few: _taken(array, rows, few))
+        some_part = part.map(partial(_taken, rows=rows, places=few))
         full = np.where(some_part.runs(*V_SCHEDULES), 2, 1) * some_part.pipeline_parallel
         own = units.take(kept[rows], places[few])
         slowest = _slowest(problem, some_part, own, some_part.micro_batches)
@@ -208,7 +208,7 @@ def _most_worth(problem: Problem, degrees: OpenGrid, worth: Worth, units: _Units
     block = max(1, AT_ONCE // (len(knots) * splits))
     for start in range(0, pairs, block):
         rows = np.arange(start, min(start + block, pairs))
-        part = degrees.map(lambda array, rows=rows: _taken(array, rows, knots))
+        part = degrees.map(partial(_taken, rows=rows, places=knots))
         full = np.where(part.runs(*V_SCHEDULES), 2, 1) * part.pipeline_parallel
         slowest = _slowest(problem, part, units.take(rows, knots), full)
         if problem.objective == "step-time":
@@ -223,7 +223,8 @@ def _most_worth(problem: Problem, degrees: OpenGrid, worth: Worth, units: _Units
 def _knots(size: Ints) -> Bools:
     """Sizes whose shapes are priced: all small ones, and of others those a tenth apart."""
     place = np.floor(np.log(size) / np.log(KNOTS))
-    return (size <= ALL_BELOW) | (np.diff(place, prepend=-1.0) > 0) | (size == size.max())
+    result: Bools = (size <= ALL_BELOW) | (np.diff(place, prepend=-1.0) > 0) | (size == size.max())
+    return result
 
 
 def _taken(array: Ints | Bools, rows: Ints, places: Ints) -> Ints | Bools:
@@ -240,7 +241,7 @@ def _most_sequences(problem: Problem, degrees: OpenGrid) -> Ints:
     return most
 
 
-def _listed(problem: Problem, degrees: OpenGrid, fewest: Bools) -> Bools:
+def _listed(problem: Problem, degrees: OpenGrid, fewest: Ints | Bools) -> Bools:
     """Layouts that the enumerated ones have."""
     fixed = {name for name, value in problem.pins.items() if not isinstance(value, Choice)}
     reserve = reduce(
@@ -249,7 +250,8 @@ def _listed(problem: Problem, degrees: OpenGrid, fewest: Bools) -> Bools:
         np.zeros((1,) * 6, dtype=np.bool_),
     )
     usual = np.isin(degrees.micro_batch_size, micro_batch_sizes(problem.batch, problem.pins))
-    return ~reserve & usual[:, :, : fewest.shape[2]] & ~fewest
+    result: Bools = ~reserve & usual[:, :, : fewest.shape[2]] & (fewest == 0)
+    return result
 
 
 def _is_covered(problem: Problem, degrees: OpenGrid) -> Bools:
@@ -307,8 +309,9 @@ def _has_near_chunks(problem: Problem, degrees: OpenGrid) -> Bools:
     other = np.arange(2, most + 1).reshape(-1, *(1,) * pipeline.ndim)
     stages = pipeline * other
     equal = -(-problem.model.layers // stages) * stages <= LONGEST_CHUNK * problem.model.layers
-    near: Bools = (equal & (2 * other >= chunks) & (other <= 2 * chunks)).any(axis=0)
-    return near
+    near = equal & (2 * other >= chunks) & (other <= 2 * chunks)
+    result: Bools = np.logical_or.reduce(near, axis=0)
+    return result
 
 
 def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
@@ -384,11 +387,12 @@ def _most_zero(problem: Problem, degrees: OpenGrid) -> Ints:
     if stages.shape[5] == 1:
         return np.zeros(pairs, dtype=np.int64)
     fixed = {name for name, value in problem.pins.items() if not isinstance(value, Choice)}
-    piped = (degrees.pipeline_parallel > 1) & ~any(
-        rule.is_lifted(fixed) for rule in RULES if rule.name == "zero_pipeline"
-    )
+    lifted = any(rule.is_lifted(fixed) for rule in RULES if rule.name == "zero_pipeline")
+    piped = (degrees.pipeline_parallel > 1) & (not lifted)
     legal = np.where(piped & (stages > 1), -1, stages)
-    return np.broadcast_to(legal, (pairs, 1, 1, 1, 1, stages.shape[5])).reshape(pairs, -1).argmax(axis=1)
+    every = np.broadcast_to(legal, (pairs, 1, 1, 1, 1, stages.shape[5])).reshape(pairs, -1)
+    result: Ints = every.argmax(axis=1)
+    return result
 
 
 def _slowest(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints) -> Floats:

@@ -91,7 +91,7 @@ def least_recompute(
         # Of whole layers, which split backward does not recompute, the enumerated ones tell whether any fit.
         bases = bases[fitting[family[bases]] | np.isin(table.column("schedule", bases), SPLIT)]
     plain = table.take(rows_worth(model, cluster, engine, table, bases, worth, floor))
-    found: list[Prices] = []
+    priced: list[Prices] = []
     if fewer:
         plain = concatenate_tables([plain, with_fewest_micro_batches(plain)])
     most = with_most_recompute(model, engine, plain, kinds)
@@ -102,9 +102,9 @@ def least_recompute(
     good = worth(plain, prices.step_time_s)
     if fewer:
         fit = good & (prices.peak_memory_bytes <= cluster.memory_bytes)
-        found, good = [prices.take(fit)], good & ~fit
-    found.append(fastest_that_fit(model, cluster, engine, plain.take(good), kinds, usual=plain_alone)[1])
-    return concatenate_prices(found)
+        priced, good = [prices.take(fit)], good & ~fit
+    priced.append(fastest_that_fit(model, cluster, engine, plain.take(good), kinds, usual=plain_alone)[1])
+    return concatenate_prices(priced)
 
 
 def with_fewest_micro_batches(table: LayoutTable) -> LayoutTable:
