@@ -12,7 +12,7 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.formats.export import Export
 from planner.formats.script_arguments import SCRIPT_STARTS, ScriptStart, passed_on, resuming_flags
-from planner.formats.targets import export
+from planner.formats.targets import TARGETS, export
 from planner.formats.written import Shell, words_of, written
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.plan import Plan
@@ -106,8 +106,14 @@ class JobScript:
 
     @cached_property
     def start(self) -> ScriptStart | None:
-        """How programs of the plan's engine take a plan; None of this package, and where nobody knows."""
-        return None if self.is_bundled() else SCRIPT_STARTS.get(self.plan.engine.name)
+        """How the program takes a plan; None of this package, and where nobody knows.
+
+        Where no program is known of the plan's engine, it is one of Megatron-LM.
+        """
+        engine = self.plan.engine.name
+        if self.is_bundled() or (engine in TARGETS and engine not in SCRIPT_STARTS):
+            return None
+        return SCRIPT_STARTS.get(engine, SCRIPT_STARTS["megatron"])
 
     @cached_property
     def exported(self) -> Export | None:
