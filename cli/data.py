@@ -91,9 +91,23 @@ class Encoding:
     vocab_file: str | None = flag(None, "vocab.json of a GPT2BPETokenizer; GPT-2's own if not given.")
     merge_file: str | None = flag(None, "merges.txt of a GPT2BPETokenizer; GPT-2's own if not given.")
     tokenizer_model: str | None = flag(None, "tokenizer.json of a HuggingFaceTokenizer, or its folder.")
+    model: str | None = flag(
+        None,
+        "Folder of a Hugging Face model or of checkpoints, whose tokenizer to take.",
+        "--model",
+        metavar="FOLDER",
+    )
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the flags name."""
+        if self.model is not None:
+            from runtime.huggingface.model_tokenizer import named_tokenizer
+
+            if self.tokenizer_type or self.vocab_file or self.merge_file or self.tokenizer_model:
+                raise InputError(
+                    f"--model {self.model}: its tokenizer and another one are named; give one of them"
+                )
+            return named_tokenizer(self.model)
         from runtime.data import load_tokenizer
         from runtime.data.tokenizers import implied_kind
 

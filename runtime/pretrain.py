@@ -49,7 +49,7 @@ from runtime.job.continuation import (
     plan_for_ranks,
     previous_run,
 )
-from runtime.job.datasets import open_datasets
+from runtime.job.datasets import ModelTokenizer, model_tokenizer, open_datasets
 from runtime.job.devices import check_kind, detect_device, local_device_count, torch_device
 from runtime.job.going_on import from_saved, has_saved
 from runtime.job.job import Job, RunOptions, sample_order
@@ -208,7 +208,8 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> int:
     if layout.optimizer == "adam8bit":
         run_together(check_adam8bit)
     _begin("opening the data")
-    datasets = run_in_turns(ranks, lambda: _datasets(job, plan))
+    own = run_together(lambda: model_tokenizer(job.output.load, job.model.model))
+    datasets = run_in_turns(ranks, lambda: _datasets(job, plan, own))
     _begin("building the model")
     trainer = Trainer(spec, layout, job.training, device, job.faults)
     consumed = 0
@@ -217,7 +218,9 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> int:
     if job.output.save is not None:
         from runtime.job.initial_state import keep_companions
 
-        run_on_first_rank(lambda: keep_companions(job.output, job.data, spec))
+        run_on_first_rank(
+            lambda: keep_companions(job.output, job.data, spec, own and own.tokenizer, datasets.record)
+        )
     if ranks.rank == 0:
         _announce(plan, trainer.iteration, job)
     try:
@@ -287,7 +290,7 @@ def _prepare(job: Job, ranks: Ranks) -> str:
     return plan.model_dump_json()
 
 
-def _datasets(job: Job, plan: Plan) -> Datasets:
+def _datasets(job: Job, plan: Plan, own: ModelTokenizer | None) -> Datasets:
     batch = plan.layout.global_batch_size
     return open_datasets(
         job.data,
@@ -295,6 +298,7 @@ def _datasets(job: Job, plan: Plan) -> Datasets:
         job.training.seed,
         job.training.batches(plan.layout).total(job.training.train_iters),
         job.output.eval_iters * batch,
+        own,
     )
 
 

@@ -39,9 +39,12 @@ class Record:
         return json.dumps({**asdict(self), "sequences": sequences, "tokens": tokens}, indent=2) + "\n"
 
 
-def digest(tokenizer: Tokenizer) -> str:
-    """A checksum of a tokenizer, alike for those whose ids mean the same, whichever files they come from."""
-    meaning = sorted(tokenizer.vocabulary().items()), tokenizer.eod
+def digest(tokenizer: Tokenizer, eod: int | None = None) -> str:
+    """A checksum of a tokenizer, alike for those whose ids mean the same, whichever files they come from.
+
+    With `eod` it is that of the same vocabulary in which that id ends a document.
+    """
+    meaning = sorted(tokenizer.vocabulary().items()), tokenizer.eod if eod is None else eod
     return hashlib.sha256(repr(meaning).encode()).hexdigest()[:32]
 
 

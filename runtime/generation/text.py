@@ -9,10 +9,10 @@ from typing import Any
 
 from costmodels.errors import InputError
 from costmodels.files import read_text
-from costmodels.paths import is_file
 from planner.inputs.huggingface.config_file import LARGEST_CONFIG
 from runtime.data import Tokenizer, load_tokenizer
 from runtime.data.tokenizers import BPETokenizer, implied_kind
+from runtime.huggingface.model_tokenizer import tokenizer_of_folder
 from runtime.huggingface.stored_model import ModelFiles
 
 REPLACEMENT = "\ufffd"
@@ -78,18 +78,16 @@ def text_of(
     """
     folder = files.companions
     kind = kind or implied_kind(vocab_file, merge_file, tokenizer_model)
-    if kind is None:
-        if is_file(folder / "tokenizer.json"):
-            kind, tokenizer_model = "HuggingFaceTokenizer", str(folder)
-        elif is_file(folder / "vocab.json") and is_file(folder / "merges.txt"):
-            kind = "GPT2BPETokenizer"
-            vocab_file, merge_file = str(folder / "vocab.json"), str(folder / "merges.txt")
-        else:
-            raise InputError(
-                f"no tokenizer in {folder}: give --tokenizer-type and its files, or --tokenizer-model "
-                "PATH-to-tokenizer.json"
-            )
-    tokenizer = load_tokenizer(kind, vocab_file, merge_file, tokenizer_model)
+    tokenizer = (
+        tokenizer_of_folder(folder)
+        if kind is None
+        else load_tokenizer(kind, vocab_file, merge_file, tokenizer_model)
+    )
+    if tokenizer is None:
+        raise InputError(
+            f"no tokenizer in {folder}: give --tokenizer-type and its files, or --tokenizer-model "
+            "PATH-to-tokenizer.json"
+        )
     return Text(tokenizer, _ends(folder, files.spec.vocab), special_tokens)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
@@ -18,17 +19,37 @@ from runtime.data import (
 from runtime.data.boundaries import Boundaries, check_ends
 from runtime.data.record import Record, digest, read_record
 from runtime.data.tokenizers import implied_kind
+from runtime.huggingface.model_tokenizer import check_same_tokenizer, tokenizer_of_folder
 from runtime.settings.options import DataOptions
 
 
-def tokenizer_for(options: DataOptions, vocab: int) -> Tokenizer:
-    """The tokenizer of the default corpus: GPT-2's if the model has room for it, else bytes.
+class ModelTokenizer(NamedTuple):
+    """The tokenizer of the model that a job trains."""
+
+    place: str
+    """Where it is, as the flag that names it: `--load base`."""
+    tokenizer: Tokenizer
+
+
+def model_tokenizer(load: str | None, model: str | None) -> ModelTokenizer | None:
+    """The tokenizer beside the checkpoint that a job loads, or else beside the model; None where none is."""
+    for flag, folder in (("--load", load), ("--model", model)):
+        found = None if folder is None else tokenizer_of_folder(folder)
+        if found is not None:
+            return ModelTokenizer(f"{flag} {folder}", found)
+    return None
+
+
+def tokenizer_for(options: DataOptions, vocab: int, own: Tokenizer | None = None) -> Tokenizer:
+    """The tokenizer of the default corpus: the model's `own`, else GPT-2's if there is room, else bytes.
 
     Raises `InputError` when the vocabulary of the tokenizer is larger than the model's.
     """
     kind = options.tokenizer_type
     if kind is None:
         kind = implied_kind(options.vocab_file, options.merge_file, options.tokenizer_model)
+    if kind is None and own is not None and own.vocab_size <= vocab:
+        return own
     kind = kind or ("GPT2BPETokenizer" if vocab >= 50257 else "ByteTokenizer")
     tokenizer = load_tokenizer(kind, options.vocab_file, options.merge_file, options.tokenizer_model)
     if tokenizer.vocab_size > vocab:
@@ -57,13 +78,19 @@ def _is_number(text: str) -> bool:
 
 
 def open_datasets(
-    options: DataOptions, spec: ModelSpec, seed: int, train_samples: int, valid_samples: int
+    options: DataOptions,
+    spec: ModelSpec,
+    seed: int,
+    train_samples: int,
+    valid_samples: int,
+    own: ModelTokenizer | None = None,
 ) -> Datasets:
     """Training and validation samples of a run, and as many of a test where it has files of its own.
 
     The default corpus is prepared at first use. Prepared files need no tokenizer, unless the boundaries of
     documents in their stream matter and no record says what ends one; a tokenizer that is named all the same
-    must fit the model and be the one of the files' records.
+    must fit the model and be the one of the files' records. No data may be of another tokenizer than the
+    model's `own`, where that is known.
     """
     paths, separate = _words(options.data_path), [_words(path) for path in options.split_paths]
     if paths and any(separate):
@@ -72,7 +99,9 @@ def open_datasets(
         raise InputError("--valid-data-path and --test-data-path need --train-data-path; give it too")
     named = (options.tokenizer_type, options.vocab_file, options.merge_file, options.tokenizer_model)
     is_prepared = bool(paths or separate[0])
-    tokenizer = tokenizer_for(options, spec.vocab) if any(named) or not is_prepared else None
+    tokenizer = None
+    if any(named) or not is_prepared:
+        tokenizer = tokenizer_for(options, spec.vocab, own and own.tokenizer)
     if tokenizer is not None and not is_prepared:
         paths = [str(stdlib_corpus(tokenizer))]
     if separate[0]:
@@ -94,6 +123,9 @@ def open_datasets(
             f"--tokenizer-type: {tokenizer.name} is named, but the data was prepared with {record}: name "
             "that one, or none to train on its ids all the same"
         )
+    used = record or tokenizer
+    if own is not None and used is not None:
+        check_same_tokenizer(own.place, own.tokenizer, used)
     check_vocabulary(datasets, spec.vocab)
     boundaries = _boundaries(options, datasets, tokenizer or record)
     return replace(datasets, boundaries=boundaries) if boundaries else datasets

@@ -15,6 +15,7 @@ from costmodels.paths import is_folder, resolved
 from runtime import checkpoint
 from runtime.checkpoint.run_file import check_same_model
 from runtime.data import Tokenizer
+from runtime.data.record import Record, recorded_tokenizer
 from runtime.huggingface.companions import COMPANIONS, copy_companions, read_companions, write_companions
 from runtime.huggingface.configs import differences
 from runtime.huggingface.tokenizer_files import write_tokenizer
@@ -95,16 +96,31 @@ def check_loaded(output: OutputOptions, spec: ModelSpec) -> None:
         check_same_model(source, run, spec)
 
 
-def known_tokenizer(options: DataOptions, vocab: int) -> Tokenizer | None:
-    """The tokenizer of the training data: one that flags name, or that of the default corpus."""
+def known_tokenizer(
+    options: DataOptions, vocab: int, own: Tokenizer | None = None, record: Record | None = None
+) -> Tokenizer | None:
+    """The tokenizer of the training data: one that flags or its `record` name, or that of the default corpus.
+
+    Args:
+        own: that of the model, which the default corpus takes.
+    """
     named = (options.tokenizer_type, options.vocab_file, options.merge_file, options.tokenizer_model)
     prepared = [field.name for field in fields(options) if field.name.endswith("data_path")]
     if not any(named) and any(getattr(options, name) for name in prepared):
-        return None
-    return tokenizer_for(options, vocab)
+        try:
+            return None if record is None else recorded_tokenizer(record)
+        except InputError:
+            return None  # Its files are gone.
+    return tokenizer_for(options, vocab, own)
 
 
-def keep_companions(output: OutputOptions, data: DataOptions, spec: ModelSpec) -> None:
+def keep_companions(
+    output: OutputOptions,
+    data: DataOptions,
+    spec: ModelSpec,
+    own: Tokenizer | None = None,
+    record: Record | None = None,
+) -> None:
     """Put what generation and export need beside the checkpoints of this run; one rank calls it.
 
     That is config.json, tokenizer and licence of the model that was loaded, or else the tokenizer of the
@@ -112,7 +128,7 @@ def keep_companions(output: OutputOptions, data: DataOptions, spec: ModelSpec) -
     """
     if output.save is None:
         return
-    target, tokenizer = Path(output.save) / COMPANIONS, known_tokenizer(data, spec.vocab)
+    target, tokenizer = Path(output.save) / COMPANIONS, known_tokenizer(data, spec.vocab, own, record)
     try:
         if tokenizer is not None:
             write_tokenizer(target, tokenizer)

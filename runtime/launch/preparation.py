@@ -8,7 +8,7 @@ from pathlib import Path
 
 from planner.plan import Plan
 from runtime.checkpoint.owner import ownership
-from runtime.job.datasets import open_datasets
+from runtime.job.datasets import model_tokenizer, open_datasets
 from runtime.job.job import Job
 from runtime.settings.preflight import check_folder, check_host
 
@@ -37,7 +37,8 @@ def prepare_data(plan: Plan, job: Job) -> None:
     """Open the data once before ranks start: it is checked, and the default corpus prepared."""
     samples = job.training.batches(plan.layout).total(job.training.train_iters)
     evaluated = job.output.eval_iters * plan.layout.global_batch_size
-    open_datasets(job.data, plan.model, job.training.seed, samples, evaluated)
+    own = model_tokenizer(job.output.load, job.model.model)
+    open_datasets(job.data, plan.model, job.training.seed, samples, evaluated, own)
 
 
 def make_log_dir(path: Path, is_new: bool) -> Path:

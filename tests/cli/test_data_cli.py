@@ -13,6 +13,8 @@ import typer
 from cli import data
 from planner.options.flags import run
 from runtime.data.indexed_dataset import IndexedDataset
+from runtime.data.tokenizers import ByteTokenizer
+from runtime.huggingface.tokenizer_files import write_tokenizer
 
 Words = list[str | Path]
 
@@ -198,3 +200,18 @@ def test_data_stays_light() -> None:
         "import runtime.data; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_the_tokenizer_of_a_model(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokenizer(tmp_path / "base" / "huggingface", ByteTokenizer())
+    rest: Words = ["--input", text, "--output-prefix", tmp_path / "made", "--append-eod"]
+    assert planner("data", "prepare", "--model", tmp_path / "base", *rest) == 0
+    dataset = IndexedDataset(tmp_path / "made_text_document")
+    assert dataset.get(3).tolist() == [*b"Hello world 3", 256]
+    capsys.readouterr()
+    for words, message in (
+        (["--model", tmp_path / "none"], "no tokenizer.json there; give a folder of a Hugging Face model or"),
+        (["--model", tmp_path / "base", "--tokenizer-type", "ByteTokenizer"], "another one are named"),
+    ):
+        assert planner("data", "prepare", *words, *rest) == 2
+        assert message in capsys.readouterr().err.replace("\n", " ")

@@ -19,7 +19,7 @@ from runtime.data.preparation import prepare
 from runtime.data.record import digest, read_record
 from runtime.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from runtime.huggingface.tokenizer_files import write_tokenizer
-from runtime.job.datasets import open_datasets
+from runtime.job.datasets import model_tokenizer, open_datasets, tokenizer_for
 from runtime.settings.options import DataOptions
 from tests.support.models import MODELS
 
@@ -191,3 +191,40 @@ def test_a_record_says_what_ends_a_document_and_how_many_ids_there_are(tmp_path:
         InputError, match=r"token id 257, .* give --vocab-size 258, that of gpt2-.*, which prepared it"
     ):
         open_datasets(options(a), SPEC.model_copy(update={"vocab": 257}), 1, 4, 2)
+
+
+def test_data_of_another_tokenizer_than_the_models_is_refused(tmp_path: Path, corpus: Made) -> None:
+    files = tmp_path / "files"
+    a, b = corpus("a", BYTES), corpus("b", small(files))
+    base = tmp_path / "base"
+    write_tokenizer(base / "huggingface", BYTES)
+    for load, model in ((str(base), None), (None, str(base / "huggingface")), (str(base), str(files))):
+        own = model_tokenizer(load, model)
+        assert own is not None and own.tokenizer.vocabulary() == BYTES.vocabulary()
+        assert open_datasets(options(a), SPEC, 1, 4, 2, own).train is not None
+        place = f"--load {base}" if load else f"--model {model}"
+        with pytest.raises(InputError, match=f"^{place} has the tokenizer huggingface-.*prepared with gpt2-"):
+            open_datasets(options(b), SPEC, 1, 4, 2, own)
+        plain = unrecorded(tmp_path / "plain", [104] * 400)
+        with pytest.raises(InputError, match=place):
+            named = {"vocab_file": str(files / "v.json"), "merge_file": str(files / "m.txt")}
+            open_datasets(options(plain, **named), SPEC, 1, 4, 2, own)
+    assert model_tokenizer(None, "gpt2-nano") is None
+    # The default corpus takes the model's tokenizer.
+    for name, kept in (("v.json", "vocab.json"), ("m.txt", "merges.txt")):
+        (files / name).rename(files / kept)
+    own = model_tokenizer(None, str(files))
+    assert own is not None and tokenizer_for(DataOptions(), SPEC.vocab, own.tokenizer) is own.tokenizer
+
+
+def test_more_ids_or_another_end_make_no_other_tokenizer(tmp_path: Path, corpus: Made) -> None:
+    data = corpus("a", BYTES)
+    write_tokenizer(tmp_path / "base", BYTES)
+    file = tmp_path / "base" / "tokenizer.json"
+    model = hf.Tokenizer.from_file(str(file))
+    model.add_special_tokens(["<|pad|>", "<|im_end|>"])
+    model.save(str(file))
+    (tmp_path / "base" / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    own = model_tokenizer(str(tmp_path / "base"), None)
+    assert own is not None and own.tokenizer.eod == 258
+    assert open_datasets(options(data), SPEC, 1, 4, 2, own).train is not None

@@ -1,0 +1,66 @@
+"""The tokenizer that a model was trained with, where its files lie beside the model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from costmodels.errors import InputError
+from costmodels.paths import expanded, is_file
+from runtime.data import Tokenizer, load_tokenizer
+from runtime.data.record import Record, digest, record_of, recorded_tokenizer
+from runtime.huggingface.companions import COMPANIONS
+from runtime.huggingface.tokenizer_files import TOKENIZER_FILE
+
+GPT2_FILES = "vocab.json", "merges.txt"
+
+
+def tokenizer_of_folder(folder: str | Path) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face model or of checkpoints, by its folder or a file in it.
+
+    None if there is none. Raises `InputError` if its files are broken.
+    """
+    place = expanded(folder)
+    if is_file(place):
+        place = place.parent
+    for beside in (place, place / COMPANIONS):
+        if is_file(beside / TOKENIZER_FILE):
+            return load_tokenizer("HuggingFaceTokenizer", tokenizer_model=beside)
+        vocab, merges = (beside / name for name in GPT2_FILES)
+        if is_file(vocab) and is_file(merges):
+            return load_tokenizer("GPT2BPETokenizer", vocab, merges)
+    return None
+
+
+def named_tokenizer(folder: str) -> Tokenizer:
+    """The tokenizer of the model that `--model` names; raises `InputError` if it has none."""
+    found = tokenizer_of_folder(folder)
+    if found is None:
+        raise InputError(
+            f"--model {folder}: no {TOKENIZER_FILE} there; give a folder of a Hugging Face model or of "
+            "checkpoints, or --tokenizer-model PATH-to-tokenizer.json"
+        )
+    return found
+
+
+def check_same_tokenizer(place: str, model: Tokenizer, data: Tokenizer | Record) -> None:
+    """Raise `InputError` unless every id of the tokenizer of data means the same to that of a model.
+
+    Args:
+        place: where the model's tokenizer is, such as `--load base`.
+    """
+    record = data if isinstance(data, Record) else record_of(data)
+    # What ends a document may differ: chat models end turns by another token of the same vocabulary.
+    if digest(model, record.eod) == record.digest:
+        return
+    try:
+        other = recorded_tokenizer(data) if isinstance(data, Record) else data
+        own = model.vocabulary()
+        if all(own.get(token) == number for token, number in other.vocabulary().items()):
+            return
+    except InputError:
+        pass  # Its files are gone: all that is known is that the vocabularies are not the same.
+    raise InputError(
+        f"{place} has the tokenizer {model.name} ({model.vocab_size} ids), but the data was prepared with "
+        f"{record}: its ids mean other text to the model; prepare it again with planner data prepare --model "
+        f"{place.split(maxsplit=1)[-1]}"
+    )
