@@ -174,6 +174,40 @@ def prepare(source: Source, encoding: Encoding, output: Output) -> None:
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """A vocabulary and the corpus that it is of."""
+
+    input: list[str] = flag(
+        [],
+        "Files of text (.gz, .bz2, .xz and .zst too), patterns in quotes, or folders.",
+        "--input",
+        metavar="FILE...",
+    )
+    json_keys: list[str] = flag(
+        ["text"], "Keys that hold the text of a JSON object.", "--json-keys", "--json-key", metavar="KEY..."
+    )
+    output: str = flag("", "Folder for tokenizer.json and tokenizer_config.json.", metavar="FOLDER")
+    kind: str = flag("char", "char (characters, as for Chinese), word (words) or bpe (byte pairs).")
+    vocab_size: int = flag(50000, "Tokens at most, special ones included.", within=AT_LEAST_1)
+
+
+@app.command(cls=SeveralWordsCommand)
+@flag_groups(vocabulary=Vocabulary)
+def vocab(vocabulary: Vocabulary) -> None:
+    """Make a vocabulary of a corpus: the tokenizer of its commonest characters, words or byte pairs."""
+    from runtime.data.vocabulary import make_vocabulary
+
+    if not vocabulary.output:
+        raise InputError("--output: none given: name a folder for the tokenizer, as my-vocab")
+    keys = [key for word in vocabulary.json_keys for key in word.split()]
+    made = make_vocabulary(vocabulary.input, vocabulary.output, vocabulary.kind, vocabulary.vocab_size, keys)
+    print(
+        f"{vocabulary.output}/tokenizer.json: {made.vocab_size:,} tokens, {made.eod} ends a document; "
+        f"prepare data with --tokenizer-model {vocabulary.output}"
+    )
+
+
+@dataclass(frozen=True)
 class Pairs:
     """The token files to merge."""
 

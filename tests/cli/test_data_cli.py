@@ -209,9 +209,10 @@ def test_the_tokenizer_of_a_model(tmp_path: Path, text: Path, capsys: pytest.Cap
     dataset = IndexedDataset(tmp_path / "made_text_document")
     assert dataset.get(3).tolist() == [*b"Hello world 3", 256]
     capsys.readouterr()
-    for words, message in (
+    cases: list[tuple[Words, str]] = [
         (["--model", tmp_path / "none"], "no tokenizer.json there; give a folder of a Hugging Face model or"),
         (["--model", tmp_path / "base", "--tokenizer-type", "ByteTokenizer"], "another one are named"),
-    ):
+    ]
+    for words, message in cases:
         assert planner("data", "prepare", *words, *rest) == 2
         assert message in capsys.readouterr().err.replace("\n", " ")

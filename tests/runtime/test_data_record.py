@@ -208,7 +208,7 @@ def test_data_of_another_tokenizer_than_the_models_is_refused(tmp_path: Path, co
         plain = unrecorded(tmp_path / "plain", [104] * 400)
         with pytest.raises(InputError, match=place):
             named = {"vocab_file": str(files / "v.json"), "merge_file": str(files / "m.txt")}
-            open_datasets(options(plain, **named), SPEC, 1, 4, 2, own)
+            open_datasets(options(plain, **named), SPEC, 1, 4, 0, own)
     assert model_tokenizer(None, "gpt2-nano") is None
     # The default corpus takes the model's tokenizer.
     for name, kept in (("v.json", "vocab.json"), ("m.txt", "merges.txt")):
