@@ -10,6 +10,7 @@ from pathlib import Path
 import tokenizers as hf
 
 from costmodels.errors import InputError
+from costmodels.paths import is_file
 from costmodels.files import write_whole
 from runtime.data.documents import detect_format, extract_texts, read_pieces
 from runtime.data.sources import expand
@@ -51,7 +52,7 @@ def make_vocabulary(
         )
     files = expand([str(path) for path in inputs])
     for file in files:
-        if not file.is_file():
+        if not is_file(file):
             raise InputError(f"--input {file}: is no regular file; give files of text")
     model = _MAKERS[kind](_texts(files, json_keys), size, special)
     model.add_special_tokens(list(special))

@@ -24,7 +24,7 @@ def solutions(result: SearchResult) -> LayoutTable:
 
 def recomputations(result: SearchResult) -> set[str]:
     # Those of fewer micro batches, which fit without any, are solved too.
-    return {layout.recompute for layout in layouts_of(solutions(result))} - {"none"}
+    return {str(layout.recompute) for layout in layouts_of(solutions(result))} - {"none"}
 
 
 def test_the_best_plan_recomputes_no_more_than_it_must() -> None:
