@@ -10,8 +10,8 @@ from pathlib import Path
 import tokenizers as hf
 
 from costmodels.errors import InputError
-from costmodels.paths import is_file
 from costmodels.files import write_whole
+from costmodels.paths import is_file
 from runtime.data.documents import detect_format, extract_texts, read_pieces
 from runtime.data.sources import expand
 from runtime.data.tokenizers import BPETokenizer, Tokenizer, load_tokenizer
