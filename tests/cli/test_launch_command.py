@@ -256,3 +256,22 @@ def test_ctrl_c_saves_stops_every_process_and_says_how_to_go_on(tmp_path: Path, 
     saved = int((folder / "saved" / "latest_checkpointed_iteration.txt").read_text())
     assert f"last checkpoint: {folder}/saved/iter_{saved:07d}, of iteration {saved} of 1000000\n" in out_text
     assert f"\nto go on: planner launch --plan {folder}/plan.json" in out_text
+
+
+def test_a_vocabulary_of_ones_own_goes_from_the_corpus_to_generated_text(
+    planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chinese poems: every character is a token, and a trained model writes characters of theirs."""
+    monkeypatch.chdir(tmp_path)
+    poem = "床前明月光，疑是地上霜。举头望明月，低头思故乡。\n"
+    Path("poems.txt").write_text(poem * 100, encoding="utf-8")
+    made = planner_command("data", "vocab", "--input", "poems.txt", "--output", "vocab")
+    assert made[0] == 0, made
+    taken = ("--tokenizer-model", "vocab", "--output-prefix", "poems")
+    assert planner_command("data", "prepare", "--input", "poems.txt", *taken)[0] == 0
+    words = [*TINY, *ON_TWO, "--data-path", "poems_text_document", "--eval-iters", "0", "--train-iters", "2"]
+    assert planner_command("launch", *words, "--save", "run")[0] == 0
+    asked = ("--prompt", "床前", "--max-new-tokens", "6", "--device", "cpu")
+    code, out, _ = planner_command("generate", "--load", "run", *asked)
+    text = out.strip().removeprefix("床前")
+    assert code == 0 and len(text) == 6 and set(text) <= set(poem)
