@@ -85,10 +85,18 @@ def write_whole(what: str, path: str | Path, text: str) -> None:
             raise
     except OSError as error:
         reason = error.strerror or error
-        raise InputError(f"{what} {str(path)!r}: cannot be written: {reason}") from None
+        raise InputError(f"{what} {shown_path(path)}: cannot be written: {reason}") from None
     except ValueError:
         # A NUL, or what UTF-8 or the encoding of file names does not hold.
-        raise InputError(f"{what} {str(path)!r}: cannot be written: its name or text is not valid") from None
+        raise InputError(
+            f"{what} {shown_path(path)}: cannot be written: its name or text is not valid"
+        ) from None
+
+
+def shown_path(path: str | Path) -> str:
+    """A path as messages of one line show it: quoted where it holds what would end a line."""
+    text = str(path)
+    return text if text.isprintable() else repr(text)
 
 
 def name_beside(target: Path) -> Path:

@@ -29,7 +29,6 @@ from runtime.checkpoint.manifest import reader_lock
 from runtime.checkpoint.tensor_store import Piece, Whole, write_tensors
 from runtime.data import load_tokenizer
 from runtime.huggingface.companions import (
-    COMPANIONS,
     Names,
     copy_companions,
     read_companions,
@@ -38,6 +37,7 @@ from runtime.huggingface.companions import (
 )
 from runtime.huggingface.configs import config_for, differences, with_dtype
 from runtime.huggingface.files import PlannedTensor, file_size, write_files
+from runtime.huggingface.folder_kind import COMPANIONS
 from runtime.huggingface.language_part import ONLY_PARTS
 from runtime.huggingface.mapping import (
     EMBEDDING,

@@ -21,9 +21,6 @@ from planner.inputs.huggingface.keys import Config
 from runtime.huggingface.folder_kind import CONFIG_FILE, INDEX_FILE
 from runtime.huggingface.mapping import GPT2_PREFIX
 
-COMPANIONS = "huggingface"
-"""Folder beside the iterations of a checkpoint."""
-
 NAMES_FILE = "tensor_names.json"
 LARGEST_NAMES = 4096
 

@@ -9,6 +9,9 @@ from costmodels.paths import exists, expanded
 from planner.inputs.huggingface.config_file import model_from_hf_config
 from runtime import checkpoint
 
+COMPANIONS = "huggingface"
+"""Folder beside the iterations of a checkpoint."""
+
 CONFIG_FILE = "config.json"
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 """The tensors in one file, and what names each tensor's file where there are several."""

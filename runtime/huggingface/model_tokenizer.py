@@ -8,7 +8,7 @@ from costmodels.errors import InputError
 from costmodels.paths import expanded, is_file
 from runtime.data import Tokenizer, load_tokenizer
 from runtime.data.record import Record, digest, record_of, recorded_tokenizer
-from runtime.huggingface.companions import COMPANIONS
+from runtime.huggingface.folder_kind import COMPANIONS
 from runtime.huggingface.tokenizer_files import TOKENIZER_FILE
 
 GPT2_FILES = "vocab.json", "merges.txt"

@@ -16,8 +16,7 @@ from runtime import checkpoint
 from runtime.checkpoint import RUN_FILE
 from runtime.checkpoint.base import check_base
 from runtime.checkpoint.tensor_store import StoredTensors
-from runtime.huggingface.companions import COMPANIONS
-from runtime.huggingface.folder_kind import checkpoint_in, is_hugging_face
+from runtime.huggingface.folder_kind import COMPANIONS, checkpoint_in, is_hugging_face
 from runtime.huggingface.mapping import EMBEDDING, HEAD, our_shapes
 from runtime.huggingface.model_folder import HuggingFaceModel, first_names
 from runtime.model.adapters import DOWN, UP, is_adapter

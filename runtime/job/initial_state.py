@@ -16,8 +16,9 @@ from runtime import checkpoint
 from runtime.checkpoint.run_file import check_same_model
 from runtime.data import Tokenizer
 from runtime.data.record import Record, recorded_tokenizer
-from runtime.huggingface.companions import COMPANIONS, copy_companions, read_companions, write_companions
+from runtime.huggingface.companions import copy_companions, read_companions, write_companions
 from runtime.huggingface.configs import differences
+from runtime.huggingface.folder_kind import COMPANIONS
 from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job.datasets import tokenizer_for
 from runtime.job.job_folders import begins_anew, iteration_of

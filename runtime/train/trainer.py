@@ -143,6 +143,8 @@ class Trainer:
         if self.balance is not None:
             self.balance.begin_step()
         loss = self.executor.train(tokens, labels)
+        # The optimizer's step has their memory.
+        del tokens, labels
         set_operation("reduction of gradients")
         self.optimizer.collect_gradients()
         totals = torch.stack((self._once(loss), self.optimizer.squared_norm()))

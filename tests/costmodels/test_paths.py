@@ -104,7 +104,7 @@ def test_an_ordinary_user_is_told_which_folder_is_closed(tmp_path: Path) -> None
             ):
                 one(closed / "below")
         assert not paths.is_visible(closed / "below")
-        with pytest.raises(InputError, match=r"plan '.*': cannot be written: Permission denied"):
+        with pytest.raises(InputError, match=r"plan .*: cannot be written: Permission denied"):
             write_whole("plan", closed / "plan.json", "{}")
 
     try:

@@ -24,6 +24,7 @@ from planner.scripts.job import JobScript
 from planner.scripts.slurm import time_limit
 from planner.scripts.targets import SCHEDULERS
 from tests.support.commands import Command
+from tests.support.jobs import TIMEOUT_S
 
 CANARY = "canary"
 
@@ -121,7 +122,7 @@ def sandbox(tmp_path: Path) -> Callable[[str], list[str] | None]:
             "SLURM_LOCALID": "0",
         }
         done = subprocess.run(
-            ["bash", "-c", text], env=environment, cwd=folder, capture_output=True, timeout=60
+            ["bash", "-c", text], env=environment, cwd=folder, capture_output=True, timeout=TIMEOUT_S
         )
         assert done.returncode == 0, done.stderr
         assert {path.name for path in folder.iterdir()} <= {"hosts", "llama2-7b.yaml", "llama2-7b.json"}

@@ -18,9 +18,9 @@ from runtime.checkpoint.tensor_store import FILE_BYTES
 from runtime.data.tokenizers import ByteTokenizer
 from runtime.generation.generator import Generator
 from runtime.generation.text import Text
-from runtime.huggingface.companions import COMPANIONS
 from runtime.huggingface.configs import config_for
 from runtime.huggingface.files import file_size
+from runtime.huggingface.folder_kind import COMPANIONS
 from runtime.huggingface.model_folder import HuggingFaceModel
 from runtime.huggingface.stored_model import StoredModel
 from tests.support import stored_models as model_files

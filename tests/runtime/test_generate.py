@@ -13,7 +13,7 @@ from runtime.data.tokenizers import ByteTokenizer, gpt2_tokenizer
 from runtime.generation.generator import Generator, Sampling
 from runtime.generation.stage import Split
 from runtime.generation.text import Stream, Text, text_of
-from runtime.huggingface.companions import COMPANIONS
+from runtime.huggingface.folder_kind import COMPANIONS
 from runtime.huggingface.stored_model import StoredModel, open_model
 from tests.support import stored_models as model_files
 from tests.support.hugging_face import MODELS, hugging_face, skip_unless_there

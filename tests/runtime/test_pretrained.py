@@ -20,7 +20,7 @@ from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
 from runtime import checkpoint, convert, pretrain
 from runtime.data.tokenizers import ByteTokenizer, load_tokenizer
-from runtime.huggingface.companions import COMPANIONS
+from runtime.huggingface.folder_kind import COMPANIONS
 from runtime.huggingface.model_folder import HuggingFaceModel
 from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job.initial_state import keep_companions
