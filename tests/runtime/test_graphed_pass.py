@@ -138,7 +138,7 @@ def test_memory_of_graphs_is_what_a_dry_run_finds() -> None:
     # A dry run has no cuBLAS, whose workspaces are all that is temporary here.
     tensors = parts.parameters + parts.gradients + parts.optimizer + parts.activations + parts.logits
     assert not found.exact
-    assert tensors == pytest.approx(trace(spec, layout, compiled=True).peak.total, rel=0.01)
+    assert tensors == pytest.approx(trace(spec, layout, compiled=True).peak.total, rel=0.02)
 
 
 def test_reductions_after_the_last_graph_hide_behind_nothing() -> None:
