@@ -17,7 +17,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "check": ("planner check train.sh --world-size 64 --device h100",),
     "export": ("planner export plan.json --to megatron",),
-    "convert-config": ("planner convert-config train.sh --to torchtitan",),
+    "convert-config": ("planner convert-config train.sh --to megatron-bridge",),
     "script": ("planner script plan.json --to slurm",),
     "launch": (
         "planner launch --model gpt2-nano --device cpu --world-size 2 --gbs 32",

@@ -128,7 +128,9 @@ class TrainingOptions:
     )
     came_beta3: float = flag(0.99, "Decay of CAME's means of instability.", within=SHARE)
     came_clip_threshold: float = flag(
-        1.0, "Largest root mean square of CAME's update of a parameter.", within=POSITIVE
+        1.0,
+        "Largest root mean square of CAME's update of a weight, before the learning rate.",
+        within=POSITIVE,
     )
     loss_reduction: str = flag(
         "mean",

@@ -147,7 +147,9 @@ def test_examples_of_the_helps_can_be_typed(
     (tmp_path / "train.sh").write_text(
         "torchrun --nproc_per_node 8 --nnodes 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 "
         "--num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 "
-        "--global-batch-size 256 --vocab-size 32000 --bf16 --tensor-model-parallel-size 4\n"
+        "--global-batch-size 256 --vocab-size 32000 --bf16 --tensor-model-parallel-size 4 --swiglu "
+        "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+        "--untie-embeddings-and-output-weights\n"
     )
     quick = ("suggest", "explain", "check", "export", "convert-config", "script", "timeline", "compare")
     for name, lines in EXAMPLES.items():

@@ -72,11 +72,11 @@ def test_as_many_plans_as_are_shown_fit_by_their_exact_bytes() -> None:
     place = int((closed / exact).argmin())
     assert closed[place] < exact[place]
     some = planner.search(GPT, **job, device_memory_gib=(closed[place] + exact[place]) / 2 / GIB)
-    first = [some.plan(rank) for rank in range(min(40, some.feasible))]
+    first = [some.plan(rank) for rank in range(min(40, some.ranked))]
     left_out = [plan.layout for plan in first if not plan.fits]
     assert left_out and not {plan.layout for plan in first[:EXACT_PLACES]} & set(left_out)
     found = some.settle(40)
-    assert found.feasible < some.feasible and found.settle(20) is found
+    assert found.ranked < some.ranked and found.settle(20) is found
     assert found.rejected["device_memory"] == found.legal - found.feasible
     shown = some.plans(40)
     assert [plan.layout for plan in shown] == [plan.layout for plan in found.plans(40)]

@@ -211,9 +211,7 @@ def test_nothing_is_promised_of_jobs_that_do_not_save(plan: Plan, megatron: Plan
 
 
 @given(data=st.data())
-@settings(
-    max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_a_check_has_no_complaint_of_a_generated_script(data: st.DataObject, tmp_path: Path) -> None:
     plan = data.draw(plans("megatron"))
     export = export_plan(plan, to="megatron")

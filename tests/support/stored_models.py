@@ -15,7 +15,7 @@ from runtime.data.tokenizers import ByteTokenizer
 from runtime.generation.generator import Generator
 from runtime.generation.stage import Split
 from runtime.generation.text import Text
-from runtime.huggingface.companions import COMPANIONS
+from runtime.huggingface.folder_kind import COMPANIONS
 from runtime.huggingface.mapping import HEAD
 from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job import initial_state
