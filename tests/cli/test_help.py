@@ -21,6 +21,8 @@ from runtime.faults.options import FaultOptions
 from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
 from tests.support.commands import Command
 
+pytestmark = pytest.mark.oldest
+
 ROOT = Path(__file__).parents[2]
 
 GROUPS = (

@@ -18,6 +18,8 @@ from costmodels.errors import InputError
 from costmodels.network.collectives import group, send
 from costmodels.network.topology import describe, device_pair, graph, group_span, island_ranks, tiers
 
+pytestmark = pytest.mark.oldest
+
 DEVICE = Device(
     name="d",
     vendor="v",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 
@@ -18,6 +19,18 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 def test_tiers_are_the_markers_of_pytest() -> None:
     markers = set(re.findall(r'^    "(\w+): ', PROJECT, re.MULTILINE))
     assert set(re.findall(r"`pytest -m (\w+)`", CONTRIBUTING)) == markers
+
+
+def test_the_least_version_of_whatever_is_needed_is_tested() -> None:
+    """Of what nothing runs without, of fp8 and of pytest; tools of development have no least."""
+    (needed,) = re.findall(r"^dependencies = \[$(.+?)^\]$", PROJECT, re.MULTILINE | re.DOTALL)
+    found = runpy.run_path(str(ROOT / ".ci" / "least.py"))["least_versions"](PROJECT)
+    names = re.findall(r'"([\w-]+)', needed)
+    assert len(names) == 11
+    assert {*names, "torchao", "pytest", "hypothesis"} <= {*found}
+    assert {"ruff", "mypy", "setuptools"}.isdisjoint(found)
+    for name, version in found.items():
+        assert f'"{name}>={version}"' in PROJECT
 
 
 def test_the_changelog_has_the_version_or_what_is_to_become_it() -> None:

@@ -21,6 +21,8 @@ from tests.support.models import llama
 from tests.support.ranks.collectives import compiled_differences
 from tests.support.worker_pool import WorkerPool
 
+pytestmark = pytest.mark.oldest
+
 DTYPES = (torch.float32, torch.bfloat16)
 
 SAME = {torch.float32: 1e-6, torch.bfloat16: 4e-3}

@@ -20,6 +20,8 @@ from runtime.data.tokenizers import (
     load_tokenizer,
 )
 
+pytestmark = pytest.mark.oldest
+
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 

@@ -241,6 +241,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_are_traced(name: str) -> None:
     spec = llama(1)
@@ -293,6 +294,7 @@ def test_compiled_layers_offload_what_a_ring_keeps() -> None:
     assert freed[0] == freed[1] > 0
 
 
+@pytest.mark.oldest
 @pytest.mark.slow
 def test_compiled_layers_save_less() -> None:
     spec = llama()
@@ -307,6 +309,7 @@ def test_compiled_layers_save_less() -> None:
         assert compiled.moments["optimizer"].live[category] == eager.moments["optimizer"].live[category]
 
 
+@pytest.mark.oldest
 @pytest.mark.slow
 def test_compiled_layers_recompute_what_the_layout_says() -> None:
     spec = llama(3)

@@ -240,6 +240,7 @@ def test_bf16_follows_fp32(pool: WorkerPool, reference: Reference, text: str) ->
     assert losses == pytest.approx(expected, rel=2e-2)
 
 
+@pytest.mark.oldest
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize(
     ("text", "backend"),

@@ -14,7 +14,10 @@ from tests.support.ranks import precision as work
 from tests.support.ranks.parity import losses_of
 from tests.support.worker_pool import WorkerPool
 
-pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+pytestmark = [
+    pytest.mark.oldest,
+    pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed"),
+]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from tests.support.gpu_lowering import lowered_products, products_of
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, MODELS, llama
 
+pytestmark = pytest.mark.oldest
+
 MIXTRAL = llama("mixtral", layers=1, hidden=64, heads=4, kv_heads=2, ffn=96, vocab=64, seq=32).model_copy(
     update={"experts": 8, "top_k": 2, "expert_ffn": 96}
 )

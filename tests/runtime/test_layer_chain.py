@@ -70,6 +70,7 @@ def test_chains_train_as_layers_do_one_by_one(pool: WorkerPool, text: str) -> No
 SELECTIVE = "recompute=selective,recompute_modules="
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
@@ -115,6 +116,7 @@ def test_experts_that_are_not_one_graph_are_not_chained(pool: WorkerPool, spec: 
     assert found.runs == 0
 
 
+@pytest.mark.oldest
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "recompute=full", "tp=2,sp=1"])
 def test_whole_layers_with_experts_count_and_train_as_eager_ones(pool: WorkerPool, text: str) -> None:

@@ -217,6 +217,7 @@ def test_event_files_that_cannot_be_written_end_nothing(
     )
 
 
+@pytest.mark.oldest
 def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
         EventAccumulator,

@@ -19,6 +19,8 @@ from tests.support.models import MODELS
 from tests.support.ranks.parity import losses_of, relative_difference
 from tests.support.worker_pool import WorkerPool
 
+pytestmark = pytest.mark.oldest
+
 LLAMA = MODELS["llama"]
 
 

@@ -103,6 +103,7 @@ def test_tensor_parallelism_beyond_the_key_value_heads(pool: WorkerPool) -> None
     assert relative_difference(pool.run(losses_of, 4, spec, layout, STEPS)[0], expected) < 1e-5
 
 
+@pytest.mark.oldest
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_layers_give_the_same_losses(
     pool: WorkerPool, model: ModelSpec, reference: list[float]

@@ -157,6 +157,7 @@ def test_fp8_follows_bf16(pool: WorkerPool, text: str, recipe: str) -> None:
     assert 1e-5 < relative_difference(losses[0], expected[0]) < 2e-2
 
 
+@pytest.mark.oldest
 def test_recipes_differ_and_rowwise_is_the_default(pool: WorkerPool) -> None:
     if find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
@@ -169,6 +170,7 @@ def test_recipes_differ_and_rowwise_is_the_default(pool: WorkerPool) -> None:
     assert len({str(losses[recipe]) for recipe in RECIPES}) == len(RECIPES)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8_multiplies_in_the_blocks_where_the_shapes_allow_it(recipe: Any) -> None:
     if find_spec("torchao") is None:

@@ -30,6 +30,8 @@ from runtime.model.routing import (
 )
 from tests.support.models import MODELS
 
+pytestmark = pytest.mark.oldest
+
 WIDTHS = st.sampled_from([3, 4, 6, 16])
 """Of rows: some are no multiples of 16 bytes, which grouped products need."""
 
