@@ -82,6 +82,10 @@ class Float8Weight(torch.Tensor):
         made.elements, made.scale = elements, scale
         return made
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        # A tensor's own reads elements one by one. Compilers of PyTorch 2.11 ask for it.
+        return f"Float8Weight({list(self.shape)}, {self.elements.dtype})"
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:

@@ -46,6 +46,8 @@ def test_no_element_leaves_the_range_and_factors_are_the_least_powers_that_keep_
 
 def test_casts_and_tiles_are_those_of_torchao() -> None:
     formats = pytest.importorskip("torchao.prototype.mx_formats")
+    if not hasattr(formats, "ScaleCalculationMode"):
+        pytest.skip("this torchao rounds scales in one way alone")
     from torchao.prototype.mx_formats.mx_tensor import to_mx
     from torchao.prototype.mx_formats.utils import to_blocked
 
