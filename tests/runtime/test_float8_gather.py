@@ -61,7 +61,7 @@ def test_compiled_losses_are_the_same_but_for_what_compilers_do_not_round(pool: 
     expected = pool.run(work.exactly_compiled_losses, 2, spec, plain, 3)
     if KEEPS_PYTHON_NODES:
         assert losses == expected
-    # Compilers of PyTorch 2.11 do not round all that they are told to; both are as near to what none compiles.
+    # Compilers of PyTorch 2.11 do not round all that they are told to.
     assert losses[0] == pytest.approx(expected[0], rel=1e-4)
 
 
