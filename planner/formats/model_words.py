@@ -40,6 +40,7 @@ def model_parts(model: ModelSpec) -> dict[str, Any]:
     without: list[str] = [
         *(() if model.experts else (*_WITH_EXPERTS, "router")),
         *(() if rope else _WITH_ROPE),
+        *(() if "full" in attention else ("rotates_full",)),
         *(() if limited else ("window", "window_rope_theta")),
         *(() if model.position == "learned" else ("max_positions",)),
         *(() if model.qk_norm else ("qk_norm_width", "qk_norm_weights")),

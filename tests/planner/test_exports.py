@@ -172,6 +172,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         }
     },
     "no rope in full": {"window": 128, "attention_pattern": ("window", "full"), "rotates_full": False},
+    "no layer in full": {"window": 128, "attention_pattern": ("window",), "rotates_full": False},
     "two bases": {"window": 128, "attention_pattern": ("window", "full"), "window_rope_theta": 5000.0},
     "norms after": {"norm_place": "after"},
     "norm_from_one": {"norm_from_one": True},
