@@ -1,9 +1,9 @@
 """Whether the tests find faults in the runtime: `python -m benchmarks.planted_faults`.
 
-The faults are data, in planted_faults.yaml: a text in a file of `runtime`, what takes its place, and tests
-that should notice, the likeliest first. Each fault is planted in a copy of this tree, and its tests run there
-until one fails. A fault whose text is not in its file exactly once is stale: the code has moved on, and the
-fault has to be written anew.
+The faults are data, in planted_faults.yaml or in the file of `--faults`: a text in a file of `runtime`, what
+takes its place, and tests that should notice, the likeliest first. Each fault is planted in a copy of this
+tree, and its tests run there until one fails. A fault whose text is not in its file exactly once is stale:
+the code has moved on, and the fault has to be written anew.
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ def counted(outcomes: Iterable[Outcome]) -> str:
     return f"{line}; {added} of them by a test that was added for the fault" if added else line
 
 
-def chosen(faults: Sequence[Fault], only: str) -> list[Fault]:
-    """The faults whose name or file has these words; `InputError` when none has."""
+def chosen(faults: Sequence[Fault], only: str, source: Path = FAULTS) -> list[Fault]:
+    """The faults of `source` whose name or file has these words; `InputError` when none has."""
     found = [fault for fault in faults if only in fault.name or only in fault.file]
     if not found:
-        raise InputError(f"--only {only!r}: no fault of {FAULTS.name} has this in its name or file")
+        raise InputError(f"--only {only!r}: no fault of {source.name} has this in its name or file")
     return found
 
 
@@ -148,9 +148,15 @@ app = typer.Typer(add_completion=False)
 def main(
     only: Annotated[str, typer.Option(help="Only faults with this in their name or file.")] = "",
     check: Annotated[bool, typer.Option(help="Only say which faults are stale; no test runs.")] = False,
+    source: Annotated[
+        Path,
+        typer.Option(
+            "--faults", exists=True, dir_okay=False, help="Faults to plant instead, in the same form."
+        ),
+    ] = FAULTS,
 ) -> None:
     """Plant faults one by one, and see whether tests find them."""
-    faults = chosen(read_faults(), only)
+    faults = chosen(read_faults(source), only, source)
     if check:
         stale = {fault.name: reason for fault in faults if (reason := staleness(fault, ROOT))}
         for name, reason in stale.items():
