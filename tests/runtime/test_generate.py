@@ -112,6 +112,12 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
     assert torch.allclose(drawn, Sampling(top_k=3).probabilities(logits)[0], atol=0.03)
 
 
+def test_each_row_has_its_own_likeliest_tokens() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [10.0, 13.0, 12.0, 11.0]])
+    kept = Sampling(top_k=2).probabilities(logits) > 0
+    assert kept.tolist() == [[True, True, False, False], [False, True, True, False]]
+
+
 def test_a_text_ends_where_the_model_ends_it(checkpoints: Path) -> None:
     folder = checkpoints / "gpt2"
     [[*_, third, _, _]] = Generator(folder, text=Text(ByteTokenizer())).continue_ids([[65]], 5)

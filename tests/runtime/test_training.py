@@ -10,8 +10,9 @@ import torch
 
 from costmodels import ModelSpec
 from runtime.settings.options import TrainingOptions
+from runtime.train.trainer import batch_rows
 from tests.support.layouts import parse_layout
-from tests.support.models import KINDS, MODELS
+from tests.support.models import KINDS, LLAMA, MODELS
 from tests.support.ranks import schedules
 from tests.support.ranks import training as work
 from tests.support.worker_pool import WorkerPool
@@ -121,3 +122,11 @@ def test_gradients_travel_after_the_last_micro_batch_unless_they_are_sharded_wit
         assert sum(per_backward) == reductions * (spec.layers + 1)
         if zero < 3:
             assert "reduce" not in events[: events.index("forward", 1)]
+
+
+def test_ranks_take_turns_of_a_micro_batch_in_a_global_batch() -> None:
+    """Megatron-LM's order: each micro step consumes the next rows, `micro_batch_size` of every rank."""
+    layout = parse_layout("mbs=2,gbs=12,dp=2", LLAMA)
+    assert batch_rows(layout, 0).tolist() == [0, 1, 4, 5, 8, 9]
+    assert batch_rows(layout, 1).tolist() == [2, 3, 6, 7, 10, 11]
+    assert batch_rows(layout, 1, batch=4).tolist() == [2, 3]
