@@ -74,7 +74,7 @@ class Case:
     cwd: str = ""
     """`gone`: its folder is removed before it starts."""
     user: bool = False
-    """It is typed by an ordinary user, who may not read every folder."""
+    """Whether an ordinary user types the input, who may not read every folder."""
 
     @property
     def title(self) -> str:

@@ -74,7 +74,7 @@ LAYOUTS = 3000
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a search."""
+    """The arguments of one search."""
 
     model: str
     device: str
@@ -107,7 +107,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search said, and the best of the layouts that were drawn."""
+    """The answer of a search, and the best of the layouts that were drawn."""
 
     question: Question
     first: str | None
@@ -118,7 +118,7 @@ class Answer:
     better: str | None = None
     """A layout that beats the first plan."""
     lead: float = 0.0
-    """Its lead as a share of the first plan's tokens per second; infinite where nothing fits."""
+    """The best layout's lead as a share of the first plan's tokens/s; infinite where nothing fits."""
 
 
 def ask(rng: random.Random) -> Question:

@@ -36,7 +36,7 @@ class Fault:
     """One fault, and who should notice."""
 
     name: str
-    """What is wrong, in words."""
+    """The fault in words."""
     file: str
     """In `runtime`."""
     old: str
@@ -54,13 +54,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one fault."""
+    """The result of planting one fault."""
 
     fault: Fault
     word: str
     """`found`, `missed`, `stale`, or `broken`: its tests did not run."""
     by: str = ""
-    """Those that noticed, or what is wrong with the fault."""
+    """The tests that noticed the fault, or why it could not be planted."""
 
 
 Tests = Callable[[str], "tuple[int, str]"]

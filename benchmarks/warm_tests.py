@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("costmodels", "planner", "runtime", "cli", "tests", "benchmarks")
-"""Those of the tree."""
+"""The top-level packages of the tree."""
 
 IMPORTED = (
     "torch",

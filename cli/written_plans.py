@@ -1,4 +1,4 @@
-"""What is said of a plan that was written for other software."""
+"""Messages about a plan that was written for other software."""
 
 from __future__ import annotations
 

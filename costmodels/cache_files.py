@@ -18,7 +18,7 @@ _said: set[str] = set()
 
 
 def read_cached(path: Path, most: int, parse: Callable[[bytes], Content]) -> Content | None:
-    """What `parse` makes of a cache file of at most `most` bytes; None where there is none that can be read.
+    """The content that `parse` makes of a cache file of at most `most` bytes; None without a readable file.
 
     Whatever `parse` raises says that the file is damaged.
     """

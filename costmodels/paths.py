@@ -1,4 +1,4 @@
-"""What lies at a path: the one place that asks, so that a path nobody may look at ends in one line."""
+"""Looks at paths: the one place that asks, so that a path which nobody may look at ends in one line."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import numpy as np
 from costmodels.ranks.rank_layers import Ranks
 from costmodels.spec.layout import V_SCHEDULES
 from costmodels.spec.schedules import GATHERED_STAGES
-from costmodels.spec.table import Floats, LayoutTable
+from costmodels.spec.table import Floats, Ints, LayoutTable
 
 
 def passes_in_flight(table: LayoutTable, ranks: Ranks, flying: dict[str, Floats]) -> Floats:
@@ -45,8 +45,7 @@ def fullest_moment(
         gradients: bytes once all chunks have had a backward pass.
     """
     chunks = table.virtual_pipeline_parallel[:, None]
-    turn = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)[:, None]
-    turn = np.where(chunks > 1, turn, 1)
+    turn = np.where(chunks > 1, _turn(table)[:, None], 1)
     # In one turn ZeRO reduces the gradients of each chunk before those of the next one are there.
     most = np.where(
         (chunks > 1) & (table.micro_batches[:, None] <= turn) & ~table.keeps_whole[:, None], 1, chunks
@@ -66,8 +65,14 @@ def fullest_moment(
     return held, made
 
 
+def _turn(table: LayoutTable) -> Ints:
+    """Micro batches that a chunk takes before the next chunk has its turn, [n]."""
+    result: Ints = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)
+    return result
+
+
 def least_moment(table: LayoutTable, activations: Floats, gradients: Floats) -> tuple[Floats, Floats]:
-    """What `fullest_moment` gives at least, for any number of micro batches in flight and any split, [n, k].
+    """A lower bound of `fullest_moment` for any micro batches in flight and any split, bytes [n, k].
 
     Without chunks both are there from the micro batch on that follows the warm-up of the first rank.
     """
@@ -95,10 +100,10 @@ def fresh_gradient_share(table: LayoutTable) -> Floats:
     """The share of a rank's stages that hold gradients in 16 bits beside their fp32 sums, [n].
 
     With split backward FSDP2 adds weight gradients up when the next backward pass of their stage begins.
-    Until then those of all stages but the one at work are there.
+    Until then those of all stages but the one at work are there. So it is before PyTorch 2.15, whose
+    autograd casts them; there the estimate is up to 2 bytes a parameter too high.
     """
     chunks = table.virtual_pipeline_parallel
     several = table.runs("interleaved_zb", "zbv") & ~table.keeps_whole
-    turn = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)
-    result: Floats = np.where(several & (table.micro_batches > turn), (chunks - 1) / chunks, 0.0)
+    result: Floats = np.where(several & (table.micro_batches > _turn(table)), (chunks - 1) / chunks, 0.0)
     return result

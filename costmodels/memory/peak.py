@@ -29,7 +29,7 @@ from costmodels.spec.schedules import GATHERED_STAGES
 from costmodels.spec.table import FULL, UNIFORM, Floats, LayoutTable
 
 Moment = Callable[[LayoutTable, Floats, Floats], tuple[Floats, Floats]]
-"""Tells what of activations and gradients is there together, of rows of a table."""
+"""A function of a table and the bytes of its activations and gradients: what of both is there together."""
 
 FETCHED_LAYERS = 2
 """Layers whose offloaded activations are on the device: the one in backward and the next one, on its way."""
