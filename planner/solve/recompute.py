@@ -89,11 +89,18 @@ def least_recompute(
     fitting[family[fits]] = True
     if "full" in kinds and not plain_alone:
         # Of whole layers, which split backward does not recompute, the enumerated ones tell whether any fit.
-        bases = bases[fitting[family[bases]] | np.isin(table.column("schedule", bases), SPLIT)]
-    plain = table.take(rows_worth(model, cluster, engine, table, bases, worth, floor))
+        hopeless = ~fitting[family[bases]] & ~np.isin(table.column("schedule", bases), SPLIT)
+    else:
+        hopeless = np.zeros(len(bases), dtype=np.bool_)
+    if not fewer:
+        bases = bases[~hopeless]
+    worthy = rows_worth(model, cluster, engine, table, bases, worth, floor)
+    plain = table.take(worthy)
     priced: list[Prices] = []
     if fewer:
-        plain = concatenate_tables([plain, with_fewest_micro_batches(plain)])
+        # With fewer micro batches even layouts fit whose enumerated batch fits with no recomputation.
+        able = plain.take(np.flatnonzero(np.isin(worthy, bases[~hopeless])))
+        plain = concatenate_tables([able, with_fewest_micro_batches(plain)])
     most = with_most_recompute(model, engine, plain, kinds)
     plain = plain.take(_peak(model, cluster, engine, most) <= cluster.memory_bytes)
     if not len(plain):
