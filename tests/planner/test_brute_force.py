@@ -89,7 +89,7 @@ def layout_of(model: ModelSpec, values: dict[str, Any]) -> Layout | None:
 
 
 def brute(model: ModelSpec, world: int, batch: Batch, micro_batches: Sequence[int] = ()) -> Brute:
-    """Every layout of the product of all degrees, one by one; with the enumerated micro batches by default."""
+    """Every layout of all degrees, one by one, with the enumerated micro batches unless given."""
     sizes = range(1, world + 1)
     meshes = [
         (tp, pp, cp, form, world // (tp * pp * cp))

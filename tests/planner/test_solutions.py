@@ -147,7 +147,8 @@ def test_unequal_chunks_are_looked_at_where_they_are_faster_or_all_that_fits() -
 
 def test_counts_do_not_depend_on_how_many_plans_are_asked_for() -> None:
     result = search("llama2-7b", world_size=16, device="l40s", memory_margin_gib=6, max_global_batch_size=64)
-    settled = result.settle(40)
-    assert (settled.feasible, settled.rejected) == (result.feasible, result.rejected)
-    for plan in settled.closest(5):
+    feasible, rejected = result.feasible, result.rejected
+    assert all(plan.fits for plan in result.plans(40))
+    assert (result.feasible, result.rejected) == (feasible, rejected)
+    for plan in result.closest(5):
         assert plan.estimate.peak_memory_bytes > plan.cluster.memory_bytes

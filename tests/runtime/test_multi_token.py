@@ -275,6 +275,5 @@ def test_plans_count_time_and_memory_on_the_last_stage() -> None:
     }
     one, other = (suggest(model, pin=pins, **job).estimate for model in (plain, spec))
     assert other.step_time_s > one.step_time_s
-    assert not suggest(spec, pin=pins, **job | {"engine": None}).estimate.exact
     first, last = ([stage.parameters for stage in estimate.memory] for estimate in (one, other))
     assert first[:3] == last[:3] and last[3] > first[3]
