@@ -26,6 +26,7 @@ from costmodels.spec.table import (
     SCHEDULES,
     SELECTIVE,
     UNIFORM,
+    Bools,
     Floats,
     Ints,
     LayoutTable,
@@ -87,20 +88,22 @@ def least_recompute(
         return None
     fitting = np.zeros(int(family.max()) + 1, dtype=bool)
     fitting[family[fits]] = True
-    if "full" in kinds and not plain_alone:
+
+    def could_fit(rows: Ints) -> Bools:
+        """Whether rows could fit with the micro batches that they have."""
+        if plain_alone or "full" not in kinds:
+            return np.ones(len(rows), dtype=np.bool_)
         # Of whole layers, which split backward does not recompute, the enumerated ones tell whether any fit.
-        hopeless = ~fitting[family[bases]] & ~np.isin(table.column("schedule", bases), SPLIT)
-    else:
-        hopeless = np.zeros(len(bases), dtype=np.bool_)
+        return fitting[family[rows]] | np.isin(table.column("schedule", rows), SPLIT)
+
     if not fewer:
-        bases = bases[~hopeless]
-    worthy = rows_worth(model, cluster, engine, table, bases, worth, floor)
-    plain = table.take(worthy)
+        bases = bases[could_fit(bases)]
+    bases = rows_worth(model, cluster, engine, table, bases, worth, floor)
+    plain = table.take(bases)
     priced: list[Prices] = []
     if fewer:
-        # With fewer micro batches even layouts fit whose enumerated batch fits with no recomputation.
-        able = plain.take(np.flatnonzero(np.isin(worthy, bases[~hopeless])))
-        plain = concatenate_tables([able, with_fewest_micro_batches(plain)])
+        # In a step of fewer micro batches even others fit.
+        plain = concatenate_tables([plain.take(could_fit(bases)), with_fewest_micro_batches(plain)])
     most = with_most_recompute(model, engine, plain, kinds)
     plain = plain.take(_peak(model, cluster, engine, most) <= cluster.memory_bytes)
     if not len(plain):
