@@ -29,6 +29,9 @@ MOVES = 8
 RANKS = 8
 """Pipeline ranks that layers leave, at most."""
 
+NEAR = 1.3
+"""How many times slower than the last of the first places a plan may be: seldom do moves gain more."""
+
 GAIN = 1e-4
 """Relative gain below which no layer is moved."""
 
@@ -41,7 +44,7 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
         worth: whether rows that take so many seconds would be among the first.
     """
     where = problem.model, problem.cluster, problem.constants
-    first = _best(problem, concatenate_prices(parts))
+    first = _best(problem, concatenate_prices(parts), NEAR * worth.last)
     if not len(first):
         return None
     before, now = first.step_time_s, first
@@ -68,11 +71,11 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
     return now.take(found) if found.any() else None
 
 
-def _best(problem: Problem, prices: Prices) -> Prices:
-    """The best plans with pipelines, none twice but for what recomputes or what ZeRO splits."""
-    rows = np.flatnonzero(prices.table.pipeline_parallel > 1)
-    slow = slowness(problem.objective, prices.table.global_batch_size[rows], prices.step_time_s[rows])
-    return prices.take(rows[np.argsort(slow, kind="stable")[:ROWS]])
+def _best(problem: Problem, prices: Prices, last: float) -> Prices:
+    """The best plans with pipelines, of those whose slowness is not above `last`."""
+    slow = slowness(problem.objective, prices.table.global_batch_size, prices.step_time_s)
+    rows = np.flatnonzero((prices.table.pipeline_parallel > 1) & (slow <= last))
+    return prices.take(rows[np.argsort(slow[rows], kind="stable")[:ROWS]])
 
 
 def _moves(table: LayoutTable, rows: Ints) -> tuple[Ints, list[tuple[int, ...]]]:
