@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from costmodels.pytorch import Version, installed_version, parsed_version
 from costmodels.spec.hardware import NARROW
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import RING, SCHEDULES, Bools, LayoutTable
+from costmodels.tapes.player.ways import Version, parsed_version
+from costmodels.tapes.store import installed_version
 from planner.space.rule import Rule, divisors
 
 KEEPS_FUNCTIONS: Version = (2, 13)
@@ -119,5 +120,5 @@ FLOAT8_RULE = Rule(
 def kind_rules(precision: str) -> tuple[Rule, ...]:
     """`KIND_RULES`, and what the PyTorch that is installed, if one is, does not do in a precision."""
     version = installed_version()
-    loses = version is not None and parsed_version(version) < KEEPS_FUNCTIONS
+    loses = version != "" and parsed_version(version) < KEEPS_FUNCTIONS
     return (*KIND_RULES, *((FLOAT8_RULE,) if loses and precision in NARROW else ()))

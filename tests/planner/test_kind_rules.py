@@ -124,5 +124,5 @@ def test_before_pytorch_2_13_no_backward_is_split_in_8_bits(monkeypatch: pytest.
         check_job(LLAMA, layout, 2)
     check_job(LLAMA, layout.model_copy(update={"precision": "bf16"}), 2)
     # One that is not there is any.
-    monkeypatch.setattr(kind_rules, "installed_version", lambda: None)
+    monkeypatch.setattr(kind_rules, "installed_version", lambda: "")
     check_job(LLAMA, layout, 2)
