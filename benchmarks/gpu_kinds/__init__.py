@@ -1,0 +1,1 @@
+"""Every kind of job on one GPU: `python -m benchmarks.gpu_kinds`."""

@@ -1,0 +1,181 @@
+"""Every kind of job on one GPU, a few steps each: `python -m benchmarks.gpu_kinds [--jobs 6]`.
+
+Each kind has a process of its own, several at a time. What fails is tried again with CUDA_LAUNCH_BLOCKING=1,
+and without compilation. Losses and gradient norms are compared with those that a CPU found (expected.json,
+which `--expected` writes); peaks are those of the plan, and of the allocator. All output is kept below
+`--output`: `table.txt`, `table.json`, and a folder for each kind and attempt. Without a GPU the kinds that a
+CPU can do run on it, and the others are named.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.gpu_kinds.attempts import AS_IT_IS, SECOND_TRIES, Form, Machine, Result, attempt
+from benchmarks.gpu_kinds.inputs import write_inputs
+from benchmarks.gpu_kinds.kinds import chosen, read_expected, read_kinds, write_expected
+from benchmarks.gpu_kinds.report import Row, summary
+from costmodels.errors import InputError
+from planner.options.flags import run
+
+GRACE_S = 20.0
+"""Seconds that what runs when the time is up has to end."""
+
+LEAST_S = 10.0
+"""Seconds under which nothing is begun."""
+
+
+class Clock:
+    """The seconds that are left."""
+
+    def __init__(self, seconds: float) -> None:
+        self.ends = time.monotonic() + seconds
+
+    def left_s(self) -> float:
+        """Seconds in which something may begin."""
+        return self.ends - time.monotonic()
+
+
+def run_all(
+    rows: list[Row], machine: Machine, jobs: int, clock: Clock, limit_s: float, tell: Callable[[Row], None]
+) -> None:
+    """Run all rows, `jobs` at a time; then, as long as there is time, second tries of those that failed."""
+
+    def one(row: Row, form: Form) -> Result | None:
+        left_s = clock.left_s()
+        if left_s < min(LEAST_S, limit_s):
+            return None
+        return attempt(row.kind, form, machine, min(limit_s, left_s + GRACE_S))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting: dict[Future[Result | None], tuple[Row, Form]] = {}
+        for row in rows:
+            if not row.not_run:
+                waiting[pool.submit(one, row, AS_IT_IS)] = row, AS_IT_IS
+            else:
+                tell(row)
+        while waiting:
+            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                row, form = waiting.pop(future)
+                result = future.result()
+                if result is not None:
+                    row.results[form.name] = result
+                elif form is AS_IT_IS:
+                    row.not_run = "not run, no time was left"
+                else:
+                    row.left_out.append(form.name)
+                if form is AS_IT_IS and result is not None and not (result.ran or result.refused):
+                    for again in SECOND_TRIES:
+                        waiting[pool.submit(one, row, again)] = row, again
+                tell(row)
+
+
+def capability() -> tuple[int, int] | None:
+    """The compute capability of this machine's first GPU; None without one."""
+    import torch
+
+    return torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
+
+
+def device_words(on_gpu: bool) -> str:
+    """The device and the software, for the head of the table."""
+    import torch
+
+    name = torch.cuda.get_device_name(0) if on_gpu else f"CPU, {os.cpu_count()} cores"
+    return f"{name}, PyTorch {torch.__version__}, Python {sys.version.split()[0]}"
+
+
+@contextmanager
+def _output(folder: Path | None) -> Iterator[Path]:
+    """The folder of all output, a new one if none is named."""
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="gpu-kinds-"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {folder}: cannot be made: {error.strerror}") from None
+    yield folder
+    print(f"all output is in {folder}")
+
+
+def gpu_kinds(
+    jobs: Annotated[int, typer.Option(min=1, help="Kinds that run at the same time.")] = 6,
+    output: Annotated[Path | None, typer.Option(help="Folder of all output; a new one unless given.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Run the kinds whose name has this in it; repeatable.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Begin nothing after so long.")] = 240.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds of an attempt at most.")] = 150.0,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile layers on a CPU, too.")] = False,
+    expected: Annotated[
+        bool, typer.Option("--expected", help="Run on the CPU, and keep its losses as those to compare with.")
+    ] = False,
+) -> None:
+    """Run every kind of job on this machine's first GPU, and say which did not run."""
+    train, kinds = read_kinds()
+    kinds = chosen(kinds, only or [])
+    able = None if expected else capability()
+    found = read_expected()
+    rows = [
+        Row(
+            kind,
+            not_run=kind.missing(able),
+            expected=None if expected else found.get(kind.like or kind.name),
+        )
+        for kind in kinds
+        if not (expected and kind.like)
+    ]
+    head = device_words(able is not None)
+    print(head, flush=True)
+
+    with _output(output) as folder, tempfile.TemporaryDirectory(prefix="gpu-kinds-work-") as work:
+        inputs = write_inputs(Path(work) / "inputs")
+        threads = max(1, (os.cpu_count() or 1) // jobs)
+        machine = Machine(folder, Path(work), inputs, train, able is not None, threads, compiled)
+
+        def tell(row: Row) -> None:
+            print(row.lines()[-1] if row.results or row.not_run else "", flush=True)
+            _keep(folder, head, rows)
+
+        run_all(rows, machine, jobs, Clock(seconds), timeout, tell)
+        _keep(folder, head, rows)
+    print(summary(rows))
+    if expected:
+        import torch
+
+        write_expected(
+            {
+                row.kind.name: {"losses": list(row.first.losses), "norms": list(row.first.norms)}
+                for row in rows
+                if row.first is not None and row.first.ran and row.first.losses
+            },
+            torch.__version__,
+        )
+    if not all(row.is_right for row in rows):
+        raise typer.Exit(1)
+
+
+def _keep(folder: Path, head: str, rows: list[Row]) -> None:
+    """Write what is known by now: whatever ends this process, the table is there."""
+    lines = [line for row in rows if row.results or row.not_run for line in row.lines()]
+    (folder / "table.txt").write_text("\n".join([head, *lines, "", summary(rows)]) + "\n", encoding="utf-8")
+    content = {"device": head, "rows": [row.record() for row in rows if row.results or row.not_run]}
+    (folder / "table.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(gpu_kinds)
+    run(app, "benchmarks.gpu_kinds")

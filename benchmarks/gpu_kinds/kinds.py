@@ -1,0 +1,89 @@
+"""The kinds of jobs, the models that they train, and the losses that a CPU found for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from costmodels.catalogue.yaml_files import parse
+from costmodels.errors import InputError
+from costmodels.spec.record import Record
+
+FOLDER = Path(__file__).parent
+
+MODELS, EXPECTED = FOLDER / "models.json", FOLDER / "expected.json"
+
+
+class Kind(Record):
+    """One kind of job, as kinds.yaml describes it."""
+
+    name: str
+    do: tuple[str, ...]
+    like: str = ""
+    gpu: str = ""
+    capability: tuple[int, int] = (0, 0)
+    loss: float = 0.01
+    norm: float = 0.1
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder of its files."""
+        return "".join(letter if letter.isalnum() else "_" for letter in self.name).replace("__", "_")
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether its layout is that of its plan."""
+        return not any(command.startswith("alone ") for command in self.do)
+
+    def missing(self, capability: tuple[int, int] | None) -> str:
+        """What a device lacks for this kind; nothing if ''.
+
+        Args:
+            capability: compute capability of the GPU; None of a CPU.
+        """
+        if capability is None:
+            return f"needs a GPU ({self.gpu})" if self.gpu else ""
+        if capability < self.capability:
+            return f"needs a GPU of compute capability {self.capability[0]}.{self.capability[1]} ({self.gpu})"
+        return ""
+
+
+def read_kinds() -> tuple[str, list[Kind]]:
+    """The flags of all training commands, and all kinds."""
+    content = parse((FOLDER / "kinds.yaml").read_text(encoding="utf-8"), "kinds.yaml")
+    return content["train"], [Kind.model_validate(kind) for kind in content["kinds"]]
+
+
+def chosen(kinds: list[Kind], only: list[str]) -> list[Kind]:
+    """The kinds whose names have one of the texts in them; all if there is no text."""
+    for text in only:
+        if not any(text in kind.name for kind in kinds):
+            names = ", ".join(kind.name for kind in kinds)
+            raise InputError(f"--only {text}: no kind has it; kinds are {names}")
+    return [kind for kind in kinds if not only or any(text in kind.name for text in only)]
+
+
+def read_expected() -> dict[str, dict[str, list[float]]]:
+    """The losses and gradient norms of each kind's steps on a CPU, by its name."""
+    if not EXPECTED.is_file():
+        return {}
+    found: dict[str, dict[str, list[float]]] = json.loads(EXPECTED.read_text(encoding="utf-8"))["kinds"]
+    return found
+
+
+def write_expected(found: dict[str, dict[str, list[float]]], torch_version: str) -> None:
+    """Keep what a CPU found; kinds that did not run now stay as they were."""
+    kinds = read_expected() | {
+        name: {key: [round(value, 5) for value in values] for key, values in one.items()}
+        for name, one in found.items()
+    }
+    lines = [f"  {json.dumps(name)}: {json.dumps(kinds[name])}" for name in sorted(kinds)]
+    text = f'{{\n "torch": {json.dumps(torch_version)},\n "kinds": {{\n' + ",\n".join(lines) + "\n }\n}\n"
+    EXPECTED.write_text(text, encoding="utf-8")
+
+
+def read_models() -> dict[str, dict[str, Any]]:
+    """Configurations of small models as Hugging Face writes them, by name."""
+    found: dict[str, dict[str, Any]] = json.loads(MODELS.read_text(encoding="utf-8"))
+    return found

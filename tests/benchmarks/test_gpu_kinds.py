@@ -1,0 +1,191 @@
+"""The check of every kind of job on one GPU: its rows, and what it says of those that fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks.gpu_kinds import __main__ as command
+from benchmarks.gpu_kinds import attempts
+from benchmarks.gpu_kinds.attempts import AS_IT_IS, Machine, attempt, commands, hung, reason
+from benchmarks.gpu_kinds.inputs import write_inputs
+from benchmarks.gpu_kinds.kinds import Kind, read_expected, read_kinds
+from benchmarks.gpu_kinds.report import largest
+from costmodels.catalogue import load_device
+
+TRAIN, KINDS = read_kinds()
+
+ASSERTION = (
+    "/pytorch/aten/src/ATen/native/cuda/GroupMM.cu:94: prepare: block: [0,0,0], thread: [{},0,0] "
+    "Assertion `delta % 8 == 0` failed."
+)
+
+DEVICE_SIDE = f"""
+import sys
+print("[rank0]: a warning about CUDA error codes")
+for thread in range(3):
+    print({ASSERTION!r}.format(thread))
+print('  File "runtime/parallel/working_copies.py", line 1, in _first')
+print("torch.AcceleratorError: CUDA error: device-side assert triggered")
+print("Search for `cudaErrorAssert' for more information.")
+sys.exit(1)
+"""
+
+TRAINS = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--log-dir") + 1])
+rows = [{"iteration": 1, "loss": LOSS, "grad_norm": 2.0, "peak_memory_bytes": 1}, {"parts": {}}]
+(folder / "metrics.jsonl").write_text("\\n".join(map(json.dumps, rows)))
+"""
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of small kinds stand in, some of which fail as a GPU lets them fail."""
+
+    def process(peaks: Path, words: list[str]) -> list[str]:
+        model = words[words.index("--model") + 1]
+        script = {
+            "asserts": TRAINS.replace("LOSS", "7.0") if "--no-compile" in words else DEVICE_SIDE,
+            "refuses": "import sys; print('planner: error: no such thing'); sys.exit(2)",
+            "drifts": TRAINS.replace("LOSS", "8.0"),
+            "fits": TRAINS.replace("LOSS", "7.001"),
+        }[model]
+        return [sys.executable, "-c", script, *words]
+
+    names = ("asserts", "refuses", "drifts", "fits")
+    kinds = [Kind(name=name, do=(f"train --model {name}",)) for name in names]
+    kinds.append(Kind(name="graphs", do=("train --model fits",), gpu="CUDA graphs"))
+    monkeypatch.setattr(attempts, "process_command", process)
+    monkeypatch.setattr(command, "capability", lambda: None)
+    monkeypatch.setattr(command, "read_kinds", lambda: ("--seed 1", kinds))
+    expected = {"losses": [7.0], "norms": [2.0]}
+    monkeypatch.setattr(command, "read_expected", lambda: dict.fromkeys(names, expected))
+    monkeypatch.setattr(command, "write_inputs", lambda folder: {})
+
+
+def ran(folder: Path, *words: str) -> tuple[int, str, list[dict]]:
+    app = typer.Typer()
+    app.command()(command.gpu_kinds)
+    result = CliRunner().invoke(app, ["--output", str(folder), *words])
+    rows = json.loads((folder / "table.json").read_text())["rows"]
+    return result.exit_code, (folder / "table.txt").read_text(), rows
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("planted")
+def test_a_planted_assertion_is_named_and_tried_again(tmp_path: Path) -> None:
+    code, table, rows = ran(tmp_path)
+    assert code == 1
+    lines = table.splitlines()
+    assertion = ASSERTION.format(0)
+    assert f"asserts: FAILED, {assertion}" in table
+    assert f"asserts, CUDA_LAUNCH_BLOCKING=1: FAILED, {assertion}" in lines
+    assert any(line.startswith("asserts, not compiled: ran") for line in lines)
+    # What is refused on any machine is not tried again.
+    assert [line for line in lines if line.startswith("refuses,")] == []
+    assert "failed: asserts, refuses" in lines
+    assert "ran with other losses than on a CPU: drifts" in lines
+    assert "the largest difference of a loss: 14.29% (drifts)" in lines
+    assert "graphs: needs a GPU (CUDA graphs)" in lines
+    assert {row["kind"]: row["right"] for row in rows} == {
+        "asserts": False, "refuses": False, "drifts": False, "fits": True, "graphs": True,
+    }  # fmt: skip
+    output = (tmp_path / "asserts" / "CUDA_LAUNCH_BLOCKING_1" / "1" / "output.txt").read_text()
+    assert output.startswith("$ runtime.pretrain --model asserts --seed 1") and assertion in output
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("planted")
+def test_all_that_runs_right_is_no_error(tmp_path: Path) -> None:
+    code, table, _ = ran(tmp_path, "--only", "fits", "--only", "graphs")
+    assert code == 0 and "1 of 2 kinds ran" in table
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("planted")
+def test_what_has_no_time_is_named(tmp_path: Path) -> None:
+    code, table, _ = ran(tmp_path, "--only", "fits", "--seconds", "1")
+    assert code == 1
+    assert "not run, no time was left: fits" in table
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_says_where_and_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import time\nprint('the first step', flush=True)\ntime.sleep(600)"
+    monkeypatch.setattr(attempts, "process_command", lambda *_: [sys.executable, "-c", script])
+    machine = Machine(tmp_path / "output", tmp_path / "work", {}, "", on_gpu=False, threads=1)
+    result = attempt(Kind(name="hangs", do=("train --model x",)), AS_IT_IS, machine, 1.0)
+    assert not result.ran and result.said.startswith("did not end within 1 s: it said ")
+    output = (tmp_path / "output" / "hangs" / "as_it_is" / "1" / "output.txt").read_text()
+    assert "$ runtime.pretrain --model x" in output
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("x\nRuntimeError: CUDA error: illegal access\nmore", "RuntimeError: CUDA error: illegal access"),
+        ("KeyError: 'a'\n\nDuring it\ntorch.OutOfMemoryError: CUDA\n\nbye", "torch.OutOfMemoryError: CUDA"),
+        ("E1127 Assertion 'x' is fine\nAssertionError: 3", "AssertionError: 3"),
+        ("one\ntwo\n\n", "two"),
+        ("", "it said nothing"),
+    ],
+)  # fmt: skip
+def test_the_line_that_says_most_is_chosen(text: str, line: str) -> None:
+    assert reason(text) == line
+
+
+def test_a_hang_is_told_by_the_last_words_and_the_place() -> None:
+    trace = 'Current thread 0x7f (most recent call first):\n  File "a.py", line 3 in f\n'
+    assert (
+        hung(f"one\ntwo\nFatal Python error: Aborted\n\n{trace}  File more")
+        == 'it said two; it was in File "a.py", line 3 in f'
+    )
+
+
+def test_what_is_not_a_number_is_far_off() -> None:
+    assert largest([2.0, 3.0], [2.0, 2.0, 9.0]) == 0.5
+    assert largest([2.0, float("nan")], [2.0, 2.0]) == float("inf")
+
+
+def test_each_kind_that_trains_has_losses_of_a_cpu() -> None:
+    expected = read_expected()
+    names = {kind.name for kind in KINDS}
+    assert len(names) == len(KINDS)
+    for kind in KINDS:
+        assert not kind.like or kind.like in names
+        if any(one.startswith(("train", "alone")) for one in kind.do):
+            assert len(expected[kind.like or kind.name]["losses"]) == 4, kind.name
+
+
+@pytest.mark.slow
+def test_every_kind_is_a_job_that_a_gpu_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans and refusals of a machine with a GPU need none."""
+    from runtime import pretrain
+    from runtime.job.plan_search import search_for_job
+
+    jobs = []
+    monkeypatch.setattr(pretrain, "train", lambda job: jobs.append(job) or 0)
+    machine = Machine(tmp_path, tmp_path, write_inputs(tmp_path / "inputs"), TRAIN, on_gpu=True, threads=1)
+    for kind in KINDS:
+        for module, *words in commands(kind, AS_IT_IS, machine):
+            if module != "runtime.pretrain":
+                continue
+            loads = "--load" in words
+            if loads:
+                # What an earlier command of the kind writes.
+                at = words.index("--load")
+                del words[at : at + 2]
+            pretrain.app(words, standalone_mode=False)
+            device = load_device("b200" if kind.capability > (9, 0) else "h100")
+            plan = search_for_job(jobs[-1], device, 1, 1, None).plan(0)
+            if not loads:
+                pretrain.check_job(plan, jobs[-1], 1)
+            assert plan.layout.micro_batches == 2, kind.name
