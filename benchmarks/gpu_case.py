@@ -1,7 +1,7 @@
 """One row of `benchmarks.gpu` in a process of its own: `python -m benchmarks.gpu_case CASE CONTESTANT FORM`.
 
-CONTESTANT is `runtime` or `transformers`, FORM `compiled` or `eager`. Prints one JSON object: seconds of a
-step, and the bytes that the allocator handed out at most.
+CONTESTANT is `runtime`, `transformers` or `warm`, FORM `compiled` or `eager`. Prints one JSON object: seconds
+of a step, and the bytes that the allocator handed out at most.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.gpu import CASES, Case, sized
+from benchmarks.gpu import CASES, TRANSFORMERS, WARM, WARM_LAYERS, WARM_VOCAB, Case, sized
 from costmodels import Layout, ModelSpec
 from runtime.huggingface.configs import config_for
 from runtime.job.devices import local_device_count, torch_device
@@ -44,11 +44,14 @@ def measure(case: Case, contestant: str, compiled: bool) -> dict[str, float]:
         # Small shapes, which several threads make no faster.
         torch.set_num_threads(1)
     spec, layout = sized(case, device.type == "cuda")
-    build = _runtime if contestant == "runtime" else _transformers
+    if contestant == WARM:
+        spec = spec.model_copy(update={"layers": min(spec.layers, WARM_LAYERS), "vocab": WARM_VOCAB})
+        layout = layout.model_copy(update={"layers_per_stage": (spec.layers,)})
+    build = _transformers if contestant == TRANSFORMERS else _runtime
     step = build(spec, layout, device, compiled)
     random = np.random.RandomState(0)
     seconds = []
-    warm_up, steps = (WARM_UP, STEPS) if device.type == "cuda" else (1, 1)
+    warm_up, steps = (WARM_UP, STEPS) if device.type == "cuda" and contestant != WARM else (1, 1)
     for _ in range(warm_up + steps):
         batch = random.randint(0, spec.vocab, (layout.global_batch_size, spec.seq + 1)).astype(np.int64)
         _wait(device)

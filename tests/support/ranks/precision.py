@@ -29,7 +29,6 @@ class Step(NamedTuple):
     learning_rate: float
     loss_scale: float
     skipped: bool
-    further: list[float]
 
 
 def steps_of(spec: ModelSpec, layout: Layout, options: TrainingOptions, batches: list[int]) -> list[Step]:
@@ -41,8 +40,7 @@ def steps_of(spec: ModelSpec, layout: Layout, options: TrainingOptions, batches:
 def step_of(trainer: Trainer, spec: ModelSpec, number: int) -> Step:
     """Train on one batch."""
     result = trainer.train_step(batch_of(spec, trainer.layout, number)[trainer.rows])
-    further = [] if result.further is None else result.further.tolist()
-    return Step(float(result.loss), float(result.grad_norm), *result[2:5], further)
+    return Step(float(result.loss), float(result.grad_norm), *result[2:5])
 
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
