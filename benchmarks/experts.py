@@ -139,9 +139,9 @@ def _place(result: SearchResult, layout: str) -> int | None:
 def _with_equal_stages(result: SearchResult) -> tuple[SearchResult, int]:
     """The ranking of the layouts whose stages all have as many layers, and how many of them are legal."""
     equal = np.array([len(set(split)) == 1 for split in result.table.splits])[result.table.split]
-    whole = result.ranking.reaching(result.ranked)
+    whole = result.ranking.reaching(result.feasible)
     ranking = replace(whole, places=whole.places[equal[result.fitting]])
-    return replace(result, ranking=ranking, fit=len(ranking)), int(equal.sum())
+    return replace(result, ranking=ranking), int(equal.sum())
 
 
 def main() -> None:

@@ -100,7 +100,6 @@ def compare(case: Case, device: str, compiled: bool, room: float) -> dict[str, A
         "traced": traced,
         "planned": None,
         "planned_reserved": None,
-        "exact": plan.estimate.exact,
         "allocated": None,
         "reserved": None,
     }
@@ -183,10 +182,8 @@ def line(row: dict[str, Any]) -> str:
     name += "compiled" if row["compiled"] else "eager"
     parts = [f"traced {row['traced'] / GIB:.2f}"]
     if row["planned"]:
-        by = "tapes" if row["exact"] else "closed forms"
-        parts.append(
-            f"planned by {by} {row['planned'] / GIB:.2f}, reserved {row['planned_reserved'] / GIB:.2f}"
-        )
+        reserved = row["planned_reserved"] / GIB
+        parts.append(f"planned {row['planned'] / GIB:.2f}, reserved {reserved:.2f}")
     if row["allocated"] is None:
         return f"{name}: {'; '.join(parts)} GiB; not measured, too large for this GPU"
     parts.append(f"measured: allocated {row['allocated'] / GIB:.2f}, reserved {row['reserved'] / GIB:.2f}")

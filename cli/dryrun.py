@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,7 +25,6 @@ from planner.options.search import idle_links, search_keywords
 from planner.plan import Plan
 from runtime.dryrun.fit import TOTAL, estimated_bytes, fits, needed_bytes
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace
-from runtime.dryrun.missing_tapes import record_unrecorded, unrecorded
 from runtime.dryrun.preflight import check_installed, ranks_to_trace
 from runtime.settings.idle_flags import idle_flag_notes
 from runtime.settings.job_rules import job_rules, reachable_batch
@@ -104,7 +102,6 @@ def dryrun(
         print(json.dumps(as_json(plan, traces), indent=2), flush=True)
     else:
         _print(plan, traces)
-    _record(plan)
 
 
 def _planned(
@@ -149,16 +146,6 @@ def _trace(plan: Plan, training: TrainingOptions, ranks: Sequence[int]) -> list[
             status.tell(f"tracing {what} {number} of {len(ranks)}")
             found.append(next(traces))
     return found
-
-
-def _record(plan: Plan) -> None:
-    """Keep the tapes that the plan lacks, so that the next estimate is exact; PyTorch is loaded by now."""
-    structures = unrecorded(plan)
-    if not structures:
-        return
-    with Status() as status, contextlib.suppress(OSError):
-        status.tell(f"recording {len(structures)} units of the plan for planner suggest")
-        record_unrecorded(plan)
 
 
 def as_json(plan: Plan, traces: Sequence[MemoryTrace]) -> dict[str, Any]:

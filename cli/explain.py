@@ -142,7 +142,7 @@ def print_explanation(found: Explanation, assumed: list[str]) -> None:
     screen.print(f"\n[bold]{'best' if best else 'closest'}[/bold]: {shown.layout.describe()}")
     if best is not None:
         screen.print(cost_line(best))
-    ties = tie_line(*distinct_plans(result, SHOWN))
+    ties = tie_line(result, distinct_plans(result, SHOWN))
     if ties is not None:
         screen.print(ties)
     for comparison in found.comparisons:

@@ -28,7 +28,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "report": ("planner report plan.json --out report.html", "planner report runs/my-run --figures figures"),
     "compare": ("planner compare plan.json other.json",),
     "dryrun": ("planner dryrun --plan plan.json --stage 0",),
-    "tapes": ("planner tapes --model gpt2-nano",),
     "models": ("planner models --json",),
     "devices": ("planner devices",),
     "engines": ("planner engines",),

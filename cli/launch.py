@@ -28,7 +28,6 @@ from planner.options.flags import flag_groups
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
-from runtime.dryrun.missing_tapes import BackgroundRecording
 from runtime.faults.options import FaultOptions
 from runtime.job.continuation import PreviousRun, previous_run
 from runtime.job.going_on import from_saved, has_saved
@@ -216,13 +215,10 @@ def _announce(status: Status, plan: Plan, job: Job, log_dir: Path, start: int) -
 def _train(plan: Plan, job: Job, restarts: int, status: Status, warm: WarmRanks | None) -> Outcome:
     """Train to the end, and show meanwhile how far it is."""
     status.tell(f"starting {plan.layout.world_size} ranks")
-    assert job.run.plan is not None
-    with BackgroundRecording(plan, Path(job.run.plan)) as recording:
-        # Not before ranks train: until then they want all cores.
-        display = Display(status, job.training.train_iters, at_step=recording.start)
-        try:
-            outcome = run_with_restarts(plan, job, restarts, display, warm)
-        except JobStopped as stop:
-            outcome = Outcome(128 + stop.number, "", stopped_by=stop.number)
+    display = Display(status, job.training.train_iters)
+    try:
+        outcome = run_with_restarts(plan, job, restarts, display, warm)
+    except JobStopped as stop:
+        outcome = Outcome(128 + stop.number, "", stopped_by=stop.number)
     display.end()
     return outcome

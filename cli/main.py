@@ -26,7 +26,6 @@ COMMANDS = {
     "compare": "cli.pages",
     "dryrun": "cli.dryrun",
     "profile": "cli.profile",
-    "tapes": "cli.tapes",
     "models": "cli.catalogues",
     "devices": "cli.catalogues",
     "engines": "cli.catalogues",

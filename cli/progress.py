@@ -29,13 +29,10 @@ MOST_WAITING = 4
 
 
 class Display:
-    """Shows the lines of a job; nothing that goes wrong in it is raised, and it is told once.
+    """Shows the lines of a job; nothing that goes wrong in it is raised, and it is told once."""
 
-    `at_step` is called after each step that is logged.
-    """
-
-    def __init__(self, status: Status, train_iters: int, at_step: Callable[[], None] = lambda: None) -> None:
-        self.status, self.train_iters, self.at_step = status, train_iters, at_step
+    def __init__(self, status: Status, train_iters: int) -> None:
+        self.status, self.train_iters = status, train_iters
         self.failed = False
         self.waiting: deque[tuple[Key | None, str]] = deque()
         """Lines to show: the first is one of the log, shown as it is unless its record comes."""
@@ -80,8 +77,6 @@ class Display:
         self._match()
 
     def _record(self, record: dict[str, Any]) -> None:
-        if "loss" in record:
-            self.at_step()
         for name in ("loss", "validation_loss", "test_loss"):
             if name in record:
                 self.records[name, record["iteration"]] = record

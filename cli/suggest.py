@@ -33,7 +33,6 @@ from planner.options.search import announced_devices, assumed_engine, idle_links
 from planner.plan import Plan
 from planner.problem import Problem
 from planner.ranking.distinct import DistinctPlan, distinct_plans
-from planner.ranking.exact_memory import has_exact_memory
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import indistinguishable
 from runtime.settings.job_rules import job_rules, reachable_batch
@@ -126,11 +125,9 @@ def suggest(
         return
     check_price(budget.price_per_hour)
     tokens = UNIT_TOKENS if budget.tokens is None else parse_tokens(budget.tokens)
-    # Of further plans a summary tells the speed alone.
-    is_listed = output.json or output.verbose or output.top is not None
     with waiting("planning"):
         result = search(spec, world_size=world_size, **job)
-        result, rows = distinct_plans(result, output.top or PLANS, shows_bytes=is_listed)
+        rows = distinct_plans(result, output.top or PLANS)
     rows = rows or _closest(result, output.top or PLANS)
     assumed += [*idle_links(cluster, result.problem.cluster), *measured_notes(result.problem.cluster.device)]
     plans = [row.plan for row in rows]
@@ -257,30 +254,8 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
     if uneven:
         yield head_room(uneven[0])
     for plan in plans[:1]:
-        yield from _of_memory(plan)
         yield from expert_island_notes(plan)
         yield from optimizer_notes(plan, parallel)
-
-
-def _of_memory(plan: Plan) -> Iterator[str]:
-    """A line where the memory of a plan is not known exactly, and could be."""
-    if has_exact_memory(plan.cluster, plan.engine) and not plan.estimate.exact:
-        layout = plan.layout
-        unrecorded = {
-            "adapters": plan.model.lora is not None,
-            "weights that are gathered in fp8": layout.gathers_fp8,
-            "tokens that travel in halves": layout.expert_halves,
-            "CUDA graphs": layout.cuda_graphs,
-            "products in mxfp8": layout.precision == "mxfp8",
-        }
-        found = [name for name, there in unrecorded.items() if there]
-        yield (
-            f"memory of the first plan is by closed forms, as {' and '.join(found)} are not recorded: "
-            "planner dryrun traces the plan"
-            if found
-            else "memory of the first plan is by closed forms, as nobody has recorded all of its units: "
-            "planner tapes records those of a model, planner dryrun traces the plan"
-        )
 
 
 SHARED_FIELDS = {

@@ -117,31 +117,22 @@ class Prices:
         simulated[rows] = found
         return replace(self, time=time, simulated=simulated)
 
-    def estimate(self, row: int, memory: Mapping[str, Floats] | None = None) -> Estimate:
-        """One row as an `Estimate`, its pipeline simulated, with the memory of every pipeline rank.
-
-        Args:
-            memory: bytes of its pipeline ranks, [1, pp] each or such that they broadcast to it, where those
-                of closed forms are not wanted.
-        """
+    def estimate(self, row: int) -> Estimate:
+        """One row as an `Estimate`, its pipeline simulated, with the memory of every pipeline rank."""
         one = self.take(np.array([row]))
         if not one.simulated[0]:
             one = one.simulate(np.array([0]))
-        held = memory
-        if held is None:
-            held = RankCosts.of_all(self.model, self.cluster, self.engine, one.table, 0).memory
+        held = RankCosts.of_all(self.model, self.cluster, self.engine, one.table, 0).memory
         ranks = 1, int(one.table.pipeline_parallel[0])
         of_ranks = zip(*(np.broadcast_to(each, ranks)[0].tolist() for each in held.values()), strict=True)
         stages = tuple(StageMemory(**dict(zip(held, each, strict=True))) for each in of_ranks)
-        most = one.peak_memory_bytes[0] if memory is None else max(stage.total for stage in stages)
         return Estimate(
             step_time_s=one.step_time_s[0],
             step_time_low_s=one.step_time_s[0] * np.exp(-one.spread[0]),
             step_time_high_s=one.step_time_s[0] * np.exp(one.spread[0]),
             time=StepTime(**{part: float(seconds[0]) for part, seconds in one.time.items()}),
             memory=stages,
-            exact=memory is not None,
-            peak_memory_bytes=most,
+            peak_memory_bytes=one.peak_memory_bytes[0],
             tokens_per_s=one.tokens_per_s[0],
             tokens_per_s_per_device=one.tokens_per_s_per_device[0],
             tflops_per_device=one.tflops_per_device[0],
@@ -213,15 +204,9 @@ def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
     )
 
 
-def estimate(
-    model: ModelSpec,
-    cluster: Cluster,
-    engine: Engine,
-    layout: Layout,
-    memory: Mapping[str, Floats] | None = None,
-) -> Estimate:
-    """The estimate of one layout, its pipeline simulated; `memory` as `Prices.estimate` takes it.
+def estimate(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Estimate:
+    """The estimate of one layout, its pipeline simulated.
 
     Raises `InputError` as `price` does.
     """
-    return price(model, cluster, engine, LayoutTable.of([layout])).estimate(0, memory)
+    return price(model, cluster, engine, LayoutTable.of([layout])).estimate(0)

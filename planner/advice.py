@@ -72,7 +72,7 @@ def _fits(problem: Problem, offload: bool = False) -> bool:
         space = problem.space()
     except InputError:
         return False
-    return len(space.table) > 0 and rank(problem, space, 0.0, offload, count=1).feasible > 0
+    return len(space.table) > 0 and rank(problem, space, 0.0, offload).feasible > 0
 
 
 def with_world_size(problem: Problem, world_size: int) -> Problem:

@@ -20,7 +20,6 @@ from planner.inputs.keywords import keywords
 from planner.inputs.model import resolve_model
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords, resolve_problem
-from planner.ranking.exact_memory import known_bytes
 from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
 from planner.space.rules import first_violation
@@ -127,4 +126,4 @@ def evaluate(
     if message is not None:
         raise InputError(message)
     where = spec, hardware, resolved_engine, layout
-    return estimate_layout(*where, known_bytes(*where))
+    return estimate_layout(*where)

@@ -108,8 +108,6 @@ class Estimate(Record):
     time: StepTime
     memory: tuple[StageMemory, ...]
     """One entry for each pipeline rank."""
-    exact: bool = False
-    """The tensors of `memory` are what the runtime was recorded to allocate; else closed forms say."""
     peak_memory_bytes: Positive
     """The largest `StageMemory.total` of the pipeline ranks: what must be within the memory of a device."""
     tokens_per_s: Positive
@@ -122,9 +120,9 @@ class Estimate(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_range(cls, values: Any) -> Any:
-        # Plans that were saved before estimates had a range.
+    def _of_older_versions(cls, values: Any) -> Any:
+        # Plans that were saved before estimates had a range, or when some of their memory was played.
         if isinstance(values, dict) and "step_time_s" in values:
             point = {"step_time_low_s": values["step_time_s"], "step_time_high_s": values["step_time_s"]}
-            return {**point, **values}
+            return {**point, **{name: value for name, value in values.items() if name != "exact"}}
         return values

@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from costmodels.cache_files import discard_cached, read_cached
 from costmodels.paths import home_of, is_visible
+from costmodels.pytorch import installed_version as installed_version
 from costmodels.tapes.loops import unrolled
 from costmodels.tapes.structure import Structure
 from costmodels.tapes.tape import Tape
@@ -32,21 +32,6 @@ LARGEST = 1 << 30
 
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The time of all members: equal tapes make equal files."""
-
-
-@cache
-def installed_version() -> str:
-    """The minor version of the PyTorch that is installed, such as "2.14"; "" without one."""
-    # Found, not imported: reading this one line takes a tenth of what `importlib.metadata` takes.
-    torch = find_spec("torch")
-    if torch is None or torch.origin is None:
-        return ""
-    try:
-        text = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    found = re.search(r"^__version__ = ['\"](\d+\.\d+)", text, re.MULTILINE)
-    return found[1] if found else ""
 
 
 @cache

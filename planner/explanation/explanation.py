@@ -37,7 +37,6 @@ from planner.inputs.pins import PinInput, Pins
 from planner.objective import EQUAL
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords
-from planner.ranking.first_plans import SHOWN
 from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import MOST, indistinguishable
@@ -173,7 +172,6 @@ def explain_result(
     what_if: bool = True,
 ) -> Explanation:
     """The explanation of a search that was made."""
-    result = result.settle(SHOWN)
     best = result.best
     rivals = [outcome_of(result, one) for one in against]
     comparisons = [compare(best, _runner_up(result))] if best is not None and result.feasible > 1 else []

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
-from costmodels.pricing import Prices, estimate, peak_memory, price
+from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.layout import SHORT_NAMES, Layout, even_split
 from costmodels.spec.record import GIB
 from costmodels.spec.table import Bools, LayoutTable, code_of, distinct_numbers, value_of
@@ -20,7 +20,6 @@ from planner.inputs.pin_notation import value_text
 from planner.objective import metric
 from planner.plan import Plan
 from planner.problem import Problem
-from planner.ranking.exact_memory import known_bytes
 from planner.ranking.result import SearchResult
 from planner.space.rule import divisors
 from planner.space.rules import RULES
@@ -126,12 +125,6 @@ def _moved(result: SearchResult, best: Plan, changed: Mapping[str, object]) -> N
         where = best.model, best.cluster, best.engine
         need = peak_memory(*where, some)
         lacks = (need.min() - best.cluster.memory_bytes) / GIB
-        if lacks <= 0:
-            # Exact bytes have left out what fits by closed forms.
-            held = estimate(
-                *where, layout_of := some.layout(int(need.argmin())), known_bytes(*where, layout_of)
-            )
-            lacks = max((held.peak_memory_bytes - best.cluster.memory_bytes) / GIB, 0.0)
         return Neighbour(words, some.layout(int(need.argmin())), None, None, float(lacks), None, None)
     rule, prices = _forbidden(result, layout, changed)
     if prices is None:

@@ -26,7 +26,6 @@ from planner.inputs.cluster import ClusterKeywords
 from planner.inputs.keywords import keywords
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords, resolve_problem
-from planner.ranking.exact_memory import known_bytes
 from planner.ranking.reasons import memory_reason
 from planner.space.rules import RULES
 
@@ -248,7 +247,7 @@ def plan_as_it_stands(reading: Reading, layout: Layout, problem: Problem, proble
         return None
     layout = layout.model_copy(update={"precision": problem.precision})
     where = problem.model, problem.cluster, problem.engine, layout
-    costs = estimate(*where, known_bytes(*where))
+    costs = estimate(*where)
     fits = costs.peak_memory_bytes <= problem.cluster.memory_bytes
     if not fits:
         fullest = max(costs.memory, key=lambda stage: stage.total)

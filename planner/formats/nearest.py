@@ -18,7 +18,6 @@ from planner.formats.export import Export
 from planner.formats.files import read_files
 from planner.formats.model_words import model_parts
 from planner.plan import Plan
-from planner.ranking.exact_memory import known_bytes
 
 SUFFIXES = {"megatron": "sh", "mindspeed": "sh", "torchtitan": "sh", "deepspeed": "json"}
 """Endings of files that are not YAML."""
@@ -72,7 +71,7 @@ def nearest_job(plan: Plan, export: Export) -> Nearest:
     }
     model = _model(plan, export, reading.model)
     where = model, plan.cluster, plan.engine, Layout.model_validate(layout)
-    return Nearest(model, where[3], estimate(*where, known_bytes(*where)))
+    return Nearest(model, where[3], estimate(*where))
 
 
 def _model(plan: Plan, export: Export, read: ModelSpec) -> ModelSpec:

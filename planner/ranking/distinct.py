@@ -10,10 +10,7 @@ from costmodels.spec.estimate import Estimate
 from costmodels.spec.layout import Layout
 from planner.plan import Plan
 from planner.ranking.result import SearchResult
-from planner.ranking.twins import FORMS, SAME, other_form
-
-AHEAD = 4
-"""How many times as many places as plans are looked at before they are settled."""
+from planner.ranking.twins import SAME, other_form
 
 
 @dataclass(frozen=True)
@@ -37,35 +34,15 @@ class DistinctPlan:
         return f" ({self.note})" if self.twins else ""
 
 
-def distinct_plans(
-    result: SearchResult, top: int, shows_bytes: bool = True
-) -> tuple[SearchResult, list[DistinctPlan]]:
-    """The result, settled as far as needed, and its best `top` plans that are twins of no better one.
-
-    Args:
-        shows_bytes: as `SearchResult.settle` takes it.
-    """
-    count = _reach(result, top)
+def distinct_plans(result: SearchResult, top: int) -> list[DistinctPlan]:
+    """The best `top` plans that are twins of no better one."""
+    count = top + 1
     while True:
-        result = result.settle(count, shows_bytes)
-        found = _grouped(result, min(count, result.ranked))
+        found = _grouped(result, min(count, result.feasible))
         # One more than is shown, so that the last has all its twins.
-        if len(found) > top or count >= result.ranked:
-            return result, found[:top]
+        if len(found) > top or count >= result.feasible:
+            return found[:top]
         count += top + 1 - len(found)
-
-
-def _reach(result: SearchResult, top: int) -> int:
-    """How many places hold more than `top` plans by prices that are not settled yet: to settle places again
-    and again takes longer than all at once."""
-    prices = result.first(AHEAD * top)
-    plain = dict.fromkeys(FORMS)
-    seen: set[tuple[object, str]] = set()
-    for count, seconds in enumerate(prices.step_time_s.tolist(), 1):
-        seen.add((prices.table.layout(count - 1).model_copy(update=plain), f"{seconds:.8e}"))
-        if len(seen) > top:
-            return count
-    return top + 1
 
 
 def _grouped(result: SearchResult, count: int) -> list[DistinctPlan]:

@@ -12,7 +12,7 @@ from costmodels.pricing import Prices, price
 from planner.objective import logarithms
 from planner.problem import Problem
 from planner.ranking.contenders import Tail, contenders, first_prices
-from planner.ranking.first_plans import EXACT_PLACES, Ranking, order, settle
+from planner.ranking.first_plans import Ranking, order, simulated
 from planner.ranking.result import SearchResult
 from planner.solve.bounds import floor_of
 from planner.solve.concatenation import concatenate_prices
@@ -23,28 +23,23 @@ from planner.solve.solutions import solutions, worth_of_further
 from planner.space.grid import Space
 
 
-def rank(
-    problem: Problem, space: Space, started: float, offload: bool = False, count: int = EXACT_PLACES
-) -> SearchResult:
+def rank(problem: Problem, space: Space, started: float, offload: bool = False) -> SearchResult:
     """Price and order the legal layouts of a problem, of which there must be one at least: the first ones at
     once, those far behind when they are asked for (`planner.ranking.contenders`).
 
     `started` is the reading of `time.perf_counter` from which `elapsed_s` counts. With `offload`, layouts
-    that offload activations or the optimizer are searched too where nothing fits without. The first `count`
-    places are settled (`SearchResult.settle`).
+    that offload activations or the optimizer are searched too where nothing fits without.
     """
-    result = _ranked(problem, [problem], space, started, count)
+    result = _ranked(problem, [problem], space, started)
     if offload and not result.feasible:
         resort = offload_space(problem, space)
         if resort is not None:
-            result = _ranked(problem, *resort, started, count)
+            result = _ranked(problem, *resort, started)
             return replace(result, offloads=result.feasible > 0)
     return result
 
 
-def _ranked(
-    problem: Problem, pinned: Sequence[Problem], space: Space, started: float, count: int
-) -> SearchResult:
+def _ranked(problem: Problem, pinned: Sequence[Problem], space: Space, started: float) -> SearchResult:
     """`rank` of the layouts of one space.
 
     Args:
@@ -68,7 +63,7 @@ def _ranked(
     more = len(prices) - len(rows)
     places = order(prices.table, np.arange(len(prices)), *logarithms(problem.objective, prices))
     tail = Tail(space.table, behind) if len(behind) else None
-    ranking = settle(Ranking(problem.objective, prices, places, tail=tail), count)
+    ranking = simulated(Ranking(problem.objective, prices, places, tail))
     return SearchResult(
         problem=problem,
         considered=space.considered + more,
@@ -77,7 +72,6 @@ def _ranked(
         elapsed_s=time.perf_counter() - started,
         tables=(space.table, *(some.table for some in added)),
         ranking=ranking,
-        fit=len(ranking),
         rows=np.concatenate([rows, len(space.table) + np.arange(more), behind]),
         solutions=more,
     )

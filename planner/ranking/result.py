@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,7 @@ from planner.plan import Plan
 from planner.plan_rows import COLUMNS, html_table, record, shown
 from planner.problem import Problem
 from planner.ranking import reasons
-from planner.ranking.exact_memory import known_bytes
-from planner.ranking.first_plans import MOST, SHOWN, Ranking, order, settle
+from planner.ranking.first_plans import MOST, SHOWN, Ranking, order
 from planner.ranking.twins import other_form
 from planner.solve.concatenation import concatenate_tables
 from planner.solve.offload import OFFLOAD_REASON
@@ -60,8 +58,6 @@ class SearchResult:
     """
     rows: Ints
     """Rows of `table` that those of `ranking.prices` are, and then those of its tail."""
-    fit: int
-    """Layouts that fit by closed forms, without those that exact bytes left out of the first places."""
     solutions: int = 0
     """Layouts with solved degrees, which the counts and the table have besides the enumerated ones."""
     offloads: bool = False
@@ -95,7 +91,7 @@ class SearchResult:
 
     @cached_property
     def _whole(self) -> Ranking:
-        return self.ranking.reaching(self.ranked)
+        return self.ranking.reaching(self.feasible)
 
     @property
     def prices(self) -> Prices:
@@ -119,15 +115,7 @@ class SearchResult:
 
     @property
     def feasible(self) -> int:
-        """The number of legal layouts that fit, as far as the first places of the search tell.
-
-        However many plans are looked at later, and left out by their exact bytes, it stays the same.
-        """
-        return self.fit
-
-    @property
-    def ranked(self) -> int:
-        """The number of places of the ranking, without those that exact bytes have left out."""
+        """The number of legal layouts that fit: places of the ranking."""
         return len(self.ranking)
 
     @property
@@ -153,25 +141,15 @@ class SearchResult:
     @property
     def best(self) -> Plan | None:
         """The first plan that fits; None when none does."""
-        return self.plan(0) if self.ranked else None
-
-    def settle(self, top: int, shows_bytes: bool = True) -> SearchResult:
-        """The result with plans in the first `top` places that fit by their exact memory, where it is known.
-
-        Those in the first places do from the beginning. Without `shows_bytes`, those that closed forms give
-        half the memory at most are taken to fit.
-        """
-        ranking = settle(self.ranking, top, shows_bytes)
-        return self if ranking is self.ranking else replace(self, ranking=ranking)
+        return self.plan(0) if self.feasible else None
 
     def plans(self, top: int = SHOWN) -> list[Plan]:
-        """The best `top` plans that fit, best first as `order` of `settle(top)` has them."""
-        result = self.settle(top)
-        return [result.plan(rank) for rank in range(min(top, result.ranked))]
+        """The best `top` plans that fit, best first."""
+        return [self.plan(rank) for rank in range(min(top, self.feasible))]
 
     def closest(self, top: int = 1) -> list[Plan]:
         """The `top` plans that do not fit and lack least memory, nearest first."""
-        return [self.plan(rank) for rank in range(self.ranked, min(self.ranked + top, self.legal))]
+        return [self.plan(rank) for rank in range(self.feasible, min(self.feasible + top, self.legal))]
 
     def plan(self, rank: int) -> Plan:
         """The plan at a place of the ranking, 0 being the first."""
@@ -182,7 +160,7 @@ class SearchResult:
             engine=self.problem.engine,
             layout=layout,
             estimate=estimate,
-            fits=self._fits(rank),
+            fits=rank < self.feasible,
             reason=self._reason(rank),
             objective=self.problem.objective,
             considered=self.considered,
@@ -199,34 +177,24 @@ class SearchResult:
     def _candidate(self, rank: int) -> tuple[Layout, Estimate]:
         if rank not in self._candidates:
             where = self.problem.model, self.problem.cluster, self.problem.engine
-            if rank < self.ranked:
+            if rank < self.feasible:
                 ranking = self.ranking if rank < len(self.ranking.places) else self._whole
-                place, exact = int(ranking.places[rank]), ranking.exact
-                layout = ranking.prices.table.layout(place)
-                held = exact[place] if place in exact else known_bytes(*where, layout)
-                cost = ranking.prices.estimate(place, held)
+                place = int(ranking.places[rank])
+                layout, cost = ranking.prices.table.layout(place), ranking.prices.estimate(place)
             else:
                 layout = self.table.layout(int(self.order[rank]))
-                cost = estimate(*where, layout, known_bytes(*where, layout))
-                if cost.peak_memory_bytes <= self.problem.cluster.memory_bytes:
-                    # What kept it out is told, which are the closed forms.
-                    cost = estimate(*where, layout)
+                cost = estimate(*where, layout)
             self._candidates[rank] = layout, cost
         return self._candidates[rank]
 
-    def _fits(self, rank: int) -> bool:
-        # Places that are not settled have been held to closed forms alone.
-        peak = self._candidate(rank)[1].peak_memory_bytes
-        return rank < self.ranked and peak <= self.problem.cluster.memory_bytes
-
     def _reason(self, rank: int) -> str:
-        if not self._fits(rank):
+        if rank >= self.feasible:
             return reasons.memory_reason(self._candidate(rank)[1], self.problem.cluster)
-        if self.ranked == 1:
+        if self.feasible == 1:
             return self._resort + "the only legal layout that fits into memory"
         if rank == 0:
             best = self._candidate(0)
-            others = (self._candidate(place) for place in range(1, min(self.ranked, MOST)))
+            others = (self._candidate(place) for place in range(1, min(self.feasible, MOST)))
             rival = next((one for one in others if other_form(best, one) is None), self._candidate(1))
             found = reasons.lead_reason(self.problem.objective, best, rival)
         else:

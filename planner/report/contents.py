@@ -79,7 +79,8 @@ def gather(plan: Plan, records: Sequence[dict[str, Any]] = ()) -> Contents:
         objective=plan.objective,
     )
     # Twins, which every estimate has equal, stand for each other: a runner-up has something else.
-    result, rows = distinct_plans(search_problem(problem), RIVALS)
+    result = search_problem(problem)
+    rows = distinct_plans(result, RIVALS)
     rivals = [row.plan for row in rows]
     others = [one for one in rivals if one.layout != plan.layout]
     timeline, missing = _timeline(plan)
@@ -106,8 +107,6 @@ def _timeline(plan: Plan) -> tuple[Timeline | None, str]:
 def _cloud(result: SearchResult) -> Cloud:
     """The layouts that fit, at most `MOST_POINTS` and all of the front."""
     prices = result.prices
-    # The first plans have been held to their exact bytes, by which some do not fit after all.
-    prices = prices.take(np.flatnonzero(prices.peak_memory_bytes <= result.problem.cluster.memory_bytes))
     if not len(prices.table):
         return Cloud(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.bool_), ())
     speed = prices.tokens_per_s / result.problem.cluster.world_size

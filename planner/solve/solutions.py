@@ -12,6 +12,7 @@ from costmodels.spec.table import SCHEDULES, UNIFORM, LayoutTable
 from planner.objective import Objective, slowness
 from planner.problem import Problem
 from planner.solve.bounds import Floor, Worth, least_peak, rows_worth
+from planner.solve.chunk_splits import moved_layers
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.fit import Fit
 from planner.solve.further import lists_plain_alone
@@ -66,6 +67,10 @@ def solutions(
     if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
         every.append(_balanced(problem, space.table, found, worth, floor))
     best = [some.take(worth(some.table, some.step_time_s)) for some in every if some is not None]
+    if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
+        worth = worth_among(problem.objective, [prices, *best, *others])
+        moved = moved_layers(problem, [prices, *best], worth)
+        best += [] if moved is None else [moved]
     if "zero_replicas" not in problem.pins:
         worth = worth_among(problem.objective, [prices, *best, *others])
         gaining = concatenate_prices([part.take(hybrid_candidates(part, worth)) for part in (prices, *best)])

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from costmodels.pytorch import Version, installed_version, parsed_version
 from costmodels.spec.hardware import NARROW
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import RING, SCHEDULES, Bools, LayoutTable
-from costmodels.tapes.player.ways import Version, parsed_version
-from costmodels.tapes.store import installed_version
 from planner.space.rule import Rule, divisors
 
 KEEPS_FUNCTIONS: Version = (2, 13)

@@ -87,7 +87,7 @@ def _searched(job: Job, previous: PreviousRun | None, count: int, warm: WarmRank
     result = search_for_job(job, device, ranks, ranks, previous)
     idle = idle_links(cluster, result.problem.cluster)
     measured = measured_notes(result.problem.cluster.device)
-    _, rows = distinct_plans(result, count)
+    rows = distinct_plans(result, count)
     notes = [*job.model.notes(), *job.parallel.notes(), *idle, *measured]
     return LocalPlans([row.plan for row in rows], notes)
 

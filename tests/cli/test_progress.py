@@ -265,13 +265,3 @@ def test_what_is_left_of_a_resumed_run_is_predicted(
     monkeypatch.setattr(launch, "run_with_restarts", lambda *_: Outcome(0, ""))
     code, out, _ = planner_command(*small)
     assert code == 0 and " for 60 iterations" in out
-
-
-def test_what_waits_for_training_begins_with_a_logged_step() -> None:
-    begun: list[str] = []
-    display = Display(Screen(), 150, at_step=lambda: begun.append("step"))
-    display.line("loading")
-    display.metrics({"iteration": 0, "validation_loss": 9.0})
-    assert not begun
-    display.metrics(STEP)
-    assert begun

@@ -71,7 +71,6 @@ def test_what_one_gpu_was_measured_to_do_is_in_the_range() -> None:
     tokens, found = 32 * 4096, plan.estimate
     low, high = tokens / found.step_time_high_s, tokens / found.step_time_low_s
     assert low < 12_473 < high
-    assert not plan.estimate.exact
     assert any(text.startswith("lora=8: ") for text in planner.export(plan, to="megatron").inexpressible)
 
 
@@ -128,7 +127,6 @@ def test_one_gpu_has_room_for_70_billion_parameters_in_4_bits_only() -> None:
     large = load_model("llama3-70b").model_copy(update={"seq": 4096})
     job: Any = {"world_size": 1, "device": "h100", "global_batch_size": 32}
     plan = planner.suggest(large, lora=Lora(rank=16, alpha=32.0, quantize_base="nf4"), **job)
-    assert not plan.estimate.exact
     left_out = planner.export(plan, to="megatron").inexpressible
     assert any(text.startswith("lora=16 on a base in nf4: ") for text in left_out)
     with pytest.raises(planner.InputError, match=r"fits with a base in 4 bits \(--quantize-base nf4\)"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -87,8 +88,8 @@ def layout_of(model: ModelSpec, values: dict[str, Any]) -> Layout | None:
     return layout if first_violation(model, layout) is None else None
 
 
-def brute(model: ModelSpec, world: int, batch: Batch) -> Brute:
-    """Every layout of the product of all degrees, one by one."""
+def brute(model: ModelSpec, world: int, batch: Batch, micro_batches: Sequence[int] = ()) -> Brute:
+    """Every layout of all degrees, one by one, with the enumerated micro batches unless given."""
     sizes = range(1, world + 1)
     meshes = [
         (tp, pp, cp, form, world // (tp * pp * cp))
@@ -103,7 +104,7 @@ def brute(model: ModelSpec, world: int, batch: Batch) -> Brute:
         for ep in spreads
         for etp in ({1, mesh[0]} if model.experts else {1})
     ]
-    others = list(product(micro_batch_sizes(batch), (False, True), range(4), KINDS))
+    others = list(product(micro_batches or micro_batch_sizes(batch), (False, True), range(4), KINDS))
     found = Brute(0, [], [])
     considered = 0
     for (tp, pp, cp, form, dp, ep, etp), (vpp, schedule) in product(mixes, chunks_of(model.layers)):
@@ -234,7 +235,11 @@ def test_the_search_finds_what_brute_force_finds(
         alternatives.append(LayoutTable.of(found.redundant))
     alternatives.append(with_less_recomputation(found.legal))
     if maximum:
-        alternatives += [with_one_turn(some) for some in (table, alternatives[-1])]
+        odd = [some for some in range(1, size + 1) if some not in micro_batch_sizes(batch)]
+        further = brute(model, world, batch, odd).legal if odd else []
+        if further:
+            alternatives += [LayoutTable.of(further), with_less_recomputation(further)]
+        alternatives += [with_one_turn(some) for some in (table, *alternatives[1:])]
     best = max(
         price(*where, some).tokens_per_s.max(initial=0)
         for some in (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
-from costmodels.pricing import peak_memory
+from costmodels.pricing import peak_memory, price
 from costmodels.spec.table import LayoutTable
 from planner import search
 from planner.ranking.result import SearchResult
@@ -145,9 +146,30 @@ def test_unequal_chunks_are_looked_at_where_they_are_faster_or_all_that_fits() -
     assert search(**big, world_size=40, pin="schedule=zbv").feasible
 
 
+def test_no_other_stage_for_one_layer_makes_the_first_plan_faster() -> None:
+    job: dict[str, Any] = {"device": "a100-pcie-80g", "world_size": 20, "local_world_size": 5}
+    result = search("llama3-8b", **job, global_batch_size=32)
+    best, problem = result.best, result.problem
+    assert best is not None
+    split = best.layout.layers_per_stage
+    assert best.layout.schedule == "zbv" and sorted(split, reverse=True) != list(split)
+    others = []
+    for source, target in product(range(len(split)), repeat=2):
+        moved = list(split)
+        moved[source] -= 1
+        moved[target] += 1
+        if moved[source] and source != target:
+            others.append(best.layout.model_copy(update={"layers_per_stage": tuple(moved)}))
+    where = problem.model, problem.cluster, problem.engine
+    own, prices = (price(*where, LayoutTable.of(some)) for some in ([best.layout], others))
+    seconds = prices.step_time_s[prices.peak_memory_bytes <= problem.cluster.memory_bytes]
+    assert seconds.min() >= own.step_time_s[0] * (1 - 2e-4)
+
+
 def test_counts_do_not_depend_on_how_many_plans_are_asked_for() -> None:
     result = search("llama2-7b", world_size=16, device="l40s", memory_margin_gib=6, max_global_batch_size=64)
-    settled = result.settle(40)
-    assert (settled.feasible, settled.rejected) == (result.feasible, result.rejected)
-    for plan in settled.closest(5):
+    feasible, rejected = result.feasible, result.rejected
+    assert all(plan.fits for plan in result.plans(40))
+    assert (result.feasible, result.rejected) == (feasible, rejected)
+    for plan in result.closest(5):
         assert plan.estimate.peak_memory_bytes > plan.cluster.memory_bytes

@@ -9,6 +9,7 @@ import pytest
 
 from costmodels.errors import InputError
 from planner.options.flags import arguments
+from runtime.logs.sample_log import read_samples
 from runtime.settings.batch_ramp import BatchRamp, batch_ramp, ramp_rule
 from runtime.settings.job_rules import check_rules
 from runtime.settings.options import TrainingOptions
@@ -124,6 +125,8 @@ def test_a_run_resumes_in_the_middle_of_a_ramp(tmp_path: Path) -> None:
             "3",
             "--eval-iters",
             "1",
+            "--log-samples",
+            "--no-profile",
         ),
     ]
     whole = forked([*common, "--log-dir", folders["whole"]], 2, tmp_path / "log")
@@ -147,6 +150,15 @@ def test_a_run_resumes_in_the_middle_of_a_ramp(tmp_path: Path) -> None:
     consumed = [int(line.split("consumed samples:")[1].split("|")[0]) for line in steps]
     assert sizes == [4, 4, 4, 8, 8, 12, 12, 12]
     assert consumed == [sum(sizes[: number + 1]) for number in range(8)]
+    for folder in folders.values():
+        # Each step takes the next samples, as many as its batch has, and its throughput is of these alone.
+        taken = read_samples(folder)
+        assert [sorted(taken[number + 1]) for number in range(8)] == [
+            list(range(end - size, end)) for end, size in zip(consumed, sizes, strict=True)
+        ]
+        figures = [record for record in records(folder) if "tokens_per_s" in record]
+        tokens = [record["tokens_per_s"] * record["step_time_s"] for record in figures]
+        assert tokens == pytest.approx([16 * size for size in sizes])
     names = ("iteration", "loss", "grad_norm", "learning_rate", "validation_loss")
     expected, found = (
         [[record.get(name) for name in names] for record in records(folder)] for folder in folders.values()

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from costmodels.errors import InputError
 from runtime import checkpoint
-from runtime.checkpoint import folders
+from runtime.checkpoint import folders, loader
 from runtime.checkpoint.manifest import manifest_text
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
@@ -109,6 +110,19 @@ def test_short_and_missing_files_are_named(copy: Path, name: str) -> None:
         "holds no complete checkpoint" if name == checkpoint.MANIFEST else f"{path}: the file is missing"
     )
     assert missing in refusal(copy)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_file_is_checked_by_one_rank(stored: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(loader, "run_on_first_rank", lambda work: work())
+    monkeypatch.setattr(loader, "run_together", lambda work: work())
+    monkeypatch.setattr(loader, "check_files", lambda folder, files: checked.extend(files))
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    for rank in range(ranks):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        loader._checked(checkpoint.iteration_folder(stored, 2), 2)
+    assert sorted(checked) == sorted(FILES)
 
 
 class Trap:

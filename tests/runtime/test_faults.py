@@ -197,6 +197,10 @@ def test_a_spike_is_held_against_the_median_of_good_steps() -> None:
     assert guard.judge(2.0, 9.9) == ""
     assert guard.judge(2.0, 10.1) == "gradient norm 10.1, usually 1"
     assert guard.judge(2.0, math.nan) == "loss 2, gradient norm nan"
+    # However many there are, spikes do not become usual.
+    for _ in range(3 * FEWEST_NORMS):
+        assert guard.judge(2.0, 10.1) == "gradient norm 10.1, usually 1"
+    assert len(guard.norms) == FEWEST_NORMS + 1
     # A run that goes on from a checkpoint decides as this one.
     again = StepGuard(FaultOptions(skip_grad_norm_above=10.0))
     again.load(guard.state())

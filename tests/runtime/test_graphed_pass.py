@@ -124,7 +124,7 @@ def test_graphs_are_priced_as_layers_that_wait_for_no_host() -> None:
     assert plain.estimate.time.launch > 0 == graphed.estimate.time.launch
     assert graphed.estimate.step_time_s < plain.estimate.step_time_s
     # What the optimizer of a plain layout finds free belongs to the graph.
-    assert graphed.estimate.peak_memory_bytes > 0 and not graphed.estimate.exact
+    assert graphed.estimate.peak_memory_bytes > 0
 
 
 @pytest.mark.slow
@@ -137,7 +137,6 @@ def test_memory_of_graphs_is_what_a_dry_run_finds() -> None:
     (parts,) = found.memory
     # A dry run has no cuBLAS, whose workspaces are all that is temporary here.
     tensors = parts.parameters + parts.gradients + parts.optimizer + parts.activations + parts.logits
-    assert not found.exact
     assert tensors == pytest.approx(trace(spec, layout, compiled=True).peak.total, rel=0.02)
 
 

@@ -14,9 +14,9 @@ from runtime.model.attention import Attention
 from runtime.model.mlp import clamped_swiglu
 from runtime.model.norms import NormFromOne
 from runtime.model.rotary import rotary_table, rotate
-from runtime.model.transformer import Transformer
+from runtime.model.transformer import Embedding, Transformer
 from runtime.parallel.initialisation import initialise
-from tests.support.models import MODELS
+from tests.support.models import FORMS, MODELS
 
 SMALL: dict[str, Any] = {"name": "small", "layers": 2, "hidden": 32, "heads": 4, "vocab": 100, "seq": 12}
 
@@ -261,3 +261,29 @@ def test_stages_in_a_row_are_the_whole_model() -> None:
         stage.load_state_dict({name: whole.state_dict()[name] for name in stage.state_dict()})
     with torch.no_grad():
         assert torch.equal(last(first(ids)), whole(ids))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    # A gate is made of the normalised input: no layout with a ring takes one.
+    [spec for spec in (*MODELS.values(), *FORMS.values()) if not spec.attention_gate],
+    ids=lambda spec: spec.name,
+)
+def test_a_layer_that_is_cut_around_its_core_is_the_same_layer(spec: ModelSpec) -> None:
+    """Context-parallel rings compile what is before the core of attention, and what is after it."""
+    x_BSD = torch.randn(2, spec.seq, spec.hidden, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for block in built(spec).blocks:
+            attended_BNSH = block.attention.core(*block.up_to_core(x_BSD))
+            assert torch.equal(block.from_core(x_BSD, attended_BNSH), block(x_BSD))
+
+
+def test_the_factor_of_embeddings_is_rounded_to_their_format_first() -> None:
+    # Gemma 3's width: its root is no number of bf16. Its code multiplies by a tensor in bf16.
+    scale = math.sqrt(3840)
+    embedding = Embedding(LLAMA.model_copy(update={"embedding_scale": scale}), LLAMA.vocab).bfloat16()
+    table = embedding.tokens.weight.detach()
+    with torch.no_grad():
+        embedded = embedding(torch.arange(LLAMA.vocab).unsqueeze(0))[0]
+    assert torch.equal(embedded, table * torch.tensor(scale).bfloat16())
+    assert not torch.equal(embedded, table * scale)

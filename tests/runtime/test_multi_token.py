@@ -157,8 +157,18 @@ def test_weights_go_to_hugging_faces_names_and_back(tmp_path: Path) -> None:
     assert (config["model_type"], config["num_nextn_predict_layers"]) == ("deepseek_v3", 2)
     theirs = load_file(tmp_path / "hf" / "model.safetensors")
     own = model.state_dict()
-    assert torch.equal(theirs["model.layers.4.eh_proj.weight"], own["mtp.0.join.weight"])
-    assert torch.equal(theirs["model.layers.5.shared_head.norm.weight"], own["mtp.1.norm.weight"])
+    # DeepSeek-V3's README_WEIGHTS.md: enorm is of the embedding, hnorm of what the layers before made.
+    for theirs_name, name in (
+        ("enorm", "token_norm"),
+        ("hnorm", "hidden_norm"),
+        ("eh_proj", "join"),
+        ("shared_head.norm", "norm"),
+        ("input_layernorm", "block.attention_norm"),
+        ("post_attention_layernorm", "block.mlp_norm"),
+    ):
+        for depth in range(2):
+            stored = theirs[f"model.layers.{4 + depth}.{theirs_name}.weight"]
+            assert torch.equal(stored, own[f"mtp.{depth}.{name}.weight"]), theirs_name
     assert torch.equal(theirs["model.layers.5.embed_tokens.weight"], own["embedding.tokens.weight"][:250])
     assert torch.equal(theirs["model.layers.4.shared_head.head.weight"], own["head.weight"][:250])
     done = convert.from_hugging_face(tmp_path / "hf", tmp_path / "back")
@@ -265,6 +275,5 @@ def test_plans_count_time_and_memory_on_the_last_stage() -> None:
     }
     one, other = (suggest(model, pin=pins, **job).estimate for model in (plain, spec))
     assert other.step_time_s > one.step_time_s
-    assert not suggest(spec, pin=pins, **job | {"engine": None}).estimate.exact
     first, last = ([stage.parameters for stage in estimate.memory] for estimate in (one, other))
     assert first[:3] == last[:3] and last[3] > first[3]

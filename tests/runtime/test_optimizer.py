@@ -69,9 +69,20 @@ def test_options_mean_what_they_mean_in_pytorch(
     check_steps(pool, "llama", text, **settings)
 
 
-@pytest.mark.parametrize("text", ["dp=2,ep=2,tp=2,etp=2", "dp=4,ep=2,zero=1", "tp=2,dp=2,ep=4", "tp=2"])
-def test_the_gradient_norm_counts_every_expert_once(pool: WorkerPool, text: str) -> None:
-    spec = MODELS["mixtral"]
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        *(
+            ("mixtral", text)
+            for text in ("dp=2,ep=2,tp=2,etp=2", "dp=4,ep=2,zero=1", "tp=2,dp=2,ep=4", "tp=2")
+        ),
+        # The last stage has a copy of the embedding: for the head, for further tokens, or for both.
+        *((model, "pp=2") for model in ("gpt2", "further", "further-tied")),
+        ("further", "pp=2,tp=2"),
+    ],
+)
+def test_the_gradient_norm_counts_every_parameter_once(pool: WorkerPool, model: str, text: str) -> None:
+    spec = (MODELS | FORMS)[model]
     alone, split = (parse_layout(f"gbs=4{more}", spec) for more in ("", f",{text}"))
     [(expected, _)] = pool.run(whole_gradients, 1, spec, alone)
     for norm, _ in pool.run(whole_gradients, split.world_size, spec, split):

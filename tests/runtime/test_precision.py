@@ -20,7 +20,7 @@ from runtime.settings.idle_flags import idle_flag_notes
 from runtime.settings.loss_scale import LossScale, loss_scale_of
 from runtime.settings.options import TrainingOptions
 from tests.support.layouts import parse_layout
-from tests.support.models import MODELS
+from tests.support.models import FORMS, MODELS
 from tests.support.ranks import precision as work
 from tests.support.ranks.parity import difference, losses_of, relative_difference
 from tests.support.worker_pool import WorkerPool
@@ -106,6 +106,29 @@ def test_fp16_follows_fp32_once_the_scale_fits(pool: WorkerPool, text: str) -> N
     assert first[0].loss == pytest.approx(expected[0].loss, rel=0.1)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "further-tied"])
+def test_what_losses_are_multiplied_by_does_not_show(pool: WorkerPool, name: str) -> None:
+    """Neither in what is reported nor in updates: losses of routers and of further tokens have it too."""
+    spec = (MODELS | FORMS)[name]
+    settings: dict[str, Any] = {"train_iters": 2, "lr": 1e-2, "lr_decay_style": "constant"}
+    settings |= {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1}
+
+    def steps(text: str, **more: Any) -> list[work.Step]:
+        layout = parse_layout(f"gbs=4,{text}", spec)
+        [found] = pool.run(work.steps_of, 1, spec, layout, TrainingOptions(**settings, **more), [0, 1])
+        return list(found)
+
+    plain, scaled = (steps("precision=fp16", loss_scale=scale) for scale in (1.0, 2.0**10))
+    for one, other in zip(plain, scaled, strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-3)
+        assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-2)
+        assert other.further == pytest.approx(one.further, rel=1e-3)
+    mean, summed = (steps("precision=fp32", loss_reduction=word)[0] for word in ("mean", "sum"))
+    assert (summed.loss, summed.further) == (pytest.approx(mean.loss), pytest.approx(mean.further))
+    assert summed.grad_norm == pytest.approx(4 * spec.seq * mean.grad_norm, rel=1e-5)
+    assert len(mean.further) == spec.mtp_depths
+
+
 def test_a_step_that_overflows_changes_nothing(pool: WorkerPool) -> None:
     options = TrainingOptions(train_iters=4, lr=1e-2, lr_warmup_iters=2, initial_loss_scale=2.0**16)
     layout = parse_layout("gbs=4,precision=fp16,dp=2,zero=1", LLAMA)
@@ -127,12 +150,13 @@ def test_a_run_in_fp16_resumes_exactly_amid_its_overflows(pool: WorkerPool, tmp_
     assert len({step.loss_scale for step in going_on}) > 1
 
 
-def test_gradients_are_summed_in_the_format_that_the_layout_names(pool: WorkerPool) -> None:
-    text = "precision=bf16,dp=2,zero=1"
-    wide, narrow = (
-        pool.run(work.gradients_of, 2, LLAMA, parse_layout(f"{text},gradient_reduction={name}", LLAMA))[0]
+@pytest.mark.parametrize("text", ["dp=2,zero=1", "dp=2", "mbs=1", "pp=2", "pp=2,schedule=zbv"])
+def test_gradients_are_summed_in_the_format_that_the_layout_names(pool: WorkerPool, text: str) -> None:
+    layouts = [
+        parse_layout(f"gbs=8,precision=bf16,{text},gradient_reduction={name}", LLAMA)
         for name in ("fp32", "bf16")
-    )
+    ]
+    wide, narrow = (pool.run(work.gradients_of, one.world_size, LLAMA, one)[0] for one in layouts)
     fits = {name: torch.equal(g, g.bfloat16().float()) for name, g in narrow.items()}
     assert all(fits.values()), fits
     assert not any(torch.equal(g, g.bfloat16().float()) for g in wide.values())

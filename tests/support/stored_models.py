@@ -30,9 +30,13 @@ STD = 0.3
 
 
 def initial_model(spec: ModelSpec) -> Transformer:
-    """A model with weights that its seed gives."""
+    """A model with weights that its seed gives, and norms that differ, so that none stands for another."""
     model = Transformer(spec, spec.padded_vocab(1))
     initialise(model, spec, 1, STD)
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data += 0.2 * torch.rand(parameter.shape, generator=generator)
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
             buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))

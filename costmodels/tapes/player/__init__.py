@@ -9,6 +9,7 @@ import numpy as np
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import dynamic_bytes, gathering_reserve_bytes, margin_bytes
 from costmodels.memory.unit_sizes import rank_parameters, row_unit_sizes
+from costmodels.pytorch import parsed_version
 from costmodels.ranks.rank_layers import ranks_of_table
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
@@ -27,7 +28,7 @@ from costmodels.tapes.player.stage_units import (
     units_of,
 )
 from costmodels.tapes.player.step import Rank
-from costmodels.tapes.player.ways import NEWEST, parsed_version, ways_of
+from costmodels.tapes.player.ways import NEWEST, ways_of
 from costmodels.tapes.store import default_version, has_tapes, tape_of
 from costmodels.tapes.structure import Structure
 

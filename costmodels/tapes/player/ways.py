@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-Version = tuple[int, int]
+from costmodels.pytorch import Version, parsed_version
 
 NEWEST: Version = (2, 15)
 """The newest PyTorch whose ways are known."""
@@ -43,12 +43,6 @@ WAYS: dict[Version, Ways] = {
     ),
 }
 """By the first version that has them."""
-
-
-def parsed_version(text: str) -> Version:
-    """A minor version, such as "2.14", as numbers."""
-    major, minor = map(int, text.split("."))
-    return major, minor
 
 
 def ways_of(version: str) -> Ways:

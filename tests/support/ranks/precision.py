@@ -29,6 +29,7 @@ class Step(NamedTuple):
     learning_rate: float
     loss_scale: float
     skipped: bool
+    further: list[float]
 
 
 def steps_of(spec: ModelSpec, layout: Layout, options: TrainingOptions, batches: list[int]) -> list[Step]:
@@ -40,7 +41,8 @@ def steps_of(spec: ModelSpec, layout: Layout, options: TrainingOptions, batches:
 def step_of(trainer: Trainer, spec: ModelSpec, number: int) -> Step:
     """Train on one batch."""
     result = trainer.train_step(batch_of(spec, trainer.layout, number)[trainer.rows])
-    return Step(float(result.loss), float(result.grad_norm), *result[2:5])
+    further = [] if result.further is None else result.further.tolist()
+    return Step(float(result.loss), float(result.grad_norm), *result[2:5], further)
 
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:

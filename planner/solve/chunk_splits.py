@@ -1,0 +1,122 @@
+"""Layers of each stage, moved one at a time, for the best plans of pipelines: what no formula solves.
+
+Stages of 1F1B that recompute alike are balanced by `planner.solve.splits`. A layer on another rank may still
+make a step shorter where ranks have several chunks, or where recomputation was solved for the even split: the
+first stage has the embedding, the last one the head. Layers are moved as long as the step gets shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from costmodels.pricing import Prices, price
+from costmodels.spec.layout import V_SCHEDULES
+from costmodels.spec.table import SCHEDULES, Ints, LayoutTable, numbered_splits
+from planner.objective import slowness
+from planner.problem import Problem
+from planner.solve.bounds import Worth
+from planner.solve.concatenation import concatenate_prices
+
+ROWS = 12
+"""Plans whose layers are moved."""
+
+MOVES = 8
+"""Layers that are moved at most, one after another."""
+
+RANKS = 8
+"""Pipeline ranks that layers leave, at most."""
+
+NEAR = 1.3
+"""How many times slower than the last of the first places a plan may be: seldom do moves gain more."""
+
+GAIN = 1e-4
+"""Relative gain below which no layer is moved."""
+
+
+def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Prices | None:
+    """The best plans of `parts` with layers moved between pipeline ranks, of those that it makes faster.
+
+    Args:
+        parts: prices of layouts that fit.
+        worth: whether rows that take so many seconds would be among the first.
+    """
+    where = problem.model, problem.cluster, problem.constants
+    first = _best(problem, concatenate_prices(parts), NEAR * worth.last)
+    if not len(first):
+        return None
+    before, now = first.step_time_s, first
+    open_rows = np.arange(len(first))
+    for _ in range(MOVES):
+        row, splits = _moves(now.table, open_rows)
+        if not len(row):
+            break
+        own, which = numbered_splits(splits)
+        prices = price(*where, replace(now.table.take(row), split=which, splits=own))
+        seconds = np.where(
+            prices.peak_memory_bytes <= problem.cluster.memory_bytes, prices.step_time_s, np.inf
+        )
+        order = np.lexsort((seconds, row))
+        order = order[np.flatnonzero(np.diff(row[order], prepend=-1))]
+        better = order[seconds[order] < now.step_time_s[row[order]] * (1 - GAIN)]
+        open_rows = row[better]
+        if not len(open_rows):
+            break
+        kept = np.setdiff1d(np.arange(len(now)), open_rows, assume_unique=True)
+        back = np.argsort(np.concatenate([kept, open_rows]))
+        now = concatenate_prices([now.take(kept), prices.take(better)]).take(back)
+    found = (now.step_time_s < before) & worth(now.table, now.step_time_s)
+    return now.take(found) if found.any() else None
+
+
+def _best(problem: Problem, prices: Prices, last: float) -> Prices:
+    """The best plans with pipelines, of those whose slowness is not above `last`."""
+    slow = slowness(problem.objective, prices.table.global_batch_size, prices.step_time_s)
+    rows = np.flatnonzero((prices.table.pipeline_parallel > 1) & (slow <= last))
+    return prices.take(rows[np.argsort(slow[rows], kind="stable")[:ROWS]])
+
+
+def _moves(table: LayoutTable, rows: Ints) -> tuple[Ints, list[tuple[int, ...]]]:
+    """Splits with one layer of a rank's largest stage in the smallest one of another, and their rows."""
+    row: list[int] = []
+    splits: list[tuple[int, ...]] = []
+    for each in rows.tolist():
+        split, pipeline = table.splits[table.split[each]], int(table.pipeline_parallel[each])
+        is_v = SCHEDULES[table.schedule[each]] in V_SCHEDULES
+        for source, target in _pairs(split, pipeline, is_v):
+            moved = list(split)
+            moved[source] -= 1
+            moved[target] += 1
+            row.append(each)
+            splits.append(tuple(moved))
+    return np.array(row, dtype=np.int64), splits
+
+
+def _pairs(split: tuple[int, ...], pipeline: int, is_v: bool) -> Iterator[tuple[int, int]]:
+    """Stages that a layer may leave, and stages that may take it."""
+    stages = len(split)
+    places: dict[int, list[int]] = {}
+    for stage in range(stages):
+        rank = min(stage, stages - 1 - stage) if is_v else stage % pipeline
+        places.setdefault(rank, []).append(stage)
+    ends = (0, stages - 1)
+    # The first and the last stage have work of their own.
+    largest = {
+        rank: max(own, key=lambda stage: (split[stage], stage in ends)) for rank, own in places.items()
+    }
+    smallest = {
+        rank: min(own, key=lambda stage: (split[stage], stage in ends)) for rank, own in places.items()
+    }
+    apart = max(1, -(-pipeline // RANKS))
+    sources = sorted({*range(0, pipeline, apart), pipeline - 1})
+    for source in sources:
+        for rank, target in smallest.items():
+            # On the same rank, a layer may leave the stage that has work of its own.
+            if (
+                split[largest[source]] > 1
+                and (rank != source or largest[source] in ends)
+                and (target != largest[source])
+            ):
+                yield largest[source], target
