@@ -56,7 +56,13 @@ def run_all(
         left_s = clock.left_s()
         if left_s < min(LEAST_S, limit_s):
             return None
-        return attempt(row.kind, form, machine, min(limit_s, left_s + GRACE_S))
+        began = time.monotonic()
+        try:
+            return attempt(row.kind, form, machine, min(limit_s, left_s + GRACE_S))
+        except Exception as error:
+            # A fault of this command costs its row, not the others.
+            said = f"benchmarks.gpu_kinds: {type(error).__name__}: {error}"
+            return Result(False, time.monotonic() - began, said, refused=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         waiting: dict[Future[Result | None], tuple[Row, Form]] = {}

@@ -92,8 +92,6 @@ class Result:
     """Of the gradients."""
     predicted: float | None = None
     """Bytes at the peak, by the plan; None where nothing was planned, or the device is no GPU."""
-    exact: bool = False
-    """Whether recorded tapes predict, and not closed forms."""
     allocated: int | None = None
     reserved: int | None = None
     """Bytes at the peak; None where they were not measured."""
@@ -161,7 +159,7 @@ def attempt(kind: Kind, form: Form, machine: Machine, limit_s: float) -> Result:
     shutil.rmtree(work, ignore_errors=True)
     refused = code == InputError.exit_code
     return Result(
-        not code, time.monotonic() - began, said, refused, **_left(logs, machine.on_gpu, kind.is_planned)
+        not code, time.monotonic() - began, said, refused, **left_by(logs, machine.on_gpu, kind.is_planned)
     )
 
 
@@ -239,7 +237,7 @@ def hung(text: str) -> str:
     return f"it said {lines[-1][:200] if lines else 'nothing'}{at}"
 
 
-def _left(logs: Path, on_gpu: bool, is_of_plan: bool) -> dict[str, Any]:
+def left_by(logs: Path, on_gpu: bool, is_of_plan: bool) -> dict[str, Any]:
     """Losses, norms and peaks in the folders of an attempt's commands."""
     losses: dict[int, float] = {}
     norms: dict[int, float] = {}
@@ -258,8 +256,7 @@ def _left(logs: Path, on_gpu: bool, is_of_plan: bool) -> dict[str, Any]:
                     # Of ranks that a launcher has started there is no other figure.
                     found["allocated"] = max(record["peak_memory_bytes"], found.get("allocated") or 0)
         if plan.is_file() and on_gpu and is_of_plan:
-            read = Plan.load(plan)
-            found |= {"predicted": predicted_peak(read).value, "exact": read.estimate.exact}
+            found["predicted"] = predicted_peak(Plan.load(plan)).value
         if peaks.is_file():
             seen = json.loads(peaks.read_text(encoding="utf-8"))
             found |= {name: max(seen[name], found.get(name) or 0) for name in ("allocated", "reserved")}

@@ -91,8 +91,7 @@ def memory_words(result: Result) -> list[str]:
     """Bytes at the peak: predicted and measured."""
     parts = []
     if result.predicted is not None:
-        by = "tapes" if result.exact else "closed forms"
-        parts.append(f"predicted {result.predicted / GIB:.3f} by {by}")
+        parts.append(f"predicted {result.predicted / GIB:.3f}")
     if result.allocated:
         ratio = f" ({result.predicted / result.allocated:.2f})" if result.predicted else ""
         parts.append(f"allocated {result.allocated / GIB:.3f}{ratio}")

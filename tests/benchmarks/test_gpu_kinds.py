@@ -12,11 +12,21 @@ from typer.testing import CliRunner
 
 from benchmarks.gpu_kinds import __main__ as command
 from benchmarks.gpu_kinds import attempts
-from benchmarks.gpu_kinds.attempts import AS_IT_IS, Machine, attempt, commands, hung, reason
+from benchmarks.gpu_kinds.attempts import (
+    AS_IT_IS,
+    Machine,
+    Result,
+    attempt,
+    commands,
+    hung,
+    left_by,
+    reason,
+)
 from benchmarks.gpu_kinds.inputs import write_inputs
 from benchmarks.gpu_kinds.kinds import Kind, read_expected, read_kinds
-from benchmarks.gpu_kinds.report import largest
+from benchmarks.gpu_kinds.report import largest, memory_words
 from costmodels.catalogue import load_device
+from planner import suggest
 
 TRAIN, KINDS = read_kinds()
 
@@ -98,6 +108,36 @@ def test_a_planted_assertion_is_named_and_tried_again(tmp_path: Path) -> None:
     }  # fmt: skip
     output = (tmp_path / "asserts" / "CUDA_LAUNCH_BLOCKING_1" / "1" / "output.txt").read_text()
     assert output.startswith("$ runtime.pretrain --model asserts --seed 1") and assertion in output
+
+
+def test_peaks_of_a_gpu_are_read_beside_those_of_the_plan(tmp_path: Path) -> None:
+    for name, steps in (("1", (1, 2)), ("2", (3,))):
+        folder = tmp_path / name
+        folder.mkdir()
+        records = [
+            {"iteration": step, "loss": 7.0 - step, "grad_norm": None, "peak_memory_bytes": 5 * step}
+            for step in steps
+        ]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+        (folder / "peaks.json").write_text('{"allocated": 12, "reserved": 20}')
+    plan = suggest("gpt2-small", world_size=1, device="h100", global_batch_size=8)
+    plan.save(tmp_path / "2" / "plan.json")
+    found = left_by(tmp_path, on_gpu=True, is_of_plan=True)
+    assert found["losses"] == (6.0, 5.0, 4.0) and len(found["norms"]) == 3
+    assert (found["allocated"], found["reserved"]) == (15, 20)
+    stage = plan.estimate.memory[0]
+    assert found["predicted"] == stage.total - stage.overhead
+    result = Result(True, 1.0, **found)
+    assert memory_words(result)[0].startswith("peak GiB: predicted ")
+    assert "predicted" not in left_by(tmp_path, on_gpu=True, is_of_plan=False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("planted")
+def test_a_fault_of_the_command_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "left_by", lambda *_: {}["missing"])
+    code, table, _ = ran(tmp_path, "--only", "fits", "--only", "graphs")
+    assert code == 1 and "fits: FAILED, benchmarks.gpu_kinds: KeyError: 'missing'" in table
 
 
 @pytest.mark.slow
