@@ -38,6 +38,8 @@ ACTIVE_BILLIONS = {
     "qwen3-235b-a22b": 22.0,  # huggingface.co/Qwen/Qwen3-235B-A22B
     "deepseek-v2": 21.0,  # arXiv:2405.04434
     "deepseek-v3": 37.0,  # arXiv:2412.19437
+    "kimi-k2": 32.6,  # arXiv:2507.20534
+    "llama4-scout-17b-16e": 17.0,  # huggingface.co/meta-llama/Llama-4-Scout-17B-16E
 }
 
 
@@ -54,7 +56,9 @@ def test_parameters_match_the_published_count(name: str) -> None:
     if name in OWN_MODELS:
         assert model.published_parameters == 0
     else:
-        assert model.parameters == pytest.approx(model.published_parameters, rel=0.005)
+        # "106 billion" is all that its authors say of the one.
+        coarse = 0.01 if name == "glm-4.5-air" else 0.005
+        assert model.parameters == pytest.approx(model.published_parameters, rel=coarse)
 
 
 @pytest.mark.parametrize("name", [name for name in model_names() if name.startswith("sc21-")])
@@ -80,16 +84,20 @@ def test_routers_are_those_of_the_papers() -> None:
     assert (v2.groups, v2.top_groups, v2.group_score) == (8, 3, "max")
     models = [load_model(name) for name in model_names()]
     gated = {model.name for model in models if model.shared_expert_gate}
-    assert gated == {"qwen1.5-moe-a2.7b", "qwen2-57b-a14b"}
+    assert gated == {"qwen1.5-moe-a2.7b", "qwen2-57b-a14b", "qwen3-next-80b-a3b"}
     plain = {model.name for model in models if not model.router.normalised}
-    assert plain == gated | {"deepseek-v2-lite", "deepseek-v2"}
+    assert plain == {*gated, "deepseek-v2-lite", "deepseek-v2", "llama4-scout-17b-16e"} - {
+        "qwen3-next-80b-a3b"
+    }
 
 
 def test_releases_that_stretch_rotary_positions() -> None:
     kinds = {name: scaling.kind for name in model_names() if (scaling := load_model(name).rope_scaling)}
-    llama = {"llama3.1-8b", "llama3.1-70b", "llama3-405b"}
-    deepseek = {"deepseek-v2-lite", "deepseek-v2", "deepseek-v3"}
-    assert kinds == dict.fromkeys(llama, "llama3") | dict.fromkeys(deepseek, "yarn")
+    llama = {"llama3.1-8b", "llama3.1-70b", "llama3-405b", "llama3.2-1b", "llama3.2-3b"}
+    yarn = {"deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "gpt-oss-20b", "gpt-oss-120b"}
+    linear = {"gemma-3-4b", "gemma-3-12b", "gemma-3-27b"}
+    expected = dict.fromkeys({*llama, "llama4-scout-17b-16e"}, "llama3") | dict.fromkeys(yarn, "yarn")
+    assert kinds == expected | dict.fromkeys(linear, "linear")
     plain, stretched = load_model("llama3-8b"), load_model("llama3.1-8b")
     assert stretched.rope_scaling is not None
     # arXiv:2405.04434, section 3.1.4, and arXiv:2412.19437, section 4.3: s = 40.
@@ -170,6 +178,7 @@ GIGABYTES = {
     "a800-80g": 80, "h100": 80, "h100-pcie": 80, "h800": 80, "h200": 141, "h20": 96, "b200": 180,
     "gb200": 186, "b300": 270, "gb300": 279, "l40s": 48, "mi250x": 64, "mi300x": 192, "ascend-910": 32,
     "ascend-910b": 64, "rtx-4090": 24, "rtx-5090": 32, "a10": 24, "l4": 24, "t4": 16,
+    "a40": 48, "rtx-a6000": 48, "rtx-6000-ada": 48, "rtx-3090": 24,
 }  # fmt: skip
 
 
@@ -199,7 +208,8 @@ def test_links_are_those_of_the_data_sheets() -> None:
     shared = {"v100-16g": 100, "v100-32g": 100, "a100-pcie-40g": 200, "a100-pcie-80g": 200, "l40s": 200}
     shared |= {"mi250x": 200, "h100-pcie": 400, "h100-nvl": 400}
     # One for a server of eight.
-    shared |= dict.fromkeys(("rtx-4090", "rtx-5090", "a10", "l4", "t4"), 100)
+    shared |= dict.fromkeys(("rtx-3090", "rtx-4090", "rtx-5090", "a10", "l4", "t4"), 100)
+    shared |= dict.fromkeys(("a40", "rtx-a6000", "rtx-6000-ada"), 100)
     for name in device_names():
         device = load_device(name)
         cards = device.nics_per_node or device.devices_per_node

@@ -283,9 +283,10 @@ def test_models_are_written_and_read_back(name: str) -> None:
 
 
 def shape(model: ModelSpec) -> dict[str, object]:
-    """What a model's flags say of it: all but names and what no job trains, and GELU in one form."""
+    """What flags say of each layer of a model: all but names and what no job trains, and GELU in one form."""
     values = model.model_dump(exclude={"name", "source", "published_parameters", "mtp_layers"})
-    return values | {"activation": values["activation"].removesuffix("_tanh")}
+    pattern = tuple(model.layer_kind(layer).attention for layer in range(model.layers))
+    return values | {"activation": values["activation"].removesuffix("_tanh"), "attention_pattern": pattern}
 
 
 WINDOWS = ModelSpec(
