@@ -12,21 +12,21 @@ import numpy as np
 
 from costmodels.layers.shapes import element_bytes
 from costmodels.memory.moments import (
-    fresh_gradient_share,
     fullest_moment,
     gathered_share,
     least_gradient_share,
     passes_in_flight,
 )
+from costmodels.memory import split_backward
 from costmodels.memory.states import NARROW, model_states, sharded_parameter_rows
 from costmodels.memory.unit_sizes import UnitSizes, end_parameters, frozen_parameters, rank_parameters
-from costmodels.ranks.rank_layers import ZERO, Ranks, in_flight
+from costmodels.ranks.rank_layers import LAYER_KINDS, ZERO, Ranks, in_flight
 from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine, MemoryPolicy
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
 from costmodels.spec.schedules import GATHERED_STAGES
-from costmodels.spec.table import FULL, UNIFORM, Floats, LayoutTable
+from costmodels.spec.table import FULL, UNIFORM, Floats, Ints, LayoutTable
 
 Moment = Callable[[LayoutTable, Floats, Floats], tuple[Floats, Floats]]
 """A function of a table and the bytes of its activations and gradients: what of both is there together."""
@@ -311,6 +311,37 @@ def whole_parameter_bytes(
     return every
 
 
+def _split_backward_bytes(
+    table: LayoutTable, sizes: UnitSizes, ranks: Ranks, place: Ints, gradients: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Bytes of activations, of logits and of gradients where backward is split, at the fullest moment, [n, k].
+
+    Args:
+        place: places of the ranks in the pipeline.
+        gradients: bytes once all stages have them.
+    """
+    chunks = table.virtual_pipeline_parallel[:, None]
+    kept: Floats = np.zeros(())
+    for kind in LAYER_KINDS:
+        if (layers := getattr(ranks, kind)).any():
+            kept = kept + layers * getattr(sizes, f"{kind}_activations")[:, None]
+    output = sizes.layer_output[:, None]
+    head = ranks.last * (sizes.logit_gradients + sizes.head_input - sizes.layer_output)[:, None]
+    each = split_backward.Sizes(
+        flights=kept / chunks + output,
+        waits=ranks.layers / chunks * sizes.output_gradients[:, None],
+        head_flights=head,
+        sums=gradients / chunks,
+        fresh=NARROW * _layer_parameters(sizes, ranks) / chunks,
+    )
+    later = ~table.keeps_whole & (not sizes.experts.any())
+    alive = split_backward.fullest(table, place, each, later)
+    again = recomputation_bytes(table, sizes, ranks)
+    activations = alive.flights * each.flights + alive.waits * each.waits + again
+    logits = ranks.last * (sizes.logits - sizes.logit_gradients)[:, None] + alive.head_flights * head
+    return activations, logits, alive.sums * each.sums + alive.fresh * each.fresh
+
+
 def _layer_parameters(sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Parameters of the layers of each pipeline rank that train, [n, k]."""
     return sum(rank_parameters(sizes, ranks), np.zeros(())) - end_parameters(sizes, ranks)
@@ -353,13 +384,18 @@ def stage_memory(
         # Stages hold their outputs until backward, the last one the loss.
         outputs = (table.pipeline_parallel > 1) * sizes.layer_output
         activations = activations + outputs[:, None] * np.where(ranks.last > 0, 0.0, flight)
+        whole = gradients
         if moment is None:
             activations, gradients = fullest_moment(table, flight, activations, gradients)
+            place = split_backward.places(table, ranks)
+            if (place >= 0).any():
+                split = _split_backward_bytes(table, sizes, ranks, place, whole)
+                activations, logits, gradients = (
+                    np.where(place >= 0, own, other)
+                    for own, other in zip(split, (activations, logits, gradients), strict=True)
+                )
         else:
             activations, gradients = moment(table, activations, gradients)
-        fresh = fresh_gradient_share(table)
-        if fresh.any() and not sizes.experts.any():
-            gradients = gradients + fresh[:, None] * NARROW * _layer_parameters(sizes, ranks)
     parts = {
         "parameters": whole_parameter_bytes(engine, table, sizes, ranks, parameters),
         "gradients": gradients,

@@ -61,6 +61,8 @@ class UnitSizes:
     logits: Floats
     logit_gradients: Floats
     """Gradients of the logits that wait for that of the output matrix, or that one itself."""
+    head_input: Floats
+    """The input of the output matrix."""
     layer_input: Floats
     """The input of a layer, gathered over tensor-parallel ranks that split its sequence; otherwise 0."""
     layer_output: Floats
@@ -258,6 +260,7 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
             lambda spec, _: output_gradient_bytes(spec, table), leading=not model.routed_layers
         ),
         logit_gradients=waiting,
+        head_input=head_input,
         logits=logits + e * t * h / part + head_input,
         layer_input=e * t * h * (part > 1),
         layer_output=e * t * h / part,

@@ -63,17 +63,34 @@ def orders(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -
         )
     every = []
     for rank in range(pipeline):
-        if schedule in V_SCHEDULES:
-            make = _zero_bubble_v if schedule == "zbv" else _dual_pipe_v
-            kind, chunk = np.array(make(rank, pipeline, micro_batches), dtype=np.int64).reshape(-1, 2).T
-            stage = np.where(chunk == 0, rank, 2 * pipeline - 1 - rank)
-        else:
-            kind, chunk = _in_rounds(schedule, rank, pipeline, chunks, micro_batches)
-            stage = chunk * pipeline + rank
+        kind, chunk, stage = _passes(schedule, rank, pipeline, chunks, micro_batches)
         number = _numbered(kind, chunk)
         kept = number < micro_batches
         every.append(Order(kind[kept], stage[kept], number[kept]))
     return tuple(every)
+
+
+def passes_of_rank(
+    schedule: Schedule, rank: int, pipeline: int, chunks: int, micro_batches: int
+) -> tuple[Ints, Ints]:
+    """Kinds and stages of the passes of one pipeline rank, as `orders` has them."""
+    kind, chunk, stage = _passes(schedule, rank, pipeline, chunks, micro_batches)
+    if schedule in V_SCHEDULES:
+        kept = _numbered(kind, chunk) < micro_batches
+        return kind[kept], stage[kept]
+    return kind, stage
+
+
+def _passes(
+    schedule: Schedule, rank: int, pipeline: int, chunks: int, micro_batches: int
+) -> tuple[Ints, Ints, Ints]:
+    """Kinds, chunks and stages of passes, of which those of micro batches that are not there are to go."""
+    if schedule in V_SCHEDULES:
+        make = _zero_bubble_v if schedule == "zbv" else _dual_pipe_v
+        kind, chunk = np.array(make(rank, pipeline, micro_batches), dtype=np.int64).reshape(-1, 2).T
+        return kind, chunk, np.where(chunk == 0, rank, 2 * pipeline - 1 - rank)
+    kind, chunk = _in_rounds(schedule, rank, pipeline, chunks, micro_batches)
+    return kind, chunk, chunk * pipeline + rank
 
 
 def _numbered(kind: Ints, chunk: Ints) -> Ints:
