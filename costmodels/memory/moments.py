@@ -89,21 +89,9 @@ def least_gradient_share(table: LayoutTable) -> Floats:
     return result
 
 
-def gathered_share(table: LayoutTable) -> Floats:
-    """The share of a rank's stages whose parameters are gathered at a time, with ZeRO 1 and above, [n]."""
-    several = np.minimum(GATHERED_STAGES / table.virtual_pipeline_parallel, 1.0)
-    result: Floats = np.where(table.keeps_whole, 1.0, several)
-    return result
-
-
-def fresh_gradient_share(table: LayoutTable) -> Floats:
-    """The share of a rank's stages that hold gradients in 16 bits beside their fp32 sums, [n].
-
-    With split backward FSDP2 adds weight gradients up when the next backward pass of their stage begins.
-    Until then those of all stages but the one at work are there. So it is before PyTorch 2.15, whose
-    autograd casts them; there the estimate is up to 2 bytes a parameter too high.
-    """
+def least_stages(table: LayoutTable) -> Floats:
+    """The fewest stages of a rank whose parameters are whole while as many as possible have gradients, [n]."""
     chunks = table.virtual_pipeline_parallel
-    several = table.runs("interleaved_zb", "zbv") & ~table.keeps_whole
-    result: Floats = np.where(several & (table.micro_batches > _turn(table)), (chunks - 1) / chunks, 0.0)
+    whole = np.where(table.micro_batches > _turn(table), chunks, 1)
+    result: Floats = np.where(table.keeps_whole, whole, np.minimum(chunks, GATHERED_STAGES)).astype(np.float64)
     return result

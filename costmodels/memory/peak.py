@@ -13,19 +13,18 @@ import numpy as np
 from costmodels.layers.shapes import element_bytes
 from costmodels.memory.moments import (
     fullest_moment,
-    gathered_share,
     least_gradient_share,
+    least_stages,
     passes_in_flight,
 )
-from costmodels.memory import split_backward
-from costmodels.memory.states import NARROW, model_states, sharded_parameter_rows
+from costmodels.memory import schedule_moments
+from costmodels.memory.states import copied_rows, model_states, sharded_parameter_rows
 from costmodels.memory.unit_sizes import UnitSizes, end_parameters, frozen_parameters, rank_parameters
 from costmodels.ranks.rank_layers import LAYER_KINDS, ZERO, Ranks, in_flight
 from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine, MemoryPolicy
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
-from costmodels.spec.schedules import GATHERED_STAGES
 from costmodels.spec.table import FULL, UNIFORM, Floats, Ints, LayoutTable
 
 Moment = Callable[[LayoutTable, Floats, Floats], tuple[Floats, Floats]]
@@ -288,7 +287,9 @@ def activation_and_logit_bytes(
         turned_back = sizes.dequantised[:, None] * (ranks.layers > 0)
         activations = activations + np.maximum(turned_back - logits, 0.0)
     if not engine.loss.apart:
-        return activations, logits
+        # What a chunk of the loss takes besides is gone when backward begins.
+        passing = ranks.last * (sizes.logits - sizes.kept_logits)[:, None]
+        return activations, logits - np.minimum(passing, again)
     # The gradient of the logits is freed before the first layer is recomputed.
     loss = logits >= again
     return activations + np.where(loss, 0.0, again), np.where(loss, logits, 0.0)
@@ -297,28 +298,30 @@ def activation_and_logit_bytes(
 def whole_parameter_bytes(
     engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks, parameters: Floats
 ) -> Floats:
-    """Bytes of parameters at the peak, [n, k]: those that stay, gathered ones and frozen ones.
+    """Bytes of parameters if all stages are gathered, [n, k]: those that stay, gathered and frozen ones.
 
     Args:
         parameters: bytes of those that `model_states` counts, [n, k].
     """
-    if engine.sharding.fully_sharded and table.virtual_pipeline_parallel.max(initial=1) > GATHERED_STAGES:
-        parked = (1 - gathered_share(table)) * engine.memory_policy(table.precision).gathered
-        parameters = parameters - parked[:, None] * _layer_parameters(sizes, ranks)
-    every: Floats = (
-        parameters + gathered_bytes(engine, table, sizes, ranks) + frozen_bytes(engine, table, sizes, ranks)
-    )
+    gathered = gathered_bytes(engine, table, sizes, ranks)
+    every: Floats = parameters + gathered + frozen_bytes(engine, table, sizes, ranks)
     return every
 
 
-def _split_backward_bytes(
-    table: LayoutTable, sizes: UnitSizes, ranks: Ranks, place: Ints, gradients: Floats
-) -> tuple[Floats, Floats, Floats]:
-    """Bytes of activations, of logits and of gradients where backward is split, at the fullest moment, [n, k].
+def stage_copy_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Bytes of the copies of one stage's layers that FSDP2 computes with, [n, k]."""
+    each = copied_rows(table) * engine.memory_policy(table.precision).gathered
+    return (each / table.virtual_pipeline_parallel)[:, None] * _layer_parameters(sizes, ranks)
+
+
+def _played_bytes(
+    engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks, parameters: Floats
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Bytes at the fullest moment of ranks with several stages, [n, k]: of activations, logits, gradients and
+    parameters.
 
     Args:
-        place: places of the ranks in the pipeline.
-        gradients: bytes once all stages have them.
+        parameters: their bytes if all stages are gathered, [n, k].
     """
     chunks = table.virtual_pipeline_parallel[:, None]
     kept: Floats = np.zeros(())
@@ -326,20 +329,30 @@ def _split_backward_bytes(
         if (layers := getattr(ranks, kind)).any():
             kept = kept + layers * getattr(sizes, f"{kind}_activations")[:, None]
     output = sizes.layer_output[:, None]
-    head = ranks.last * (sizes.logit_gradients + sizes.head_input - sizes.layer_output)[:, None]
-    each = split_backward.Sizes(
+    head = ranks.last * (sizes.kept_logits - sizes.layer_output)[:, None]
+    every = rank_parameters(sizes, ranks)
+    _, gradients, _ = model_states(engine, table, sizes, ranks, every)
+    own = np.maximum(every[0] + every[1], 1.0)
+    first, last = (at * size[:, None] / own * gradients for at, size in ((ranks.first, sizes.embedding), (ranks.last, sizes.head)))
+    each = schedule_moments.Alive(
         flights=kept / chunks + output,
         waits=ranks.layers / chunks * sizes.output_gradients[:, None],
         head_flights=head,
-        sums=gradients / chunks,
-        fresh=NARROW * _layer_parameters(sizes, ranks) / chunks,
+        sums=(gradients - first - last) / chunks,
+        head_sums=last,
+        first_sums=first,
+        fresh=element_bytes(table.precision) / chunks * _layer_parameters(sizes, ranks),
+        whole=stage_copy_bytes(engine, table, sizes, ranks),
     )
     later = ~table.keeps_whole & (not sizes.experts.any())
-    alive = split_backward.fullest(table, place, each, later)
+    alive = schedule_moments.fullest(table, ranks, each, later)
     again = recomputation_bytes(table, sizes, ranks)
     activations = alive.flights * each.flights + alive.waits * each.waits + again
-    logits = ranks.last * (sizes.logits - sizes.logit_gradients)[:, None] + alive.head_flights * head
-    return activations, logits, alive.sums * each.sums + alive.fresh * each.fresh
+    passing = ranks.last * (sizes.logits - sizes.kept_logits)[:, None]
+    logits = alive.head_flights * head + np.maximum(passing - again, 0.0)
+    summed = alive.sums * each.sums + alive.head_sums * last + alive.first_sums * first
+    gradients = summed + alive.fresh * each.fresh
+    return activations, logits, gradients, parameters - (chunks - alive.whole) * each.whole
 
 
 def _layer_parameters(sizes: UnitSizes, ranks: Ranks) -> Floats:
@@ -355,6 +368,8 @@ def least_state_bytes(
     parameters, gradients, optimizer = model_states(engine, table, sizes, ranks, held)
     if engine.sharding.fully_sharded:
         gradients = gradients * least_gradient_share(table)[:, None]
+        absent = (table.virtual_pipeline_parallel - least_stages(table))[:, None]
+        parameters = parameters - absent * stage_copy_bytes(engine, table, sizes, ranks)
     margin = margin_bytes(cluster, engine, table, ZERO, bool(sizes.experts.any()))
     states = whole_parameter_bytes(engine, table, sizes, ranks, parameters) + gradients + optimizer
     return states + sum(margin.values(), np.zeros(()))
@@ -384,15 +399,16 @@ def stage_memory(
         # Stages hold their outputs until backward, the last one the loss.
         outputs = (table.pipeline_parallel > 1) * sizes.layer_output
         activations = activations + outputs[:, None] * np.where(ranks.last > 0, 0.0, flight)
-        whole = gradients
         if moment is None:
             activations, gradients = fullest_moment(table, flight, activations, gradients)
-            place = split_backward.places(table, ranks)
-            if (place >= 0).any():
-                split = _split_backward_bytes(table, sizes, ranks, place, whole)
-                activations, logits, gradients = (
-                    np.where(place >= 0, own, other)
-                    for own, other in zip(split, (activations, logits, gradients), strict=True)
+            played = schedule_moments.played(table, ranks)
+            if played.any():
+                own = _played_bytes(engine, table, sizes, ranks, parameters)
+                activations, logits, gradients, parameters = (
+                    np.where(played, each, other)
+                    for each, other in zip(
+                        own, (activations, logits, gradients, parameters), strict=True
+                    )
                 )
         else:
             activations, gradients = moment(table, activations, gradients)

@@ -61,8 +61,8 @@ class UnitSizes:
     logits: Floats
     logit_gradients: Floats
     """Gradients of the logits that wait for that of the output matrix, or that one itself."""
-    head_input: Floats
-    """The input of the output matrix."""
+    kept_logits: Floats
+    """The part of `logits` that stays from forward to backward."""
     layer_input: Floats
     """The input of a layer, gathered over tensor-parallel ranks that split its sequence; otherwise 0."""
     layer_output: Floats
@@ -223,11 +223,13 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         waiting = 0 * shown
     elif engine.loss.chunked:
         waiting = e * vocabulary * h / tp
+    kept_logits = logits
     if engine.loss.chunked:
         # What is not compiled has exponents in fp32 where the compiler reads logits twice.
         copy = np.where(table.runs(*SPLIT_BACKWARD), 4 * (e < 4), e)
         chunks = loss_chunks(t.astype(np.int64), table.tensor_parallel)
-        logits = shown / chunks * (e + copy) + e * t * h + waiting
+        kept_logits = e * t * h + waiting
+        logits = shown / chunks * (e + copy) + kept_logits
     waits = e * vocabulary * h / tp if engine.loss.chunked else 0.0
     head_input = e * t * h / (part if engine.activations.regathers_sequence else 1)
     return UnitSizes(
@@ -260,7 +262,7 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
             lambda spec, _: output_gradient_bytes(spec, table), leading=not model.routed_layers
         ),
         logit_gradients=waiting,
-        head_input=head_input,
+        kept_logits=kept_logits + e * t * h / part + head_input,
         logits=logits + e * t * h / part + head_input,
         layer_input=e * t * h * (part > 1),
         layer_output=e * t * h / part,

@@ -53,6 +53,8 @@ class Ranks:
     moe_plain_in_flight: Floats
     backlog: Floats
     """Layers whose gradients of weights are still to come, counted in the same way."""
+    place: Floats
+    """The place in the pipeline, from 1; of equal ranks, that of the fullest; 0 for none in particular."""
 
     @property
     def layers(self) -> Floats:
@@ -176,6 +178,7 @@ def all_ranks(
         "dense_plain_in_flight": alive(dense_plain),
         "moe_plain_in_flight": alive(moe_plain),
         "backlog": sizes.max(axis=0) * [_waiting(each, schedule) for each in range(pipeline)],
+        "place": rank + 1,
     }
     return Ranks(**{name: column.astype(np.float64) for name, column in columns.items()})
 
@@ -198,8 +201,9 @@ def _deciding(entry: Entry, kinds: tuple[int, ...]) -> tuple[tuple[float, ...], 
         work, flight = (row[0], *row[2:flight_from]), row[flight_from:]
         counts[work] += 1
         kept = fullest.setdefault(work, [])
-        if not any(_at_most(flight, other) for other in kept):
-            kept[:] = [*(other for other in kept if not _at_most(other, flight)), flight]
+        # The place says which rank it is, not how much it has.
+        if not any(_at_most(flight[:-1], other[:-1]) for other in kept):
+            kept[:] = [*(other for other in kept if not _at_most(other[:-1], flight[:-1])), flight]
     # The first of equal ranks counts for all of them.
     return tuple(
         (work[0], 0.0 if place else float(counts[work]), *work[1:], *flight)

@@ -228,6 +228,7 @@ def least_peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layout
         dense_plain_in_flight=ZERO,
         moe_plain_in_flight=ZERO,
         backlog=ZERO,
+        place=ZERO,
         **{own: held, other: zero, f"{own}_in_flight": flying, f"{other}_in_flight": zero},
     )
     sizes = row_unit_sizes(model, engine, shapes, shape)

@@ -68,6 +68,7 @@ def fullest_rank(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layo
         dense_plain_in_flight=ZERO,
         moe_plain_in_flight=ZERO,
         backlog=ZERO,
+        place=ZERO,
         **{own: held, other: zero, f"{own}_in_flight": zero, f"{other}_in_flight": zero},
     )
     engine = engine.for_device(cluster.device)

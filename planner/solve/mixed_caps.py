@@ -34,7 +34,7 @@ def _held(
     def held(count: Ints) -> Floats:
         layers = count / table.virtual_pipeline_parallel[:, None]
         counts = {
-            name: array if name in ("count", "first", "last") or not array.any() else array * layers
+            name: array if name in ("count", "first", "last", "place") or not array.any() else array * layers
             for name, array in vars(single).items()
         }
         return empty.with_ranks(Ranks(**counts)).bytes

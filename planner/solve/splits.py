@@ -29,7 +29,7 @@ from planner.solve.bounds import Worth, least_step
 MOST_LEADING = 8
 """Leading dense layers of a model with experts, beyond which its stages are left even."""
 
-UNUSED = ("dense_plain", "moe_plain", "dense_plain_in_flight", "moe_plain_in_flight", "backlog")
+UNUSED = ("dense_plain", "moe_plain", "dense_plain_in_flight", "moe_plain_in_flight", "backlog", "place")
 """Fields of `Ranks` that are zero where all layers recompute the same and backward is one pass."""
 
 CLOSE = 1e-7

@@ -1,0 +1,177 @@
+"""What is alive together on a rank of several stages, moment by moment of its schedule.
+
+At no moment is everything at its most: gradients appear as activations go, those of weights may come later than
+those of inputs, and stages are gathered and let go. The order of passes is run through once for each schedule,
+pipeline and number of micro batches; what is left of it is a few moments of which none holds less of everything
+than another.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodels.ranks.rank_layers import Ranks
+from costmodels.spec.layout import Schedule
+from costmodels.spec.schedules import (
+    BACKWARD,
+    FORWARD,
+    GATHERED_STAGES,
+    INPUTS,
+    WEIGHTS,
+    passes_of_rank,
+    schedule_exists,
+)
+from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, combined_key
+
+ROUNDS = 4
+"""Rounds of micro batches after which a step only repeats itself."""
+
+
+class Alive(NamedTuple):
+    """What a rank has at its fullest moment, in units of one stage, or bytes of such units; [n, k] each."""
+
+    flights: Floats
+    """Micro batches between forward and the end of backward, over all stages."""
+    waits: Floats
+    """Those of them whose gradients of weights are still to come."""
+    head_flights: Floats
+    """As `flights`, of the last stage of the model."""
+    sums: Floats
+    """Stages that have summed gradients."""
+    head_sums: Floats
+    """As `sums`, of the last stage of the model."""
+    first_sums: Floats
+    """As `sums`, of the first stage of the model."""
+    fresh: Floats
+    """Stages that have gradients in 16 bits beside their sums."""
+    whole: Floats
+    """Stages whose parameters are there as they are computed with."""
+
+
+def played(table: LayoutTable, ranks: Ranks) -> Bools:
+    """The ranks whose fullest moment is looked for here, [n, k]."""
+    result: Bools = (table.virtual_pipeline_parallel > 1)[:, None] & (ranks.place > 0)
+    return result
+
+
+def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools) -> Alive:
+    """What ranks have together at the moment that is the fullest, [n, k]; zero where they are not `played`.
+
+    Args:
+        sizes: bytes of one of each.
+        later: rows whose gradients in 16 bits wait until the next backward pass of their stage adds them up.
+    """
+    rows, columns = np.nonzero(played(table, ranks))
+    place = ranks.place[rows, columns].astype(np.int64) - 1
+    found = np.zeros((len(Alive._fields), *ranks.place.shape))
+    key = combined_key(
+        [
+            table.schedule[rows],
+            table.pipeline_parallel[rows],
+            table.virtual_pipeline_parallel[rows],
+            table.micro_batches[rows],
+            place,
+            table.keeps_whole[rows],
+            later[rows],
+        ]
+    )
+    each = np.stack([np.broadcast_to(size, ranks.place.shape)[rows, columns] for size in sizes])
+    order = np.argsort(key, kind="stable")
+    ends = np.flatnonzero(np.diff(key[order])) + 1
+    for same in np.split(order, ends) if len(order) else ():
+        row = int(rows[same[0]])
+        every = moments(
+            SCHEDULES[int(table.schedule[row])],
+            int(table.pipeline_parallel[row]),
+            int(table.virtual_pipeline_parallel[row]),
+            int(table.micro_batches[row]),
+            int(place[same[0]]),
+            bool(table.keeps_whole[row]),
+            bool(later[row]),
+        )
+        most = (every @ each[:, same]).argmax(axis=0)
+        found[:, rows[same], columns[same]] = every[most].T
+    return Alive(*found)
+
+
+def moments(
+    schedule: Schedule,
+    pipeline: int,
+    chunks: int,
+    micro_batches: int,
+    rank: int,
+    keeps_whole: bool,
+    later: bool,
+) -> Floats:
+    """What a rank has after its passes, where no other moment has as much of all: [moments, fields of `Alive`].
+
+    Args:
+        keeps_whole: ranks keep all gradients, and copies of parameters until a stage's last backward pass;
+            otherwise a stage reduces its gradients then, and the next few stages alone are gathered.
+        later: see `fullest`.
+    """
+    fewer = micro_batches % pipeline + ROUNDS * pipeline
+    if fewer < micro_batches and schedule_exists(schedule, pipeline, chunks, fewer):
+        micro_batches = fewer
+    return _moments(schedule, pipeline, chunks, micro_batches, rank, keeps_whole, later)
+
+
+@lru_cache(maxsize=16384)
+def _moments(
+    schedule: Schedule,
+    pipeline: int,
+    chunks: int,
+    micro_batches: int,
+    rank: int,
+    keeps_whole: bool,
+    later: bool,
+) -> Floats:
+    kind, stage = passes_of_rank(schedule, rank, pipeline, chunks, micro_batches)
+    stages = np.unique(stage)
+    own = stage[:, None] == stages
+    forward, inputs, weights, whole = (
+        own & (kind == each)[:, None] for each in (FORWARD, INPUTS, WEIGHTS, BACKWARD)
+    )
+    # The first stage of a model has no gradients of inputs: it runs all of backward with those of weights.
+    first = stages == 0
+    whole = whole | (weights & first)
+    inputs, weights = inputs & ~first, weights & ~first
+    done = (weights | whole).cumsum(axis=0)
+    flights = forward.cumsum(axis=0) - done
+    waits = inputs.cumsum(axis=0) - weights.cumsum(axis=0)
+    # Passes of a stage that add up what the pass before has left, and those that leave something.
+    adds = whole | (inputs if later else weights)
+    time = np.arange(1, len(kind) + 1)[:, None]
+    last_add = np.maximum.accumulate(np.where(adds, time, 0), axis=0)
+    fresh = np.maximum.accumulate(np.where(weights, time, 0), axis=0) > last_add
+    before = np.vstack([np.zeros((1, len(stages)), np.int64), done[:-1]])
+    sums = np.maximum.accumulate(whole | (adds & ((before > 0) | (not later))), axis=0)
+    finished, was_finished = done == micro_batches, before == micro_batches
+    if keeps_whole:
+        present = (~was_finished).sum(axis=1)
+    else:
+        # While a stage reduces, it has what it had just before.
+        sums, fresh = (sums & ~finished) | (finished & ~was_finished), fresh & ~finished
+        present = np.minimum((~was_finished).sum(axis=1), GATHERED_STAGES)
+    head = stages == pipeline * chunks - 1
+    every = (
+        flights,
+        waits,
+        flights[:, head],
+        sums,
+        sums[:, head],
+        sums[:, first],
+        fresh,
+    )
+    return _outermost(np.column_stack([*(each.sum(axis=1) for each in every), present]).astype(np.float64))
+
+
+def _outermost(every: Floats) -> Floats:
+    """Moments that have more of something than each other one."""
+    every = np.unique(every, axis=0)[::-1]
+    covered = (every[:, None] <= every[None]).all(axis=2)
+    np.fill_diagonal(covered, False)
+    return np.ascontiguousarray(every[~covered.any(axis=1)])
