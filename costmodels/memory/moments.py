@@ -12,7 +12,7 @@ import numpy as np
 from costmodels.ranks.rank_layers import Ranks
 from costmodels.spec.layout import V_SCHEDULES
 from costmodels.spec.schedules import GATHERED_STAGES
-from costmodels.spec.table import Floats, Ints, LayoutTable
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 
 
 def passes_in_flight(table: LayoutTable, ranks: Ranks, flying: dict[str, Floats]) -> Floats:
@@ -71,7 +71,9 @@ def _turn(table: LayoutTable) -> Ints:
     return result
 
 
-def least_moment(table: LayoutTable, activations: Floats, gradients: Floats) -> tuple[Floats, Floats]:
+def least_moment(
+    table: LayoutTable, _: Floats, activations: Floats, gradients: Floats
+) -> tuple[Floats, Floats]:
     """A lower bound of `fullest_moment` for any micro batches in flight and any split, bytes [n, k].
 
     Without chunks both are there from the micro batch on that follows the warm-up of the first rank.
@@ -89,9 +91,16 @@ def least_gradient_share(table: LayoutTable) -> Floats:
     return result
 
 
+def lets_go(table: LayoutTable) -> Bools:
+    """Rows whose layers let go of their copies of parameters one by one, in a step of one backward pass."""
+    single = (table.pipeline_parallel == 1) & (table.micro_batches == 1)
+    result: Bools = single & table.keeps_whole & (table.replicas > 1)
+    return result
+
+
 def least_stages(table: LayoutTable) -> Floats:
     """The fewest stages of a rank whose parameters are whole while as many as possible have gradients, [n]."""
     chunks = table.virtual_pipeline_parallel
-    whole = np.where(table.micro_batches > _turn(table), chunks, 1)
+    whole = np.where(table.micro_batches > _turn(table), chunks, 1) * ~lets_go(table)
     result: Floats = np.where(table.keeps_whole, whole, np.minimum(chunks, GATHERED_STAGES)).astype(np.float64)
     return result

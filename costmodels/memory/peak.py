@@ -15,10 +15,17 @@ from costmodels.memory.moments import (
     fullest_moment,
     least_gradient_share,
     least_stages,
+    lets_go,
     passes_in_flight,
 )
 from costmodels.memory import schedule_moments
-from costmodels.memory.states import copied_rows, model_states, sharded_parameter_rows
+from costmodels.memory.states import (
+    copied_rows,
+    model_states,
+    reduction_element_bytes,
+    sharded_gradient_rows,
+    sharded_parameter_rows,
+)
 from costmodels.memory.unit_sizes import UnitSizes, end_parameters, frozen_parameters, rank_parameters
 from costmodels.ranks.rank_layers import LAYER_KINDS, ZERO, Ranks, in_flight
 from costmodels.ranks.reductions import parts_total
@@ -27,8 +34,9 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
 from costmodels.spec.table import FULL, UNIFORM, Floats, Ints, LayoutTable
 
-Moment = Callable[[LayoutTable, Floats, Floats], tuple[Floats, Floats]]
-"""A function of a table and the bytes of its activations and gradients: what of both is there together."""
+Moment = Callable[[LayoutTable, Floats, Floats, Floats], tuple[Floats, Floats]]
+"""A function of a table, its micro batches in flight and bytes of activations and gradients: what of both is
+there together."""
 
 FETCHED_LAYERS = 2
 """Layers whose offloaded activations are on the device: the one in backward and the next one, on its way."""
@@ -287,12 +295,43 @@ def activation_and_logit_bytes(
         turned_back = sizes.dequantised[:, None] * (ranks.layers > 0)
         activations = activations + np.maximum(turned_back - logits, 0.0)
     if not engine.loss.apart:
-        # What a chunk of the loss takes besides is gone when backward begins.
-        passing = ranks.last * (sizes.logits - sizes.kept_logits)[:, None]
-        return activations, logits - np.minimum(passing, again)
+        return activations, logits - np.minimum(passing_logits(engine, sizes, ranks), again)
     # The gradient of the logits is freed before the first layer is recomputed.
     loss = logits >= again
     return activations + np.where(loss, 0.0, again), np.where(loss, logits, 0.0)
+
+
+def passing_logits(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Bytes of logits of one micro batch that are gone once the backward pass has come to the layers, [n, k].
+
+    Of a loss in chunks these are all but the gradient of the output matrix, and what becomes that of the last
+    layer's output.
+    """
+    if not engine.loss.chunked:
+        return ZERO
+    passing = sizes.logits - sizes.logit_gradients - sizes.layer_output
+    result: Floats = ranks.last * passing[:, None]
+    return result
+
+
+def reduction_source_bytes(
+    engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
+) -> Floats:
+    """Bytes of the gradients of a layer that are on their way to their shards while the next one works, [n, k].
+
+    By then that layer's activations are gone, and, but in ZeRO 3, which has gathered the next layer, its copies
+    of parameters.
+    """
+    rows = sharded_gradient_rows(engine, table)
+    if not (engine.sharding.fully_sharded and rows.any()):
+        return ZERO
+    policy = engine.memory_policy(table.precision)
+    layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts)
+    freed = np.maximum(sizes.dense_activations, sizes.moe_activations)
+    freed = freed + np.where(sharded_parameter_rows(table), 0.0, policy.gathered * layer)
+    found = rows * np.maximum(reduction_element_bytes(engine, table) * layer - freed, 0.0)
+    result: Floats = found[:, None] * (ranks.layers > 1)
+    return result
 
 
 def whole_parameter_bytes(
@@ -348,8 +387,9 @@ def _played_bytes(
     alive = schedule_moments.fullest(table, ranks, each, later)
     again = recomputation_bytes(table, sizes, ranks)
     activations = alive.flights * each.flights + alive.waits * each.waits + again
-    passing = ranks.last * (sizes.logits - sizes.kept_logits)[:, None]
-    logits = alive.head_flights * head + np.maximum(passing - again, 0.0)
+    chunk = ranks.last * (sizes.logits - sizes.kept_logits)[:, None]
+    logits = alive.head_flights * head + chunk - np.minimum(passing_logits(engine, sizes, ranks), again)
+    logits = np.maximum(logits, 0.0)
     summed = alive.sums * each.sums + alive.head_sums * last + alive.first_sums * first
     gradients = summed + alive.fresh * each.fresh
     return activations, logits, gradients, parameters - (chunks - alive.whole) * each.whole
@@ -399,8 +439,13 @@ def stage_memory(
         # Stages hold their outputs until backward, the last one the loss.
         outputs = (table.pipeline_parallel > 1) * sizes.layer_output
         activations = activations + outputs[:, None] * np.where(ranks.last > 0, 0.0, flight)
+        # A single backward pass lets go of a layer's copies when it has its gradients.
+        copies = lets_go(table)[:, None] * stage_copy_bytes(engine, table, sizes, ranks)
+        find = fullest_moment if moment is None else moment
+        activations, gradients = find(table, flight, activations, gradients - copies)
+        gone = copies * (gradients > 0)
+        gradients, parameters = gradients + gone, parameters - gone
         if moment is None:
-            activations, gradients = fullest_moment(table, flight, activations, gradients)
             played = schedule_moments.played(table, ranks)
             if played.any():
                 own = _played_bytes(engine, table, sizes, ranks, parameters)
@@ -410,8 +455,6 @@ def stage_memory(
                         own, (activations, logits, gradients, parameters), strict=True
                     )
                 )
-        else:
-            activations, gradients = moment(table, activations, gradients)
     parts = {
         "parameters": whole_parameter_bytes(engine, table, sizes, ranks, parameters),
         "gradients": gradients,
@@ -419,7 +462,7 @@ def stage_memory(
         "activations": activations,
         "logits": logits,
         "communication": reduction_output_bytes(engine, table, sizes.layer_input, ranks, flying),
-        "temporaries": ZERO,
+        "temporaries": reduction_source_bytes(engine, table, sizes, ranks),
     }
     policy = engine.memory_policy(table.precision)
     if policy.stepping_whole:
