@@ -156,12 +156,23 @@ def activation_bytes(
             + e * width * np.where(compiled, inputs, inputs + model.gated)
             + compiled * matrices * (not moe)
         )
+        if moe:
+            # When gradients of all of a layer's experts are there, what the experts kept has gone.
+            gone = activations + e * h * rows
+            working = np.maximum(working, whole - kept + e * _expert_weights(model, table) - gone)
     if not table.offload_activations.any():
         return kept, working, np.zeros(len(table))
     # The input of attention, its queries, keys and values, and its output.
     moved = attention + copies * ~table.recomputes("core_attention") + attention_input * ~norm
     moved = np.where(table.offload_activations & (table.recompute != FULL), moved, 0.0)
     return kept - moved, working, moved
+
+
+def _expert_weights(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Elements of the matrices of a layer's routed experts on one device, without those that are frozen."""
+    each = (2 + model.gated) * model.hidden * model.expert_ffn * (model.lora is None)
+    result: Floats = each * model.experts / (table.expert_parallel * table.expert_tensor_parallel)
+    return result
 
 
 def _delta_rule_bytes(model: ModelSpec, table: LayoutTable) -> Floats:

@@ -326,10 +326,14 @@ def reduction_source_bytes(
     if not (engine.sharding.fully_sharded and rows.any()):
         return ZERO
     policy = engine.memory_policy(table.precision)
-    layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts)
-    freed = np.maximum(sizes.dense_activations, sizes.moe_activations)
-    freed = freed + np.where(sharded_parameter_rows(table), 0.0, policy.gathered * layer)
-    found = rows * np.maximum(reduction_element_bytes(engine, table) * layer - freed, 0.0)
+    frees = sharded_parameter_rows(table)
+    each = reduction_element_bytes(engine, table)
+    dense = each * sizes.dense_layer - sizes.dense_activations
+    dense = dense - np.where(frees, 0.0, policy.gathered * sizes.dense_layer)
+    # Experts are gathered and reduced by themselves, and not before they are needed.
+    moe = each * np.maximum(sizes.moe_layer, sizes.experts) - sizes.moe_activations
+    moe = moe - policy.gathered * (np.where(frees, 2, 1) * sizes.experts + ~frees * sizes.moe_layer)
+    found = rows * np.maximum(np.maximum(dense, moe), 0.0)
     result: Floats = found[:, None] * (ranks.layers > 1)
     return result
 
