@@ -446,7 +446,10 @@ def stage_memory(
         # A single backward pass lets go of a layer's copies when it has its gradients.
         copies = lets_go(table)[:, None] * stage_copy_bytes(engine, table, sizes, ranks)
         find = fullest_moment if moment is None else moment
-        activations, gradients = find(table, flight, activations, gradients - copies)
+        # Each backward pass computes layers again, the last one too.
+        again = recomputation_bytes(table, sizes, ranks)
+        activations, gradients = find(table, flight, activations - again, gradients - copies)
+        activations = activations + again
         gone = copies * (gradients > 0)
         gradients, parameters = gradients + gone, parameters - gone
         if moment is None:
