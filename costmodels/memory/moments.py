@@ -7,6 +7,8 @@ at once.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from costmodels.ranks.rank_layers import Ranks
@@ -27,22 +29,33 @@ def passes_in_flight(table: LayoutTable, ranks: Ranks, flying: dict[str, Floats]
     return np.maximum(held, 1.0)
 
 
-def fullest_moment(
-    table: LayoutTable, flight: Floats, activations: Floats, gradients: Floats
-) -> tuple[Floats, Floats]:
-    """Bytes of activations and of gradients that are there together at the fullest moment, [n, k] each.
+class Held(NamedTuple):
+    """Bytes that come and go within a step, [n, k] each."""
+
+    activations: Floats
+    """Those of all micro batches in flight."""
+    again: Floats
+    """What the backward pass of a layer has besides, one layer at a time."""
+    logits: Floats
+    gradients: Floats
+    """Those of all stages."""
+    layer_gradients: Floats
+    """Those of one layer."""
+
+
+def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floats, Floats, Floats]:
+    """Bytes of activations, logits and gradients that are there together at the fullest moment, [n, k] each.
 
     While forward passes remain, each backward pass frees what a forward pass makes. Backward passes go
     through the chunks from the last one, in turns of pp micro batches. After the last forward pass they only
     free.
 
     Three moments can be the fullest: the last one with all activations, the end of the backward pass after
-    it, and the end of the first backward pass of the chunk that is the last to have gradients.
+    it, and the end of the first backward pass of the chunk that is the last to have gradients. The gradients
+    of a layer are there for the first time when what its backward pass had besides has gone.
 
     Args:
         flight: micro batches of one chunk in flight, over all chunks, [n, k].
-        activations: bytes of all of them.
-        gradients: bytes once all chunks have had a backward pass.
     """
     chunks = table.virtual_pipeline_parallel[:, None]
     turn = np.where(chunks > 1, _turn(table)[:, None], 1)
@@ -52,17 +65,23 @@ def fullest_moment(
     )
     steady = np.maximum(table.micro_batches[:, None] * chunks - flight, 0.0)
     have = np.minimum(np.ceil(steady / turn - 1e-9), most)
-    each = activations / flight
+    each = held.activations / flight
+    rest = np.maximum(held.again - held.layer_gradients, 0.0)
+    draining = each * np.minimum(np.where(chunks > 1, turn, flight) - 1, flight - 1)
     moments = (
-        (activations, gradients * have / chunks),
-        (activations - each, gradients * np.minimum(have + 1, most) / chunks),
-        (each * np.minimum(np.where(chunks > 1, turn, flight) - 1, flight - 1), gradients * most / chunks),
+        (held.activations + held.again, held.logits, held.gradients * have / chunks),
+        (
+            held.activations - each + rest,
+            held.logits * (steady > 0),
+            held.gradients * np.minimum(have + 1, most) / chunks,
+        ),
+        (draining + rest, 0.0 * held.logits, held.gradients * most / chunks),
     )
-    held, made = moments[0]
-    for activations, gradients in moments[1:]:
-        fuller = activations + gradients > held + made
-        held, made = np.where(fuller, activations, held), np.where(fuller, gradients, made)
-    return held, made
+    found = moments[0]
+    for other in moments[1:]:
+        fuller = sum(other, np.zeros(())) > sum(found, np.zeros(()))
+        found = tuple(np.where(fuller, new, old) for new, old in zip(other, found, strict=True))
+    return found
 
 
 def _turn(table: LayoutTable) -> Ints:
@@ -71,18 +90,22 @@ def _turn(table: LayoutTable) -> Ints:
     return result
 
 
-def least_moment(
-    table: LayoutTable, _: Floats, activations: Floats, gradients: Floats
-) -> tuple[Floats, Floats]:
+def least_moment(table: LayoutTable, _: Floats, held: Held) -> tuple[Floats, Floats, Floats]:
     """A lower bound of `fullest_moment` for any micro batches in flight and any split, bytes [n, k].
 
-    Without chunks both are there from the micro batch on that follows the warm-up of the first rank.
+    Without chunks all are there from the micro batch on that follows the warm-up of the first rank.
     """
-    gradients = gradients * least_gradient_share(table)[:, None]
+    gradients = held.gradients * least_gradient_share(table)[:, None]
     together = (table.virtual_pipeline_parallel == 1) & (table.micro_batches > table.pipeline_parallel)
     alone = ~together[:, None]
-    fuller = activations >= gradients
-    return np.where(alone & ~fuller, 0.0, activations), np.where(alone & fuller, 0.0, gradients)
+    activations = held.activations + held.again
+    fuller = activations + held.logits >= gradients
+    without = alone & ~fuller
+    return (
+        np.where(without, 0.0, activations),
+        np.where(without, 0.0, held.logits),
+        np.where(alone & fuller, 0.0, gradients),
+    )
 
 
 def least_gradient_share(table: LayoutTable) -> Floats:

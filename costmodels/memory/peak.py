@@ -12,6 +12,7 @@ import numpy as np
 
 from costmodels.layers.shapes import element_bytes
 from costmodels.memory.moments import (
+    Held,
     fullest_moment,
     least_gradient_share,
     least_stages,
@@ -34,9 +35,9 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
 from costmodels.spec.table import FULL, UNIFORM, Floats, Ints, LayoutTable
 
-Moment = Callable[[LayoutTable, Floats, Floats, Floats], tuple[Floats, Floats]]
-"""A function of a table, its micro batches in flight and bytes of activations and gradients: what of both is
-there together."""
+Moment = Callable[[LayoutTable, Floats, Held], tuple[Floats, Floats, Floats]]
+"""A function of a table, its micro batches in flight and what comes and goes: the bytes of activations, logits
+and gradients that are there together."""
 
 FETCHED_LAYERS = 2
 """Layers whose offloaded activations are on the device: the one in backward and the next one, on its way."""
@@ -445,11 +446,12 @@ def stage_memory(
         activations = activations + outputs[:, None] * np.where(ranks.last > 0, 0.0, flight)
         # A single backward pass lets go of a layer's copies when it has its gradients.
         copies = lets_go(table)[:, None] * stage_copy_bytes(engine, table, sizes, ranks)
-        find = fullest_moment if moment is None else moment
-        # Each backward pass computes layers again, the last one too.
         again = recomputation_bytes(table, sizes, ranks)
-        activations, gradients = find(table, flight, activations - again, gradients - copies)
-        activations = activations + again
+        whole = gradients - copies
+        one = whole / np.maximum(ranks.layers + ranks.first + ranks.last, 1.0)
+        find = fullest_moment if moment is None else moment
+        held = Held(activations - again, again, logits, whole, one)
+        activations, logits, gradients = find(table, flight, held)
         gone = copies * (gradients > 0)
         gradients, parameters = gradients + gone, parameters - gone
         if moment is None:
