@@ -156,7 +156,9 @@ def activation_bytes(
             + e * width * np.where(compiled, inputs, inputs + model.gated)
             + compiled * matrices * (not moe)
         )
-        ring = (table.context_parallel > 1) & (table.context_parallel_form == code_of("context_parallel_form", "ring"))
+        ring = (table.context_parallel > 1) & (
+            table.context_parallel_form == code_of("context_parallel_form", "ring")
+        )
         if ring.any() and kind not in ("linear", "none"):
             # Sums of gradients in fp32, and keys and values on their way, once those of the MLP have gone.
             passing = t * (9 * queries / tp + 20 * key_value_width(model, table)) * (e / 2)

@@ -37,6 +37,8 @@ class Held(NamedTuple):
     again: Floats
     """What the backward pass of a layer has besides, one layer at a time."""
     logits: Floats
+    late: Floats
+    """The part of them that stays until backward has ended: gradients of what FSDP2 wraps as a whole."""
     gradients: Floats
     """Those of all stages."""
     layer_gradients: Floats
@@ -72,10 +74,10 @@ def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floa
         (held.activations + held.again, held.logits, held.gradients * have / chunks),
         (
             held.activations - each + rest,
-            held.logits * (steady > 0),
+            np.where(steady > 0, held.logits, held.late),
             held.gradients * np.minimum(have + 1, most) / chunks,
         ),
-        (draining + rest, 0.0 * held.logits, held.gradients * most / chunks),
+        (draining + rest, held.late, held.gradients * most / chunks),
     )
     found = moments[0]
     for other in moments[1:]:
@@ -125,5 +127,7 @@ def least_stages(table: LayoutTable) -> Floats:
     """The fewest stages of a rank whose parameters are whole while as many as possible have gradients, [n]."""
     chunks = table.virtual_pipeline_parallel
     whole = np.where(table.micro_batches > _turn(table), chunks, 1) * ~lets_go(table)
-    result: Floats = np.where(table.keeps_whole, whole, np.minimum(chunks, GATHERED_STAGES)).astype(np.float64)
+    result: Floats = np.where(table.keeps_whole, whole, np.minimum(chunks, GATHERED_STAGES)).astype(
+        np.float64
+    )
     return result

@@ -189,17 +189,23 @@ def gathered_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: 
     Embedding and head are gathered together, and stay for the backward pass that begins with them. Experts
     that no other rank holds need no gathering, but FSDP2 copies them too.
     """
-    copied = engine.sharding.fully_sharded | (table.expert_replicas > 1)
-    layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * copied)
-    layers = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
     frees = sharded_parameter_rows(table)
     each = frees * engine.memory_policy(table.precision).gathered
-    found: Floats = (layers + end_parameters(sizes, ranks)) * each[:, None]
+    found = _gathered_layers(engine, table, sizes, ranks) + end_parameters(sizes, ranks) * each[:, None]
     if table.fp8_param_gather:
         # One byte less, but of routed experts.
         own = np.maximum(sizes.dense_layer, sizes.moe_layer)[:, None] * (ranks.layers > 0)
         found = found - (frees & table.gathers_fp8)[:, None] * GATHERED_LAYERS * own
     return found
+
+
+def _gathered_layers(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """The part of `gathered_bytes` that layers have, [n, k]."""
+    copied = engine.sharding.fully_sharded | (table.expert_replicas > 1)
+    layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * copied)
+    each = sharded_parameter_rows(table) * engine.memory_policy(table.precision).gathered
+    result: Floats = GATHERED_LAYERS * (each * layer)[:, None] * (ranks.layers > 0)
+    return result
 
 
 def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
@@ -302,6 +308,43 @@ def activation_and_logit_bytes(
     return activations + np.where(loss, 0.0, again), np.where(loss, logits, 0.0)
 
 
+def end_reduction_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Bytes that come and go while the gradients of embedding and head are reduced, [n, k]: no activations.
+
+    FSDP2 wraps both together. Their sums are copied for the collective, and come out as shards; with ZeRO 3
+    layers are not gathered then. In one turn of micro batches most stages are reduced before or after.
+    """
+    wraps = ~table.keeps_whole & (table.replicas > 1)
+    wraps = wraps & ((table.virtual_pipeline_parallel == 1) | (table.micro_batches > table.pipeline_parallel))
+    if not (engine.sharding.fully_sharded and wraps.any()):
+        return ZERO
+    each, frees = reduction_element_bytes(engine, table), sharded_parameter_rows(table)
+    # Of several stages the one with the head is reduced while those before it have their sums.
+    several = (table.virtual_pipeline_parallel > 1)[:, None]
+    head = ranks.last * sizes.head[:, None]
+    ends = np.where(several, head, end_parameters(sizes, ranks))
+    shards = np.where(table.offload_optimizer & (table.zero_stage == 0), table.replicas, table.zero_shards)
+    out = np.where(frees, 0.0, each / shards)[:, None] * ends
+    absent = _gathered_layers(engine, table, sizes, ranks)
+    result: Floats = wraps[:, None] * np.maximum(each * ends + out - absent, 0.0)
+    return result
+
+
+def take_end_reduction(parts: dict[str, Floats], gradients: Floats, reduction: Floats) -> None:
+    """Replace `parts` that come and go where the reduction of embedding and head is fuller than backward.
+
+    Args:
+        gradients: bytes of those of all stages, [n, k].
+        reduction: what `end_reduction_bytes` has.
+    """
+    if reduction is ZERO:
+        return
+    fuller = (reduction > 0) & (gradients + reduction > parts["gradients"] + dynamic_bytes(parts))
+    for name in ("gradients", *DYNAMIC):
+        other = {"gradients": gradients, "temporaries": reduction}.get(name, ZERO)
+        parts[name] = np.where(fuller, other, parts[name])
+
+
 def passing_logits(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Bytes of logits of one micro batch that are gone once the backward pass has come to the layers, [n, k].
 
@@ -315,9 +358,7 @@ def passing_logits(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> Floats:
     return result
 
 
-def reduction_source_bytes(
-    engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
-) -> Floats:
+def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Bytes of the gradients of a layer that are on their way to their shards while the next one works, [n, k].
 
     By then that layer's activations are gone, and, but in ZeRO 3, which has gathered the next layer, its copies
@@ -377,7 +418,10 @@ def _played_bytes(
     every = rank_parameters(sizes, ranks)
     _, gradients, _ = model_states(engine, table, sizes, ranks, every)
     own = np.maximum(every[0] + every[1], 1.0)
-    first, last = (at * size[:, None] / own * gradients for at, size in ((ranks.first, sizes.embedding), (ranks.last, sizes.head)))
+    first, last = (
+        at * size[:, None] / own * gradients
+        for at, size in ((ranks.first, sizes.embedding), (ranks.last, sizes.head))
+    )
     each = schedule_moments.Alive(
         flights=kept / chunks + output,
         waits=ranks.layers / chunks * sizes.output_gradients[:, None],
@@ -437,6 +481,7 @@ def stage_memory(
     """
     held_parameters = rank_parameters(sizes, ranks)
     parameters, gradients, optimizer = model_states(engine, table, sizes, ranks, held_parameters)
+    every_gradient = gradients
     flying = in_flight(ranks, table.micro_batches[:, None].astype(np.float64))
     activations, logits = activation_and_logit_bytes(engine, table, sizes, ranks, flying)
     if engine.sharding.fully_sharded:
@@ -450,7 +495,8 @@ def stage_memory(
         whole = gradients - copies
         one = whole / np.maximum(ranks.layers + ranks.first + ranks.last, 1.0)
         find = fullest_moment if moment is None else moment
-        held = Held(activations - again, again, logits, whole, one)
+        late = ranks.last * (~table.keeps_whole * sizes.logit_gradients)[:, None]
+        held = Held(activations - again, again, logits, late, whole, one)
         activations, logits, gradients = find(table, flight, held)
         gone = copies * (gradients > 0)
         gradients, parameters = gradients + gone, parameters - gone
@@ -460,9 +506,7 @@ def stage_memory(
                 own = _played_bytes(engine, table, sizes, ranks, parameters)
                 activations, logits, gradients, parameters = (
                     np.where(played, each, other)
-                    for each, other in zip(
-                        own, (activations, logits, gradients, parameters), strict=True
-                    )
+                    for each, other in zip(own, (activations, logits, gradients, parameters), strict=True)
                 )
     parts = {
         "parameters": whole_parameter_bytes(engine, table, sizes, ranks, parameters),
@@ -473,6 +517,8 @@ def stage_memory(
         "communication": reduction_output_bytes(engine, table, sizes.layer_input, ranks, flying),
         "temporaries": reduction_source_bytes(engine, table, sizes, ranks),
     }
+    if moment is None:
+        take_end_reduction(parts, every_gradient, end_reduction_bytes(engine, table, sizes, ranks))
     policy = engine.memory_policy(table.precision)
     if policy.stepping_whole:
         take_fuller_moment(parts, update_buffer_bytes(policy, table, *held_parameters))

@@ -262,7 +262,7 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
             lambda spec, _: output_gradient_bytes(spec, table), leading=not model.routed_layers
         ),
         logit_gradients=waiting,
-        kept_logits=kept_logits + e * t * h / part + head_input,
+        kept_logits=kept_logits + e * t * h / part + (0.0 if engine.loss.chunked else head_input),
         logits=logits + e * t * h / part + head_input,
         layer_input=e * t * h * (part > 1),
         layer_output=e * t * h / part,
