@@ -79,11 +79,14 @@ def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floa
         ),
         (draining + rest, held.late, held.gradients * most / chunks),
     )
-    found = moments[0]
+    activations, logits, gradients = moments[0]
     for other in moments[1:]:
-        fuller = sum(other, np.zeros(())) > sum(found, np.zeros(()))
-        found = tuple(np.where(fuller, new, old) for new, old in zip(other, found, strict=True))
-    return found
+        fuller = sum(other, np.zeros(())) > activations + logits + gradients
+        activations, logits, gradients = (
+            np.where(fuller, new, old)
+            for new, old in zip(other, (activations, logits, gradients), strict=True)
+        )
+    return activations, logits, gradients
 
 
 def _turn(table: LayoutTable) -> Ints:
@@ -124,7 +127,7 @@ def lets_go(table: LayoutTable) -> Bools:
 
 
 def least_stages(table: LayoutTable) -> Floats:
-    """The fewest stages of a rank whose parameters are whole while as many as possible have gradients, [n]."""
+    """The fewest stages of a rank that have whole parameters while as many as can be have gradients, [n]."""
     chunks = table.virtual_pipeline_parallel
     whole = np.where(table.micro_batches > _turn(table), chunks, 1) * ~lets_go(table)
     result: Floats = np.where(table.keeps_whole, whole, np.minimum(chunks, GATHERED_STAGES)).astype(

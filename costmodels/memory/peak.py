@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from costmodels.layers.shapes import element_bytes
+from costmodels.memory import schedule_moments
 from costmodels.memory.moments import (
     Held,
     fullest_moment,
@@ -19,7 +20,6 @@ from costmodels.memory.moments import (
     lets_go,
     passes_in_flight,
 )
-from costmodels.memory import schedule_moments
 from costmodels.memory.states import (
     copied_rows,
     model_states,
@@ -33,11 +33,11 @@ from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine, MemoryPolicy
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
-from costmodels.spec.table import FULL, UNIFORM, Floats, Ints, LayoutTable
+from costmodels.spec.table import FULL, UNIFORM, Floats, LayoutTable
 
 Moment = Callable[[LayoutTable, Floats, Held], tuple[Floats, Floats, Floats]]
-"""A function of a table, its micro batches in flight and what comes and goes: the bytes of activations, logits
-and gradients that are there together."""
+"""A function of a table, its micro batches in flight and what comes and goes: the bytes of activations, of
+logits and of gradients that are there together."""
 
 FETCHED_LAYERS = 2
 """Layers whose offloaded activations are on the device: the one in backward and the next one, on its way."""
@@ -359,10 +359,10 @@ def passing_logits(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> Floats:
 
 
 def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Bytes of the gradients of a layer that are on their way to their shards while the next one works, [n, k].
+    """Bytes of the gradients of a layer that become shards while the next layer works, [n, k].
 
-    By then that layer's activations are gone, and, but in ZeRO 3, which has gathered the next layer, its copies
-    of parameters.
+    By then that layer's activations are gone, and its copies of parameters, but in ZeRO 3, which has gathered
+    those of the next layer.
     """
     rows = sharded_gradient_rows(engine, table)
     if not (engine.sharding.fully_sharded and rows.any()):

@@ -1,8 +1,8 @@
 """What is alive together on a rank of several stages, moment by moment of its schedule.
 
-At no moment is everything at its most: gradients appear as activations go, those of weights may come later than
-those of inputs, and stages are gathered and let go. The order of passes is run through once for each schedule,
-pipeline and number of micro batches; what is left of it is a few moments of which none holds less of everything
+At no moment is everything at its most: gradients appear as activations go, those of weights may come later
+than those of inputs, and stages are gathered and let go. The order of passes is run through once for each
+schedule, pipeline and number of micro batches. A few moments are left, of which none holds less of everything
 than another.
 """
 
@@ -22,7 +22,6 @@ from costmodels.spec.schedules import (
     INPUTS,
     WEIGHTS,
     passes_of_rank,
-    schedule_exists,
 )
 from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, combined_key
 
@@ -65,38 +64,38 @@ def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools) -> Ali
         later: rows whose gradients in 16 bits wait until the next backward pass of their stage adds them up.
     """
     rows, columns = np.nonzero(played(table, ranks))
-    place = ranks.place[rows, columns].astype(np.int64) - 1
     found = np.zeros((len(Alive._fields), *ranks.place.shape))
-    key = combined_key(
-        [
-            table.schedule[rows],
-            table.pipeline_parallel[rows],
-            table.virtual_pipeline_parallel[rows],
-            table.micro_batches[rows],
-            place,
-            table.keeps_whole[rows],
-            later[rows],
-        ]
+    fields = (
+        table.schedule[rows],
+        table.pipeline_parallel[rows],
+        table.virtual_pipeline_parallel[rows],
+        few_micro_batches(table)[rows],
+        ranks.place[rows, columns].astype(np.int64) - 1,
+        table.keeps_whole[rows],
+        later[rows],
     )
+    key = combined_key(fields)
     each = np.stack([np.broadcast_to(size, ranks.place.shape)[rows, columns] for size in sizes])
     order = np.argsort(key, kind="stable")
-    ends = np.flatnonzero(np.diff(key[order])) + 1
-    for same in np.split(order, ends) if len(order) else ():
-        row = int(rows[same[0]])
-        every = moments(
-            SCHEDULES[int(table.schedule[row])],
-            int(table.pipeline_parallel[row]),
-            int(table.virtual_pipeline_parallel[row]),
-            int(table.micro_batches[row]),
-            int(place[same[0]]),
-            bool(table.keeps_whole[row]),
-            bool(later[row]),
-        )
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(key[order])) + 1, [len(order)]])
+    firsts = zip(*(field[order[starts[:-1]]].tolist() for field in fields), strict=True) if len(order) else ()
+    for start, end, (schedule, *rest) in zip(starts[:-1].tolist(), starts[1:].tolist(), firsts, strict=False):
+        every = moments(SCHEDULES[schedule], *rest)
+        same = order[start:end]
         most = (every @ each[:, same]).argmax(axis=0)
         found[:, rows[same], columns[same]] = every[most].T
     return Alive(*found)
 
 
+def few_micro_batches(table: LayoutTable) -> Ints:
+    """The fewest micro batches whose step passes through the same moments, [n]."""
+    few = ROUNDS * table.pipeline_parallel
+    whole = table.micro_batches % table.pipeline_parallel == 0
+    result: Ints = np.where(whole, np.minimum(table.micro_batches, few), table.micro_batches)
+    return result
+
+
+@lru_cache(maxsize=16384)
 def moments(
     schedule: Schedule,
     pipeline: int,
@@ -106,29 +105,13 @@ def moments(
     keeps_whole: bool,
     later: bool,
 ) -> Floats:
-    """What a rank has after its passes, where no other moment has as much of all: [moments, fields of `Alive`].
+    """What a rank has after its passes, where no other moment has as much of all: [moments, `Alive`].
 
     Args:
         keeps_whole: ranks keep all gradients, and copies of parameters until a stage's last backward pass;
             otherwise a stage reduces its gradients then, and the next few stages alone are gathered.
         later: see `fullest`.
     """
-    fewer = micro_batches % pipeline + ROUNDS * pipeline
-    if fewer < micro_batches and schedule_exists(schedule, pipeline, chunks, fewer):
-        micro_batches = fewer
-    return _moments(schedule, pipeline, chunks, micro_batches, rank, keeps_whole, later)
-
-
-@lru_cache(maxsize=16384)
-def _moments(
-    schedule: Schedule,
-    pipeline: int,
-    chunks: int,
-    micro_batches: int,
-    rank: int,
-    keeps_whole: bool,
-    later: bool,
-) -> Floats:
     kind, stage = passes_of_rank(schedule, rank, pipeline, chunks, micro_batches)
     stages = np.unique(stage)
     own = stage[:, None] == stages
@@ -171,7 +154,9 @@ def _moments(
 
 def _outermost(every: Floats) -> Floats:
     """Moments that have more of something than each other one."""
-    every = np.unique(every, axis=0)[::-1]
-    covered = (every[:, None] <= every[None]).all(axis=2)
-    np.fill_diagonal(covered, False)
-    return np.ascontiguousarray(every[~covered.any(axis=1)])
+    left, found = every[np.argsort(-every.sum(axis=1), kind="stable")], []
+    while len(left):
+        # None of those after it has as much of all.
+        found.append(left[0])
+        left = left[(left > left[0]).any(axis=1)]
+    return np.array(found)
