@@ -27,6 +27,7 @@ from runtime.settings.options import TrainingOptions
 from tests.support.gradients import check_gradients
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, MODELS
+from tests.support.multi_token import logits_by_depth
 from tests.support.ranks.documents import of_packed
 from tests.support.worker_pool import WorkerPool
 
@@ -112,19 +113,29 @@ def chats(folder: Path) -> tuple[Path, list[list[int]]]:
 
 
 def loss_alone(spec: ModelSpec, conversations: list[list[int]]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mean loss over all answers of a model that reads each conversation by itself, and its gradients."""
+    """The mean loss over all answers of a model that reads each conversation by itself, and its gradients.
+
+    These have the losses of further tokens in them, where the model predicts some.
+    """
     model = Transformer(spec, spec.vocab)
     initialise(model, spec, TrainingOptions().seed, TrainingOptions().init_method_std)
-    total, predicted = torch.zeros(()), 0
+    totals, predicted = torch.zeros(1 + spec.mtp_depths), torch.zeros(1 + spec.mtp_depths)
     for ids in conversations:
         tokens = torch.tensor([~one if one < 0 else one for one in ids])
-        answers = torch.tensor(ids)[1:] >= 0
-        logits = model(tokens[None, :-1])[0]
-        total = total + F.cross_entropy(logits[answers], tokens[1:][answers], reduction="sum")
-        predicted += int(answers.sum())
-    loss = total / predicted
-    loss.backward()
-    return loss.item(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        model.place(torch.arange(len(ids) - 1))
+        every = logits_by_depth(model, spec, tokens[None]) if spec.mtp else [model(tokens[None, :-1])]
+        losses, counts = [], []
+        for depth, logits in enumerate(every):
+            answers = torch.tensor(ids)[1 + depth :] >= 0
+            wanted = tokens[1 + depth :][answers]
+            losses.append(F.cross_entropy(logits[0][answers], wanted, reduction="sum"))
+            counts.append(len(wanted))
+        totals, predicted = totals + torch.stack(losses), predicted + torch.tensor(counts)
+    means = totals / predicted
+    objective = means[0] + spec.mtp.loss_factor * means[1:].mean() if spec.mtp else means[0]
+    objective.backward()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return means[0].item(), gradients
 
 
 @pytest.mark.ranks
@@ -163,21 +174,23 @@ def test_packed_chats_are_trained_as_each_by_itself(
 
 
 @pytest.mark.ranks
-def test_packed_chats_predict_no_further_token_of_another(pool: WorkerPool, tmp_path: Path) -> None:
-    spec = FORMS["further"]
+@pytest.mark.parametrize("name", ["further", "further-tied"])
+def test_packed_chats_predict_no_further_token_of_another(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    spec = FORMS[name]
     prefix, conversations = chats(tmp_path)
     packed = build_datasets([str(prefix)], "1,0,0", spec.seq, 1, 8, packs=True).train
     assert isinstance(packed, PackedDataset)
     rows, starts = packed.batch(range(4)), packed.starts(range(4))
-    alone = np.full((8, spec.seq + 1), ~0)
-    begins = np.tile(np.arange(spec.seq + 1), (8, 1))
-    for row, begin, ids in zip(alone, begins, conversations, strict=True):
-        row[: len(ids)], begin[: len(ids)] = ids, 0
-    [(expected, gradients)] = pool.run(of_packed, 1, spec, parse_layout("gbs=8", spec), alone, begins)
+    expected, gradients = loss_alone(spec, conversations)
     [(losses, found)] = pool.run(of_packed, 1, spec, parse_layout("gbs=4", spec), rows, starts)
     # Not the loss after the step: biases of experts go by all tokens, padding too.
-    assert losses[0] == pytest.approx(expected[0], rel=3e-7)
-    check_gradients(spec, found, gradients)
+    assert losses[0] == pytest.approx(expected, rel=3e-7)
+    table = gradients["embedding.tokens.weight"]
+    check_gradients(
+        spec, {key: one[: len(gradients.get(key, table))] for key, one in found.items()}, gradients
+    )
 
 
 def test_documents_end_where_they_end_in_the_file(tmp_path: Path) -> None:

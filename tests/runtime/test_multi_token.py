@@ -28,6 +28,7 @@ from runtime.train.targets import Batch, next_tokens, predicted_tokens, targets_
 from tests.support.gradients import check_gradients
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, LLAMA
+from tests.support.multi_token import logits_by_depth
 from tests.support.ranks.training import batch_of, curve_and_gradients, further_losses
 from tests.support.stored_models import loss_with_loaded_weights, write_checkpoint
 from tests.support.worker_pool import WorkerPool
@@ -62,33 +63,11 @@ LAYOUTS = {
 
 
 def reference_losses(model: Transformer, spec: ModelSpec, batch: Tensor) -> list[Tensor]:
-    """Mean losses of the next token and of those after it, by the definition; positions without are cut.
-
-    The layers are the model's own, whatever these compute; embeddings, joins, norms and heads are not.
-    """
-    tokens, losses = batch[:, :-1], []
-    table, head = model.get_parameter("embedding.tokens.weight"), model.get_parameter("head.weight")
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, (spec.hidden,), model.get_parameter(name), spec.norm_eps)
-
-    def loss(x: Tensor, depth: int) -> Tensor:
-        logits = F.linear(x * spec.logits_scale, head)[:, :, : spec.vocab]
-        kept = logits[:, : spec.seq - depth]
-        return F.cross_entropy(kept.flatten(0, 1), batch[:, 1 + depth :].flatten())
-
-    x = norm(model.run_layers(F.embedding(tokens, table) * spec.embedding_scale), "norm.weight")
-    losses.append(loss(x, 0))
-    for depth in range(1, spec.mtp_depths + 1):
-        name = f"mtp.{depth - 1}."
-        # Any token stands for those after the end: what they make of a position reaches no loss.
-        ids = F.pad(batch[:, depth:], (0, depth - 1), value=3)
-        embedded = norm(F.embedding(ids, table) * spec.embedding_scale, f"{name}token_norm.weight")
-        both = torch.cat((embedded, norm(x, f"{name}hidden_norm.weight")), dim=-1)
-        block = model.get_submodule(f"{name}block")
-        x = norm(block(both @ model.get_parameter(f"{name}join.weight").T), f"{name}norm.weight")
-        losses.append(loss(x, depth))
-    return losses
+    """Mean losses of the next token and of those after it, by the definition."""
+    return [
+        F.cross_entropy(logits.flatten(0, 1), batch[:, 1 + depth :].flatten())
+        for depth, logits in enumerate(logits_by_depth(model, spec, batch))
+    ]
 
 
 @pytest.mark.ranks
