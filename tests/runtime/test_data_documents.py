@@ -77,6 +77,8 @@ def test_a_document_is_computed_as_if_it_were_alone(name: str) -> None:
         ("gpt2", "pp=2,schedule=zbv,recompute=full"),
         ("llama", "cp=2,context_parallel_form=all_gather,recompute=full"),
         ("llama", "cp=2,context_parallel_form=all_to_all,zero=3"),
+        # One micro batch in each step, whose documents are not those of the step before.
+        ("llama", "dp=2,gbs=2"),
     ],
 )
 def test_layouts_agree_on_the_losses(pool: WorkerPool, name: str, text: str) -> None:

@@ -92,7 +92,8 @@ def chats(folder: Path) -> tuple[Path, list[list[int]]]:
     for sizes in random.integers(1, 3, (8, 4)):
         said = [" ".join(f"w{one}" for one in random.integers(0, 60, size)) for size in sizes]
         asked, told, again, last = said
-        prompt = f"{begin} {asked} {end} {begin}"
+        # The first answer of one conversation is too early to be told from two tokens before it.
+        prompt = f"{begin} {asked} {end} {begin}" if lines else begin
         response = f"{told} {end} {begin} {again} {end} {begin} {last} {end}"
         lines.append(json.dumps({"prompt": prompt, "response": response}))
         ids.append(

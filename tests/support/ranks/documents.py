@@ -29,13 +29,13 @@ def samples(spec: ModelSpec, layout: Layout) -> npt.NDArray[np.int64]:
 def losses(
     spec: ModelSpec, layout: Layout, boundaries: Boundaries, steps: int, compiled: bool = False
 ) -> list[float]:
-    """Losses of some steps, and of an evaluation after them."""
+    """Losses of some steps, each with the rows in another order, and of an evaluation after them."""
     options = TrainingOptions(train_iters=10, lr=1e-3, compile=compiled)
     trainer = Trainer(spec, layout, options, torch.device("cpu"))
     trainer.use_boundaries(boundaries)
-    own = samples(spec, layout)[trainer.rows]
-    found = [float(trainer.train_step(own).loss) for _ in range(steps)]
-    return [*found, trainer.evaluate(own)]
+    rows = samples(spec, layout)
+    batches = [np.roll(rows, step, axis=0)[trainer.rows] for step in range(steps + 1)]
+    return [*(float(trainer.train_step(own).loss) for own in batches[:-1]), trainer.evaluate(batches[-1])]
 
 
 def of_packed(
