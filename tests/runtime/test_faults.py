@@ -6,8 +6,11 @@ import math
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from costmodels.errors import InputError
 from runtime.faults import heartbeat
@@ -24,6 +27,8 @@ from runtime.faults.stragglers import (
 from runtime.faults.watchdog import Beat, hang_report
 from runtime.logs import console
 from runtime.logs.line_file import LineFile, keep_lines, read_lines
+from runtime.settings.loss_scale import LossScale
+from runtime.train.trainer import Trainer
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
 from tests.support.ranks import faults as work
@@ -207,6 +212,23 @@ def test_a_spike_is_held_against_the_median_of_good_steps() -> None:
     assert again.state() == guard.state() and again.judge(2.0, 10.1) == "gradient norm 10.1, usually 1"
     with pytest.raises(InputError, match=r"step_guard is damaged: norms.0 -1"):
         again.load({"norms": [-1.0], "in_a_row": 0})
+
+
+@pytest.mark.parametrize(
+    ("value", "loss", "forgiven"),
+    [(64.0, 2.0, True), (8.0, 2.0, False), (64.0, math.inf, False)],
+    ids=["the scale can fall", "the least scale", "no finite loss"],
+)
+def test_overflows_are_no_fault_while_a_smaller_loss_scale_may_mend_them(
+    value: float, loss: float, forgiven: bool
+) -> None:
+    guard = StepGuard(FaultOptions(max_skipped_steps=1))
+    scale = LossScale(value, dynamic=True, minimum=8.0, hysteresis=1)
+    trainer: Any = SimpleNamespace(guard=guard, loss_scale=scale)
+    assert Trainer._is_skipped(trainer, torch.tensor(loss), torch.tensor(math.inf))
+    assert scale.value == max(value / 2, 8.0)
+    assert (guard.reason == "", guard.in_a_row) == (forgiven, int(not forgiven))
+    assert not Trainer._is_skipped(trainer, torch.tensor(2.0), torch.tensor(1.0))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from costmodels import ModelSpec
 from runtime.model.transformer import Transformer
 from runtime.parallel.initialisation import initialise, name_seed
-from tests.support.models import MODELS, llama
+from tests.support.models import FORMS, MODELS, llama
 
 WIDE = ModelSpec(name="wide", layers=8, hidden=128, heads=4, vocab=500, seq=64, max_positions=256)
 
@@ -62,6 +62,21 @@ def test_a_seed_decides_every_weight() -> None:
     for name, value in one.items():
         assert torch.equal(value, same[name])
         assert torch.equal(value, other[name]) == (name not in drawn)
+
+
+@pytest.mark.parametrize(
+    "spec", [WIDE, SPARSE, MODELS["deepseek"], FORMS["delta"]], ids=lambda spec: spec.name
+)
+def test_no_two_weights_are_drawn_alike(spec: ModelSpec) -> None:
+    """Neither of two layers, nor of two matrices of a layer, nor of two experts."""
+    names, begins = [], []
+    for name, value in weights(spec).items():
+        for number, part in enumerate(value if ".experts." in name else [value]):
+            if part.std() > 0:
+                names.append(f"{name} {number}")
+                begins.append(part.flatten()[:8] / part.std())
+    alike = torch.cdist(torch.stack(begins), torch.stack(begins)).fill_diagonal_(1.0) < 1e-3
+    assert [(names[one], names[other]) for one, other in alike.nonzero().tolist()] == []
 
 
 def test_a_name_has_its_own_seed_for_ever() -> None:
