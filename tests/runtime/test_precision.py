@@ -49,6 +49,15 @@ def test_the_scale_halves_after_the_hysteresis_and_doubles_after_the_window() ->
     assert followed(scale, "...xx..") == [8, 8, 16, 16, 8, 8, 8]
 
 
+@pytest.mark.parametrize("steps", ["", ".", "..", "x.", "x..", "xx.", "...x."])
+def test_a_scale_goes_on_from_its_state_as_if_it_had_not_been_stored(steps: str) -> None:
+    first, second = (LossScale(64.0, dynamic=True, minimum=8.0, window=3, hysteresis=2) for _ in range(2))
+    followed(first, steps)
+    second.load(first.state())
+    assert second == first
+    assert followed(second, "..x..xx....") == followed(first, "..x..xx....")
+
+
 def test_a_constant_scale_stays() -> None:
     scale = LossScale(64.0, dynamic=False)
     assert followed(scale, "xxx" + "." * 2000) == [64.0] * 2003

@@ -38,12 +38,18 @@ it: gradient norms show it, and so does an epsilon as large as small gradients a
 
 
 def losses_of(
-    spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False, backend: str = "inductor"
+    spec: ModelSpec,
+    layout: Layout,
+    steps: int,
+    compiled: bool = False,
+    backend: str = "inductor",
+    evaluates: bool = False,
 ) -> list[float]:
     """Losses of `steps` training steps on random tokens; runs on every rank of a process group.
 
     Args:
         compiled: layers are compiled by the backend.
+        evaluates: the loss of an evaluation of the last tokens follows those of the steps.
     """
     import torch
 
@@ -58,6 +64,8 @@ def losses_of(
     for _ in range(steps):
         batch = tokens.randint(0, spec.vocab, (layout.global_batch_size, spec.seq + 1)).astype(np.int64)
         losses.append(float(trainer.train_step(batch[trainer.rows]).loss))
+    if evaluates:
+        losses.append(trainer.evaluate(batch[trainer.rows]))
     return losses
 
 
