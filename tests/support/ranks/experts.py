@@ -115,10 +115,15 @@ class Objective(NamedTuple):
 
 
 def objective(spec: ModelSpec, layout: Layout, options: Mapping[str, Any]) -> Objective:
-    """Gradients of one step of one rank, and those of its objective written down token by token."""
+    """Gradients of one step of one rank, and those of its objective written down token by token.
+
+    The load is that of two such steps.
+    """
     trainer, balance = _built(spec, layout, options)
-    _, gradients = step_gradients(trainer, spec, 0)
-    balance.end_step(updated=False)
+    for _ in range(2):
+        trainer.optimizer.drop_gradients()
+        _, gradients = step_gradients(trainer, spec, 0)
+        balance.end_step(updated=False)
     model = Transformer(spec, spec.padded_vocab(1))
     initialise(model, spec, TrainingOptions().seed)
     seen: list[tuple[Tensor, Tensor]] = []
