@@ -32,6 +32,7 @@ from runtime.job.metrics import (
     Recorder,
     evaluation_line,
     expert_metrics,
+    largest_of_ranks,
     log_line,
     loss_of_updates,
     peak_memory_bytes,
@@ -242,9 +243,7 @@ class Loop:
         timed = len(self.results) - len(self.profiled_s)
         step_time_s = elapsed_s / timed if timed else sum(self.profiled_s) / len(self.profiled_s)
         device = self.trainer.grid.device
-        held = float(peak_memory_bytes(device) - self.profiler_bytes)
-        peak = torch.tensor(held, dtype=torch.float64).to(device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        peak = largest_of_ranks(peak_memory_bytes(device) - self.profiler_bytes, device)
         straggler = self.slow_ranks.line()
         losses = torch.stack([result.loss for result in self.results])
         kept = [number for number, result in enumerate(self.results) if not result.skipped]
@@ -257,7 +256,7 @@ class Loop:
             "step_time_s": step_time_s,
             "predicted_step_time_s": self.plan.estimate.step_time_s,
             **throughput(self.plan.model, self.plan.layout, self.plan.cluster, sequences / step_time_s),
-            "peak_memory_bytes": int(peak),
+            "peak_memory_bytes": peak,
             "nan_iterations": int((~losses.isfinite()).sum()),
             "loss_scale": self.results[-1].loss_scale,
             "skipped_iterations": len(self.results) - len(kept),
@@ -268,7 +267,7 @@ class Loop:
         if self.trainer.balance is not None:
             metrics |= expert_metrics(self.trainer.balance.report())
         if timed:
-            self.figures.append((step_time_s, int(peak)))
+            self.figures.append((step_time_s, peak))
         else:
             metrics[PROFILED] = True
         self.results, self.profiled_s, self.logged_samples = [], [], self.consumed_samples

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from costmodels import Cluster, Layout, ModelSpec
 from costmodels.spec.model_flops import flops_per_sequence
@@ -43,6 +44,13 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(device_module(device).max_memory_allocated(device))
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def largest_of_ranks(held: int, device: torch.device) -> int:
+    """The largest of what all ranks hold, bytes; every rank calls it."""
+    largest = torch.tensor(float(held), dtype=torch.float64).to(device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def throughput(

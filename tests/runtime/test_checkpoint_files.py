@@ -112,6 +112,14 @@ def test_short_and_missing_files_are_named(copy: Path, name: str) -> None:
     assert missing in refusal(copy)
 
 
+def test_a_run_is_told_to_go_on_from_the_last_good_checkpoint_before(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3, 5):
+        write(tmp_path, iteration, b"contents")
+    (checkpoint.iteration_folder(tmp_path, 2) / "file").unlink()
+    advised = [folders.reload_advice(tmp_path, iteration) for iteration in (1, 3, 5)]
+    assert [words.rpartition("--ckpt-step ")[2] for words in advised] == ["5", "1", "3"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_file_is_checked_by_one_rank(stored: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []

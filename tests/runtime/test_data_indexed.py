@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels.errors import InputError
+from runtime.data import indexed_writer
 from runtime.data.indexed_dataset import IndexedDataset, best_dtype
 from runtime.data.indexed_writer import IndexedWriter
 from runtime.data.merge import merge
@@ -210,15 +211,20 @@ def merged(folder: Path, inputs: list[Path]) -> IndexedDataset:
     return IndexedDataset(folder / "all")
 
 
-def test_merged_pairs_are_those_of_one_writer(tmp_path: Path) -> None:
-    parts: list[list[list[int]]] = [[[5, 6], []], [[], [7]], [[]], [[1, 2, 3]]]
+@pytest.mark.parametrize("chunk", [8, 16, 2**20])
+def test_merged_pairs_are_those_of_one_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    parts: list[list[list[int]]] = [[[5, 6], []], [[], [7], [8], [9], [4, 4]], [[]], [[1, 2, 3]]]
+    write(tmp_path / "whole" / "c", [document for documents in parts for document in documents])
+    # Files that are larger than what is copied at once.
+    monkeypatch.setattr(indexed_writer, "_CHUNK_BYTES", chunk)
     for number, documents in enumerate(parts):
         write(tmp_path / f"in{number}", documents)
     (tmp_path / "README.md").write_text("not a pair")
-    write(tmp_path / "whole" / "c", [document for documents in parts for document in documents])
     for inputs in ([tmp_path], [tmp_path / f"in{number}.idx" for number in range(4)]):
         summary = merge(inputs, tmp_path / "out" / "all")
-        assert (summary.documents, summary.tokens) == (6, 6)
+        assert (summary.documents, summary.tokens) == (9, 10)
         for ending in ("bin", "idx"):
             expected = (tmp_path / "whole" / f"c.{ending}").read_bytes()
             assert (tmp_path / "out" / f"all.{ending}").read_bytes() == expected

@@ -28,6 +28,8 @@ from runtime.job.metrics import (
 )
 from runtime.logs.metrics_file import METRICS_FILE, MetricsReader, drop_metrics_after, read_metrics
 from tests.support.layouts import layout_of
+from tests.support.ranks.training import logged_peak
+from tests.support.worker_pool import WorkerPool
 
 KEYS = [
     "iteration",
@@ -267,3 +269,9 @@ def test_an_evaluation_goes_on_from_batch_to_batch() -> None:
     job.positions = lambda first, rows: Loop.positions(job, first, rows)
     assert Loop.mean_loss(job, None) == 2.0  # type: ignore[arg-type]
     assert seen == [[0, 2], [4, 6], [8, 10]]
+
+
+def test_the_peak_that_is_logged_is_that_of_the_fullest_rank(pool: WorkerPool) -> None:
+    # More than fp32 tells apart.
+    held = [2**36 + 1, 2**36 + 3, 2**36 + 2]
+    assert pool.run(logged_peak, 3, held) == [2**36 + 3] * 3

@@ -9,6 +9,7 @@ import torch
 
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
+from runtime.job.metrics import largest_of_ranks
 from runtime.parallel.local_tensors import local_part
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
@@ -120,6 +121,11 @@ def losses_with(spec: ModelSpec, layout: Layout, options: TrainingOptions) -> li
         float(trainer.train_step(batch_of(spec, layout, step)[trainer.rows]).loss)
         for step in range(options.train_iters)
     ]
+
+
+def logged_peak(bytes_of_ranks: list[int]) -> int:
+    """The peak that all ranks log, when each holds what the list says."""
+    return largest_of_ranks(bytes_of_ranks[torch.distributed.get_rank()], CPU)
 
 
 def losses_of_sizes(
