@@ -88,7 +88,8 @@ def chats(folder: Path) -> tuple[Path, list[list[int]]]:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": TURNS[1]}))
     begin, end = TURNS
     random = np.random.default_rng(5)
-    lines, ids = [], []
+    lines: list[str] = []
+    ids: list[list[int]] = []
     for sizes in random.integers(1, 3, (8, 4)):
         said = [" ".join(f"w{one}" for one in random.integers(0, 60, size)) for size in sizes]
         asked, told, again, last = said
