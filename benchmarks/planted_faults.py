@@ -1,9 +1,12 @@
 """Whether the tests find faults in the runtime: `python -m benchmarks.planted_faults`.
 
-The faults are data, in planted_faults.yaml or in the file of `--faults`: a text in a file of `runtime`, what
-takes its place, and tests that should notice, the likeliest first. Each fault is planted in a copy of this
-tree, and its tests run there until one fails. A fault whose text is not in its file exactly once is stale:
-the code has moved on, and the fault has to be written anew.
+The faults are data, in the lists of the folder planted_faults: a text in a file of `runtime`, what takes its
+place, and tests that should notice, the likeliest first. Each fault is planted in a copy of this tree, and
+its tests run there until one fails. A fault whose text is not in its file exactly once is stale: the code has
+moved on, and the fault has to be written anew.
+
+Each list was written without a look at the tests, and run once as it was; then tests were written for what
+they had missed. `results/planted_faults_*.txt` say which.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from planner.options.flags import run
 
 ROOT = Path(__file__).parents[1]
 
-FAULTS = Path(__file__).with_suffix(".yaml")
+LISTS = Path(__file__).with_suffix("")
+"""The folder of all lists."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,10 @@ Tests = Callable[[str], "tuple[int, str]"]
 """Runs tests in the copy; gives the exit code of pytest and the names of failed tests."""
 
 
-def read_faults(path: Path = FAULTS) -> list[Fault]:
-    """The faults of a file."""
-    entries: list[dict[str, Any]] = yaml.safe_load(path.read_text())
+def read_faults(path: Path = LISTS) -> list[Fault]:
+    """The faults of a list, or of all lists in a folder."""
+    files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
+    entries: list[dict[str, Any]] = [entry for file in files for entry in yaml.safe_load(file.read_text())]
     return [Fault(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
@@ -133,7 +138,7 @@ def counted(outcomes: Iterable[Outcome]) -> str:
     return f"{line}; {added} of them by a test that was added for the fault" if added else line
 
 
-def chosen(faults: Sequence[Fault], only: str, source: Path = FAULTS) -> list[Fault]:
+def chosen(faults: Sequence[Fault], only: str, source: Path = LISTS) -> list[Fault]:
     """The faults of `source` whose name or file has these words; `InputError` when none has."""
     found = [fault for fault in faults if only in fault.name or only in fault.file]
     if not found:
@@ -150,10 +155,8 @@ def main(
     check: Annotated[bool, typer.Option(help="Only say which faults are stale; no test runs.")] = False,
     source: Annotated[
         Path,
-        typer.Option(
-            "--faults", exists=True, dir_okay=False, help="Faults to plant instead, in the same form."
-        ),
-    ] = FAULTS,
+        typer.Option("--faults", exists=True, help="One list, or a folder of them, instead of all."),
+    ] = LISTS,
 ) -> None:
     """Plant faults one by one, and see whether tests find them."""
     faults = chosen(read_faults(source), only, source)

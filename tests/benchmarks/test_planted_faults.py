@@ -1,4 +1,4 @@
-"""The script that plants faults, and its list; all of it: `python -m benchmarks.planted_faults`."""
+"""The script that plants faults, and its lists; all of them: `python -m benchmarks.planted_faults`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_list_has_faults_of_all_parts_of_training_and_tests_that_exist() -> None:
+def test_the_lists_have_faults_of_all_parts_of_training_and_tests_that_exist() -> None:
     assert [name for name, times in Counter(one.name for one in FAULTS).items() if times > 1] == []
     assert len(FAULTS) >= 60 and {one.part for one in FAULTS} >= {
         *("model", "parallel", "train", "optimizers", "settings", "data", "checkpoint"),
