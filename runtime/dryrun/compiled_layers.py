@@ -20,7 +20,7 @@ few tensors of its inputs' size.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -119,8 +119,11 @@ class _EveryFile:
 
 
 @contextmanager
-def compiled_layers(tracker: Tracker) -> Iterator[None]:
-    """Let `torch.compile` make functions that only make memory, while this lasts."""
+def compiled_layers(tracker: Callable[[], Tracker]) -> Iterator[None]:
+    """Let `torch.compile` make functions that only make memory, while this lasts.
+
+    They tell the tracker that is there when they run.
+    """
     import torch._dynamo
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
@@ -168,18 +171,19 @@ def compiled_layers(tracker: Tracker) -> Iterator[None]:
         yield
 
 
-def memory_function(graph: fx.GraphModule, tracker: Tracker) -> Any:
+def memory_function(graph: fx.GraphModule, current: Callable[[], Tracker]) -> Any:
     """A function of a list of inputs, which it empties, that makes the outputs of `graph`."""
     steps = plan(graph)
 
     def run(inputs: list[Any]) -> Any:
+        tracker = current()
         category, layer = tracker.category, tracker.layer
         try:
-            return run_steps(inputs, category, layer)
+            return run_steps(tracker, inputs, category, layer)
         finally:
             tracker.category, tracker.layer = category, layer
 
-    def run_steps(inputs: list[Any], category: str | None, layer: str) -> Any:
+    def run_steps(tracker: Tracker, inputs: list[Any], category: str | None, layer: str) -> Any:
         values: dict[fx.Node, Any] = {}
         inside: dict[fx.Node, list[int]] = {}
         given = list(reversed(inputs))

@@ -89,8 +89,6 @@ class MemoryTrace:
     """Most bytes that were in host memory at once; 0 on a CPU, whose memory is the device's."""
     micro_batches: int
     """Micro batches that were traced: as many as the schedule needs to reach its steady state."""
-    ties: tuple[Moment, ...] = field(default=(), compare=False)
-    """All moments that are as high as the peak, or as good as."""
     operations: int = field(default=0, compare=False)
     """PyTorch operations that were traced."""
 

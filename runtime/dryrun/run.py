@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -22,8 +22,10 @@ from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from costmodels.tapes.player.steady import enough_micro_batches, fewest_micro_batches
 from runtime.dryrun.compiled_layers import compiled_layers
+from runtime.dryrun.course import BUILD, Course, UnlikeError, of_more_layers
 from runtime.dryrun.experts import even_load
 from runtime.dryrun.fake_gpu import fake_gpu
+from runtime.dryrun.few_layers import FewLayers, few_layers
 from runtime.dryrun.kernels import cpu_kernels, gpu_kernels
 from runtime.dryrun.memory_trace import MemoryTrace
 from runtime.dryrun.roles import label_layers, roles, tag_optimizer_state, tag_state
@@ -49,19 +51,21 @@ def trace(
     *,
     pipeline_rank: int = 0,
     rank: int | None = None,
-    steps: int = 2,
     compiled: bool = False,
     device: DeviceKind = "cuda",
     options: TrainingOptions | None = None,
+    whole: bool = False,
 ) -> MemoryTrace:
-    """The memory of one rank over `steps` training steps.
+    """The memory of one rank over a training step, the second one: the first makes the optimizer's state.
+
+    Of a model with many layers that are alike, models of few layers are run, which tell what it holds.
 
     Args:
         pipeline_rank: whose first rank is traced, where no `rank` is given.
         rank: the rank to trace.
-        steps: the first step makes the optimizer's state, so that two show the whole.
         compiled: trace compiled layers.
         device: whose kernels to describe.
+        whole: run all layers in any case.
 
     Raises:
         InputError: the runtime does not run the layout, or there is no such rank.
@@ -72,8 +76,46 @@ def trace(
         raise InputError(f"rank {rank}: the layout has ranks 0 to {layout.world_size - 1}")
     options = replace(options or TrainingOptions(), compile=compiled, no_compile=not compiled)
     pipeline_rank = rank // (layout.world_size // layout.pipeline_parallel)
-    short = short_layout(layout, pipeline_rank)
-    tracker = Tracker(on_gpu=device == "cuda")
+    few = None if whole else few_layers(spec, layout, pipeline_rank)
+    with dry_rank(spec, layout, rank, compiled, device, options) as run:
+        course = run(spec, layout) if few is None else _from_few(run, few)
+        if course is None:
+            course = run(spec, layout)
+    found = course.moments()
+    step = [moment for label, moment in found.items() if label != BUILD]
+    return MemoryTrace(
+        rank=rank,
+        pipeline_rank=pipeline_rank,
+        device=device,
+        compiled=compiled,
+        peak=max(step, key=lambda moment: moment.total),
+        moments=found,
+        host_bytes=course.host_bytes,
+        micro_batches=short_layout(layout, pipeline_rank).micro_batches,
+        operations=course.operations,
+    )
+
+
+Run = Callable[[ModelSpec, Layout], Course]
+"""Runs the steps of a model."""
+
+
+def _from_few(run: Run, few: FewLayers) -> Course | None:
+    """The course of a whole model from those of few layers; None where they do not tell it."""
+    base = run(*few.few)
+    try:
+        return of_more_layers(base, [(run(spec, layout), periods) for spec, layout, periods in few.more])
+    except UnlikeError:
+        return None
+
+
+@contextmanager
+def dry_rank(
+    spec: ModelSpec, layout: Layout, rank: int, compiled: bool, device: DeviceKind, options: TrainingOptions
+) -> Iterator[Run]:
+    """What runs the steps of one rank, for models that differ from `spec` in the number of layers alone."""
+    pipeline_rank = rank // (layout.world_size // layout.pipeline_parallel)
+    trackers: list[Tracker] = []
     with ExitStack() as stack:
         stack.enter_context(frozen_objects())
         stack.enter_context(fake_process_group(layout.world_size, rank))
@@ -93,39 +135,50 @@ def trace(
             stack.enter_context(gpu_kernels(fake))
         else:
             stack.enter_context(cpu_kernels())
-        stack.enter_context(roles(tracker))
         if compiled:
-            stack.enter_context(compiled_layers(tracker))
-        stack.enter_context(tracker)
-        with tracker.scope(phase="build"):
-            trainer = training.Trainer(spec, short, options, torch.device(device))
+            stack.enter_context(compiled_layers(lambda: trackers[-1]))
+
+        def run(model: ModelSpec, split: Layout) -> Course:
+            tracker = Tracker(on_gpu=device == "cuda")
+            trackers[:] = [tracker]
+            _run_steps(tracker, model, split, pipeline_rank, compiled, options)
+            return tracker.course()
+
+        yield run
+
+
+STEPS = 2
+"""The first makes the optimizer's state, and the second shows the whole."""
+
+
+def _run_steps(
+    tracker: Tracker,
+    spec: ModelSpec,
+    layout: Layout,
+    pipeline_rank: int,
+    compiled: bool,
+    options: TrainingOptions,
+) -> None:
+    """Let `tracker` follow the build and the steps of a model."""
+    short = short_layout(layout, pipeline_rank)
+    warm_up = fewest_micro_batches(short)
+    device = torch.device("cuda" if tracker.on_gpu else "cpu")
+    with roles(tracker), tracker:
+        with tracker.scope(phase=BUILD):
+            trainer = training.Trainer(spec, short, options, device)
             tag_state(tracker, trainer.executor)
         label_layers(tracker, trainer.executor, compiled, stages.compiles_in_two(layout))
-        stack.enter_context(collector_pause())
         samples = np.zeros((layout.micro_batches * layout.micro_batch_size, spec.seq + 1), np.int64)
-        warm_up = fewest_micro_batches(short)
-        for number in range(steps):
-            if number == steps - 1:
-                tracker.mark()
-            micro_batches = short.micro_batches if number == steps - 1 else warm_up
-            left_out = layout.micro_batches - micro_batches if number == steps - 1 else 0
-            with _rows_of(trainer, micro_batches), _held(left_out, trainer.executor):
-                trainer.train_step(samples)
-            tag_optimizer_state(tracker)
-        found = tracker.moments()
-    step = [moment for label, moment in found.items() if label != "build"]
-    return MemoryTrace(
-        rank=rank,
-        pipeline_rank=pipeline_rank,
-        device=device,
-        compiled=compiled,
-        peak=max(step, key=lambda moment: moment.total),
-        moments=found,
-        host_bytes=tracker.host_peak,
-        micro_batches=short.micro_batches,
-        ties=tuple(tracker.highest()),
-        operations=tracker.operations,
-    )
+        with collector_pause():
+            for number in range(STEPS):
+                is_last = number == STEPS - 1
+                if is_last:
+                    tracker.mark()
+                micro_batches = short.micro_batches if is_last else warm_up
+                left_out = layout.micro_batches - micro_batches if is_last else 0
+                with _rows_of(trainer, micro_batches), _held(left_out, trainer.executor):
+                    trainer.train_step(samples)
+                tag_optimizer_state(tracker)
 
 
 def short_layout(layout: Layout, pipeline_rank: int) -> Layout:

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from runtime.dryrun import repeats
-from runtime.dryrun.memory_trace import CATEGORIES, Moment, block_bytes
+from runtime.dryrun.course import BUILD, Course, Kind
+from runtime.dryrun.memory_trace import Moment, block_bytes
 
 Category = str
 
@@ -51,12 +52,6 @@ NO_LAYER = "other"
 DEVICE = torch.ops.prim.device.default
 
 SET_STORAGE = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
-
-TIE = 1e-4
-"""Moments that differ by less, in parts of the peak, are equally high: which is higher depends on vectors."""
-
-MOST_TIES = 32
-"""Of these, the highest ones."""
 
 FUSED_SGD = torch.ops.aten._fused_sgd_.default
 
@@ -247,62 +242,37 @@ class Tracker(TorchDispatchMode):
 
     def moments(self) -> dict[str, Moment]:
         """The highest moment of each phase since the mark, and of the build."""
-        numbers, allocated, live = self._changes()
-        totals, labels = allocated.cumsum(), self._phases()
-        found = {}
-        for label in dict.fromkeys(labels.tolist()):
-            if not label:
-                continue
-            places = np.flatnonzero(labels == label)
-            # A phase begins with what the one before it has left.
-            places = np.union1d(places, np.maximum(places - 1, 0))
-            at = int(places[totals[places].argmax()]) + 1
-            found[label] = self._moment(label, numbers[:at], allocated[:at], live[:at])
-        return found
+        return self.course().moments()
 
-    def highest(self) -> list[Moment]:
-        """All moments of the step since the mark that are as high as its peak but for `TIE` of it."""
-        numbers, allocated, live = self._changes()
-        totals, labels = allocated.cumsum(), self._phases()
-        totals[np.isin(labels, ("", "build"))] = 0
-        # Before memory is freed again, where most is there.
-        ends = np.append(allocated[1:] < 0, True) & (allocated > 0)
-        places = np.flatnonzero(ends & (totals >= (1 - TIE) * totals.max()))
-        # The same state comes back with every micro batch.
-        kinds = np.array([block.category for block in self.blocks])[numbers]
-        held = [np.where(kinds == kind, allocated, 0).cumsum()[places] for kind in np.unique(kinds)]
-        places = places[np.unique(held, axis=1, return_index=True)[1]]
-        places = places[totals[places].argsort(kind="stable")][-MOST_TIES:]
-        return [
-            self._moment(str(labels[at]), numbers[: at + 1], allocated[: at + 1], live[: at + 1])
-            for at in places.tolist()
-        ]
-
-    def _changes(self) -> tuple[Any, Any, Any]:
-        """Of each change of memory the block, and its bytes as they are allocated and as they are."""
+    def course(self) -> Course:
+        """What is held after each change of memory since the mark, and after those of the build."""
         numbers, live = np.array(self.numbers, dtype=np.int64), np.array(self.deltas, dtype=np.int64)
         rounded = np.sign(live) * np.array([block_bytes(abs(d)) for d in self.deltas], dtype=np.int64)
-        return numbers, rounded if self.on_gpu else live, live
+        kinds: dict[Kind, int] = {}
+        of_block = np.array([kinds.setdefault(kind_of(block), len(kinds)) for block in self.blocks])
+        places, labels = of_block[numbers], np.array(self.labels)
+        is_kept = (np.arange(len(numbers)) >= self.first - 1) | (labels == BUILD)
+        labels[: self.first][labels[: self.first] != BUILD] = ""
+        held = [
+            np.array([np.where(places == place, sizes, 0).cumsum()[is_kept] for place in kinds.values()])
+            for sizes in (rounded if self.on_gpu else live, live)
+        ]
+        return Course(
+            labels=labels[is_kept],
+            changes=live[is_kept],
+            places=places[is_kept],
+            kinds=tuple(kinds),
+            allocated=held[0],
+            live=held[1],
+            host_bytes=self.host_peak,
+            operations=self.operations,
+        )
 
-    def _phases(self) -> Any:
-        """The phase of each change; none for what came before the mark and after the build."""
-        labels = np.array(self.labels)
-        labels[: self.first][labels[: self.first] != "build"] = ""
-        return labels
 
-    def _moment(self, label: str, numbers: Any, allocated: Any, live: Any) -> Moment:
-        held = np.bincount(numbers, allocated, len(self.blocks)).astype(np.int64)
-        exact = np.bincount(numbers, live, len(self.blocks)).astype(np.int64)
-        sizes, bytes_live = dict.fromkeys(CATEGORIES, 0), dict.fromkeys(CATEGORIES, 0)
-        layers: dict[str, int] = {}
-        for number in np.flatnonzero(held):
-            block = self.blocks[number]
-            category = "communication" if block.category == "message" else block.category
-            sizes[category] += int(held[number])
-            bytes_live[category] += int(exact[number])
-            if category == "activations":
-                layers[block.layer] = layers.get(block.layer, 0) + int(held[number])
-        return Moment(label, sizes, bytes_live, layers)
+def kind_of(block: Block) -> Kind:
+    """What a block is for, and the layer that saved it."""
+    category = "communication" if block.category == "message" else block.category
+    return category, block.layer if category == "activations" else NO_LAYER
 
 
 def is_wrapper(kind: type) -> bool:

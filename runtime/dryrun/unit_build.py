@@ -48,7 +48,7 @@ def built_unit(
     stack.enter_context(gpu_kernels(fake))
     stack.enter_context(roles(tracker))
     if compiled:
-        stack.enter_context(compiled_layers(tracker))
+        stack.enter_context(compiled_layers(lambda: tracker))
     stack.enter_context(tracker)
     with (
         patch.object(stages, "needs_data_parallel", lambda *_: False),
