@@ -123,40 +123,46 @@ def matched(few: Course, other: Course) -> Ints:
     Raises:
         UnlikeError: there is none for some of them.
     """
-    own, others = _tokens(few, other)
+    (own, own_roles), (others, other_roles) = _tokens(few, other)
     result = np.empty(len(own), dtype=np.int64)
     is_build, are_build = few.labels == BUILD, other.labels == BUILD
     for mine, theirs in ((is_build, are_build), (~is_build, ~are_build)):
         here, there = np.flatnonzero(mine), np.flatnonzero(theirs)
-        result[here] = there[_aligned(own[here], others[there])]
+        result[here] = there[_aligned(own[here], others[there], own_roles[here], other_roles[there])]
     return result
 
 
-def _tokens(few: Course, other: Course) -> tuple[Ints, Ints]:
-    """A number for each change of both courses; the same one for changes that are alike."""
-    # Sizes that only one course has are those of what holds something of all layers.
-    common = np.intersect1d(np.abs(few.changes), np.abs(other.changes))
+def _tokens(*courses: Course) -> list[tuple[Ints, Ints]]:
+    """For each course numbers of its changes, and numbers of them whatever their size; alike ones have the same.
+
+    Sizes that not all courses have are those of what holds something of all layers, and count for none.
+    """
     numbers: dict[tuple[object, ...], int] = {}
+    roles: dict[tuple[object, ...], int] = {}
+    every = [_roles_and_sizes(course) for course in courses]
+    common = set.intersection(*map(set, every))
     found = []
-    for course in (few, other):
-        kinds = [course.kinds[place] for place in course.places.tolist()]
-        sizes = np.where(np.isin(np.abs(course.changes), common), course.changes, np.sign(course.changes))
-        found.append(
-            np.array(
-                [
-                    numbers.setdefault(key, len(numbers))
-                    for key in zip(course.labels.tolist(), sizes.tolist(), kinds, strict=True)
-                ],
-                dtype=np.int64,
-            )
-        )
-    return found[0], found[1]
+    for keys in every:
+        own = [numbers.setdefault(key if key in common else key[:1], len(numbers)) for key in keys]
+        whatever = [roles.setdefault(key[:1], len(roles)) for key in keys]
+        found.append((np.array(own, dtype=np.int64), np.array(whatever, dtype=np.int64)))
+    return found
 
 
-def _aligned(own: Ints, others: Ints) -> Ints:
+def _roles_and_sizes(course: Course) -> list[tuple[object, ...]]:
+    sizes = course.changes.tolist()
+    kinds = (course.kinds[place] for place in course.places.tolist())
+    return [
+        ((label, kind, size > 0), abs(size))
+        for label, kind, size in zip(course.labels.tolist(), kinds, sizes, strict=True)
+    ]
+
+
+def _aligned(own: Ints, others: Ints, own_roles: Ints, other_roles: Ints) -> Ints:
     """Where the numbers `own` are among `others`, which have more rounds of what repeats in them.
 
     Rounds are left out in the middle of those that both have, so that the first and the last ones are matched.
+    Changes of unlike sizes, where there is no further round, are of what holds something of all layers.
     """
     result = np.arange(len(own), dtype=np.int64)
     at = shift = start = 0
@@ -166,10 +172,15 @@ def _aligned(own: Ints, others: Ints) -> Ints:
             result[start:] += shift
             return result
         gap = _gap(own, others, at, shift)
-        overlap = _common(own[start:at][::-1], others[: at + shift + gap][::-1])
-        middle = at - overlap // 2
-        result[start:middle] += shift
-        start, shift = middle, shift + gap
+        if gap:
+            overlap = _common(own[start:at][::-1], others[: at + shift + gap][::-1])
+            middle = at - overlap // 2
+            result[start:middle] += shift
+            start, shift = middle, shift + gap
+        elif at < len(own) and at + shift < len(others) and own_roles[at] == other_roles[at + shift]:
+            at += 1
+        else:
+            return 0
 
 
 def _common(one: Ints, other: Ints) -> int:
@@ -180,7 +191,7 @@ def _common(one: Ints, other: Ints) -> int:
 
 
 def _gap(own: Ints, others: Ints, at: int, shift: int) -> int:
-    """Numbers of `others` that are further rounds of what comes before place `at` of `own`."""
+    """Numbers of `others` that are further rounds of what comes before place `at` of `own`; 0 for no round."""
     here = at + shift
     if at == len(own):
         choices = [len(others) - here]
@@ -197,4 +208,4 @@ def _gap(own: Ints, others: Ints, at: int, shift: int) -> int:
         for gap in rounds:
             if np.array_equal(others[here + gap : here + gap + len(after)], after):
                 return gap
-    raise UnlikeError(f"change {at} of {len(own)} is not among {len(others)}")
+    return 0
