@@ -7,11 +7,10 @@ import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cli.flag_notes import unused_flag_notes
-from cli.interrupts import exit_on_ctrl_c
+from cli.proof import traces_of
 from cli.status import Status
 from cli.tables import console, table
 from cli.training_flags import training_flags
-from costmodels.catalogue.local_machine import available_cores
 from costmodels.dataclass import dataclass
 from costmodels.spec.record import GIB
 from planner import advice
@@ -97,7 +96,8 @@ def dryrun(
         print(f"planner: note: {line}", file=sys.stderr)
     ranks = ranks_to_trace(plan.layout, options.stage, options.rank)
     check_installed(plan.layout)
-    traces = _trace(plan, training, ranks)
+    with Status() as status:
+        traces = traces_of(plan, training, ranks, status)
     if options.json:
         print(json.dumps(as_json(plan, traces), indent=2), flush=True)
     else:
@@ -121,31 +121,6 @@ def _planned(
     for note in (*model.notes(), *cluster.notes(), *parallel.notes(), *idle):
         print(f"planner: assumed: {note}", file=sys.stderr)
     return result.plans(1)[0]
-
-
-def _trace(plan: Plan, training: TrainingOptions, ranks: Sequence[int]) -> list[MemoryTrace]:
-    found = []
-    with Status() as status:
-        status.tell("loading PyTorch")
-        # Only here: it takes seconds, and bad input should not wait for it.
-        with exit_on_ctrl_c():
-            from runtime.dryrun.ranks import trace_ranks
-
-        on_gpu = plan.cluster.device.kind != "cpu"
-        traces = trace_ranks(
-            plan.model,
-            plan.layout,
-            ranks,
-            compiled=training.compiles(plan.layout, on_gpu),
-            device="cuda" if on_gpu else "cpu",
-            options=training,
-            processes=available_cores(),
-        )
-        what = "stage" if len(ranks) == plan.layout.pipeline_parallel else "rank"
-        for number in range(1, len(ranks) + 1):
-            status.tell(f"tracing {what} {number} of {len(ranks)}")
-            found.append(next(traces))
-    return found
 
 
 def as_json(plan: Plan, traces: Sequence[MemoryTrace]) -> dict[str, Any]:

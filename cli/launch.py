@@ -17,6 +17,7 @@ from cli.differences import print_differences
 from cli.job_end import JobEnd, prediction_lines
 from cli.launch_nodes import launch_node
 from cli.progress import Display
+from cli.proof import proven_plan
 from cli.status import Status
 from cli.trials import best_plan
 from costmodels.errors import InputError
@@ -88,12 +89,12 @@ def launch(options: LaunchOptions, trial: TrialOptions, **groups: Any) -> None:
         leave(launch_node(job, options, trial, nodes))
         return
     with WarmRanks() as warm, Status() as status:
-        if not options.dry_run:
+        if not options.print_command:
             status.tell("planning")
         if is_restarted() and has_saved(job):
             job = from_saved(job)  # A scheduler has started it again, after it had saved.
         previous = previous_run(job.output)
-        ready = None if options.dry_run else warm
+        ready = None if options.print_command else warm
         if options.config:
             configured = local_configuration(job, options, ready)
             job, plans = configured.job, [configured.plan]
@@ -102,9 +103,11 @@ def launch(options: LaunchOptions, trial: TrialOptions, **groups: Any) -> None:
         else:
             plans = _plans(job, previous, trial, ready)
         plan = plans[0]
+        if trial.plans_to_try is None and not options.print_command:
+            plan = _proven(plans, job, previous, options, status)
         logged = job.with_log_dir(log_dir_of(job, plan))
         check_plan_of_job(plan, logged, plan.layout.world_size)
-        if options.dry_run:
+        if options.print_command:
             if not options.config:
                 _print_command(plan, logged)
             return
@@ -139,7 +142,7 @@ def _run_script(job: Job, options: LaunchOptions) -> int:
     run = script_run(job, options, folder)
     for note in run.notes:
         print(f"planner: {note}", file=sys.stderr)
-    if options.dry_run:
+    if options.print_command:
         print(run.line())
         return 0
     print(f"layout: {run.plan.layout.describe()}", flush=True)
@@ -163,7 +166,7 @@ def _check_flags(job: Job, options: LaunchOptions, trial: TrialOptions, is_alone
         check_save(job.output)
         iteration_of(job.output)
     options.check(job.output)
-    trial.check(options.plan, options.dry_run)
+    trial.check(options.plan, options.print_command)
     job.preflight.check(options.plan)
     if job.preflight.replan and is_alone:
         raise InputError(
@@ -172,7 +175,7 @@ def _check_flags(job: Job, options: LaunchOptions, trial: TrialOptions, is_alone
             "on one machine --try measures plans"
         )
     ranks = job.cluster.world_size
-    if is_alone and not options.dry_run and ranks is not None and is_cpu(job.cluster.device):
+    if is_alone and not options.print_command and ranks is not None and is_cpu(job.cluster.device):
         check_host(ranks, f"--world-size {ranks}")
 
 
@@ -183,6 +186,18 @@ def _plans(job: Job, previous: PreviousRun | None, trial: TrialOptions, warm: Wa
     for note in found.assumptions:
         print(f"planner: assumed: {note}", file=sys.stderr)
     return found.plans
+
+
+def _proven(
+    plans: Sequence[Plan], job: Job, previous: PreviousRun | None, options: LaunchOptions, status: Status
+) -> Plan:
+    """The first plan, or the next one that fits by its dry run."""
+    is_given = options.config or job.run.plan is not None
+
+    def more(count: int) -> Sequence[Plan]:
+        return plans if is_given else local_plans(job, previous, count, None).plans
+
+    return proven_plan(plans, more, options.traces_memory, job.training, status)
 
 
 def _print_command(plan: Plan, job: Job) -> None:

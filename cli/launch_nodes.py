@@ -21,7 +21,7 @@ from runtime.launch.torchrun import shell_line
 
 
 def launch_node(job: Job, options: LaunchOptions, trial: TrialOptions, nodes: Nodes) -> Outcome | None:
-    """Start the ranks of this node and see them to their end; None after --dry-run, which starts none."""
+    """Start the ranks of this node and see them to their end; None after --print-command, without any."""
     if trial.plans_to_try is not None:
         raise InputError(
             f"--try {trial.plans_to_try}: plans are tried on one machine; leave it out on several"
@@ -34,7 +34,7 @@ def launch_node(job: Job, options: LaunchOptions, trial: TrialOptions, nodes: No
     described = job.with_log_dir(path)
     restarts = options.max_restarts
     command = node_command(nodes, ranks, rank_arguments(described), restarts, options.rdzv_conf)
-    if options.dry_run:
+    if options.print_command:
         print(shell_line(command))
         return None
     log_dir = make_log_dir(path, is_new=job.output.log_dir is None)

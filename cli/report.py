@@ -47,24 +47,27 @@ def print_details(screen: Console, result: SearchResult, rows: Sequence[Distinct
         screen.print(f"rejected: {counts}")
 
 
-def print_ranking(screen: Console, listed: Sequence[DistinctPlan]) -> None:
-    """A row for each of the first plans."""
+def print_ranking(screen: Console, listed: Sequence[DistinctPlan], traced: Sequence[float]) -> None:
+    """A row for each of the first plans; `traced` are their bytes by dry runs, if these were made."""
     screen.print()
-    costs = ["step", "tokens/s/dev", "MFU", "GiB"]
+    costs = ["step", "tokens/s/dev", "MFU", "GiB", *(["dry run"] if traced else [])]
+    figures = [_costs(row.plan.estimate) for row in listed]
+    for cells, size in zip(figures, traced, strict=False):
+        cells.append(f"{size / GIB:.1f}")
     degrees = [_degrees(row.plan.layout) | {"twins": row.note} for row in listed]
     names = [name for name in degrees[0] if name in USUAL_COLUMNS or any(row[name] for row in degrees)]
     columns = ["#", *names, *costs]
     rows = [
-        [str(one.place), *(row[name] for name in names), *_costs(one.plan.estimate)]
-        for row, one in zip(degrees, listed, strict=True)
+        [str(one.place), *(row[name] for name in names), *cells]
+        for row, one, cells in zip(degrees, listed, figures, strict=True)
     ]
     if table_width(columns, rows) <= screen.width:
         screen.print(table(columns, rows))
         return
     # A layout in one word, which may wrap, instead of a column for each degree.
     rows = [
-        [str(row.place), row.plan.layout.describe() + row.note_after, *_costs(row.plan.estimate)]
-        for row in listed
+        [str(row.place), row.plan.layout.describe() + row.note_after, *cells]
+        for row, cells in zip(listed, figures, strict=True)
     ]
     screen.print(table(["#", "layout", *costs], rows, left=("layout",)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +19,7 @@ from planner.api import search
 from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
 from planner.inputs.choice import Choice
 from planner.inputs.device import measured_notes
+from planner.inputs.engine import DEFAULT_ENGINE
 from planner.inputs.pins import WherePossible
 from planner.options.batch import BatchOptions
 from planner.options.budget import BudgetOptions
@@ -68,6 +69,11 @@ class Output:
         within=AT_LEAST_1,
     )
     json: bool = flag(False, "Print one JSON object instead of bars and tables.")
+    dry_run: bool = flag(
+        False,
+        "Run the training step of the plans that are shown on tensors without memory, and show its peak "
+        "beside the estimate; wants PyTorch.",
+    )
     save: str | None = flag(None, "Write the best plan to this file.", metavar="FILE")
     timeline: str | None = flag(
         None, "Write the best plan's simulated pipeline for chrome://tracing or Perfetto.", metavar="FILE"
@@ -103,6 +109,8 @@ def suggest(
     spec, failures = model.spec(), budget.failures()
     job = search_keywords(spec, cluster, reachable_batch(batch, unused), parallel, job_rules(unused))
     assumed = [*model.notes(), *cluster.notes(), *parallel.notes()]
+    if output.dry_run:
+        _check_dry_run(parallel, world_size)
     if isinstance(world_size, str):
         if output.top is not None:
             raise InputError(
@@ -139,15 +147,42 @@ def suggest(
         *_notes(result.problem, plans, cluster, parallel),
         *planning_flag_notes(unused, parallel, result.problem.engine.name),
     ]
+    is_listed = output.json or output.verbose or output.top is not None
+    traced = _traced_bytes(plans if is_listed else plans[:1]) if output.dry_run and result.feasible else []
     if result.feasible:
         _write(plans[0], output)
     if output.json:
         _print_notes(assumed, notes)
-        print(json.dumps(as_json(result, rows, assumed, notes, runs), indent=2))
+        print(json.dumps(as_json(result, rows, assumed, notes, runs, traced), indent=2))
     else:
-        _print(result, rows, assumed, notes, runs[0] if runs else None, output)
+        _print(result, rows, assumed, notes, runs[0] if runs else None, traced, output)
     if not result.feasible:
         raise advice.no_layout_fits(result)
+
+
+def _check_dry_run(parallel: ParallelOptions, world_size: int | str) -> None:
+    """Raise `InputError` where nothing can be run for --dry-run."""
+    from runtime.dryrun.preflight import check_torch
+
+    check_torch("--dry-run runs the real training step", "bf16")
+    if isinstance(world_size, str):
+        raise InputError(f"--dry-run is about one world size, not {world_size}; give that as a number")
+    if parallel.engine not in (None, DEFAULT_ENGINE):
+        raise InputError(f"--dry-run runs the engine {DEFAULT_ENGINE}, not {parallel.engine}; leave one out")
+
+
+def _traced_bytes(plans: Sequence[Plan]) -> list[float]:
+    """The bytes that each plan's fullest rank needs by its dry run."""
+    from cli.proof import proof_of
+    from cli.status import Status
+    from runtime.settings.options import TrainingOptions
+
+    found = []
+    with Status() as status:
+        for number, plan in enumerate(plans, 1):
+            status.tell(f"plan {number} of {len(plans)}: {plan.layout.describe()}")
+            found.append(proof_of(plan, TrainingOptions(), status).needed_bytes)
+    return found
 
 
 def _print(
@@ -156,6 +191,7 @@ def _print(
     assumed: list[str],
     notes: list[str],
     run: Run | None,
+    traced: list[float],
     output: Output,
 ) -> None:
     """The answer for people."""
@@ -164,12 +200,12 @@ def _print(
 
     has_tables = output.verbose or output.top is not None
     shown = Screen() if has_tables else screen()
-    print_summary(shown, result, rows, assumed, notes, run, output.save, is_whole=output.verbose)
+    print_summary(shown, result, rows, assumed, notes, run, traced[:1], output.save, is_whole=output.verbose)
     if not has_tables:
         return
     from cli.report import print_details, print_ranking  # Rich is loaded only to draw.
 
-    print_ranking(shown.console, rows)
+    print_ranking(shown.console, rows, traced)
     if output.verbose:
         print_details(shown.console, result, rows)
 
@@ -273,9 +309,14 @@ SHARED_FIELDS = {
 
 
 def as_json(
-    result: SearchResult, rows: list[DistinctPlan], assumed: list[str], notes: list[str], runs: list[Run]
+    result: SearchResult,
+    rows: list[DistinctPlan],
+    assumed: list[str],
+    notes: list[str],
+    runs: list[Run],
+    traced: list[float],
 ) -> dict[str, Any]:
-    """The answer of `planner suggest --json`; `runs` has one for each plan, or none at all."""
+    """The answer of `planner suggest --json`; `runs` and `traced` have one for each plan, or none at all."""
     problem = result.problem
     return {
         "model": problem.model.model_dump(mode="json") | {"parameters": problem.model.parameters},
@@ -300,6 +341,7 @@ def as_json(
             {"place": row.place, "twins": row.twins}
             | row.plan.model_dump(mode="json", exclude=SHARED_FIELDS)
             | ({"run": asdict(runs[number])} if runs else {})
+            | ({"dry_run_bytes": traced[number]} if traced else {})
             for number, row in enumerate(rows)
         ],
     }

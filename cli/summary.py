@@ -56,6 +56,7 @@ def print_summary(
     assumed: Iterable[str],
     notes: Iterable[str],
     run: Run | None,
+    traced: Sequence[float],
     saved: str | None,
     is_whole: bool,
 ) -> None:
@@ -63,12 +64,13 @@ def print_summary(
 
     Args:
         rows: the first plans.
+        traced: bytes of the first one by its dry run, if it was made.
         saved: file that the plan is written to.
         is_whole: whatever its length.
     """
     plan = rows[0].plan
     lines = [*_plan_lines(screen, plan, saved), Line.of()]
-    lines += _bars(screen, [*_figures(plan), *_parts(plan.estimate)])
+    lines += _bars(screen, [*_figures(plan, traced), *_parts(plan.estimate)])
     lines += [Line.of(), *_rest(screen, result, rows, run)]
     more = [] if is_whole else list(_wrapped(screen, MORE, "dim"))
     said = [f"assumed: {note}" for note in assumed] + [f"note: {note}" for note in notes]
@@ -157,7 +159,7 @@ def _command(plan: Plan, file: str) -> str:
     return f"planner export {file} --to {plan.engine.name if plan.engine.name in TARGETS else 'NAME'}"
 
 
-def _figures(plan: Plan) -> Iterator[Bar]:
+def _figures(plan: Plan, traced: Sequence[float]) -> Iterator[Bar]:
     """Step, speed, share of the peak and memory."""
     estimate = plan.estimate
     step, low, high = estimate.step_time_s, estimate.step_time_low_s, estimate.step_time_high_s
@@ -174,7 +176,8 @@ def _figures(plan: Plan) -> Iterator[Bar]:
     share = min(held / min(limits), 1.0)
     style = "cyan" if plan.fits else "red"
     of = " and ".join(f"{limit / GIB:.1f}" for limit in limits)
-    yield Bar("memory", f"{held / GIB:.1f} GiB", share, share, f"of {of} GiB", style)
+    proof = "".join(f", dry run {size / GIB:.1f}" for size in traced)
+    yield Bar("memory", f"{held / GIB:.1f} GiB", share, share, f"of {of} GiB{proof}", style)
 
 
 def _parts(estimate: Estimate) -> Iterator[Bar]:

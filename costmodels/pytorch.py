@@ -12,8 +12,8 @@ Version = tuple[int, int]
 
 
 @cache
-def installed_version() -> str:
-    """The minor version of the PyTorch that is installed, such as "2.14"; "" without one."""
+def full_version() -> str:
+    """The version of the PyTorch that is installed, such as "2.14.1+cpu"; "" without one."""
     # Found, not imported: reading this one line takes a tenth of what `importlib.metadata` takes.
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
@@ -22,8 +22,14 @@ def installed_version() -> str:
         text = Path(torch.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return ""
-    found = re.search(r"^__version__ = ['\"](\d+\.\d+)", text, re.MULTILINE)
+    found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
     return found[1] if found else ""
+
+
+def installed_version() -> str:
+    """The minor version of the PyTorch that is installed, such as "2.14"; "" without one."""
+    found = re.match(r"\d+\.\d+", full_version())
+    return found[0] if found else ""
 
 
 def parsed_version(text: str) -> Version:

@@ -1,4 +1,4 @@
-"""The course of memory over the steps of a dry run, and that of a model of more layers told from two of fewer.
+"""The course of memory over the steps of a dry run, and that of many layers told from two of few.
 
 Layers that are alike allocate and free the same, one after the other. A step of more layers passes through
 the changes of memory of a step of fewer, in the same order, and through those of further layers between them.
@@ -83,7 +83,9 @@ def of_more_layers(few: Course, others: Sequence[tuple[Course, int]]) -> Course:
     Raises:
         UnlikeError: the changes of two courses cannot be matched.
     """
-    kinds = tuple(dict.fromkeys(kind for course in (few, *(one for one, _ in others)) for kind in course.kinds))
+    kinds = tuple(
+        dict.fromkeys(kind for course in (few, *(one for one, _ in others)) for kind in course.kinds)
+    )
     allocated, live = _held(few, kinds)
     more = [allocated.copy(), live.copy()]
     host = few.host_bytes
@@ -133,7 +135,7 @@ def matched(few: Course, other: Course) -> Ints:
 
 
 def _tokens(*courses: Course) -> list[tuple[Ints, Ints]]:
-    """For each course numbers of its changes, and numbers of them whatever their size; alike ones have the same.
+    """For each course numbers of its changes, and others whatever their size; alike changes have the same.
 
     Sizes that not all courses have are those of what holds something of all layers, and count for none.
     """
@@ -161,7 +163,7 @@ def _roles_and_sizes(course: Course) -> list[tuple[object, ...]]:
 def _aligned(own: Ints, others: Ints, own_roles: Ints, other_roles: Ints) -> Ints:
     """Where the numbers `own` are among `others`, which have more rounds of what repeats in them.
 
-    Rounds are left out in the middle of those that both have, so that the first and the last ones are matched.
+    Rounds are left out in the middle of those that both have: the first and the last ones are matched.
     Changes of unlike sizes, where there is no further round, are of what holds something of all layers.
     """
     result = np.arange(len(own), dtype=np.int64)
@@ -191,11 +193,10 @@ def _common(one: Ints, other: Ints) -> int:
 
 
 def _gap(own: Ints, others: Ints, at: int, shift: int) -> int:
-    """Numbers of `others` that are further rounds of what comes before place `at` of `own`; 0 for no round."""
+    """Numbers of `others` that are further rounds of what `own` has before `at`; 0 for no round."""
     here = at + shift
-    if at == len(own):
-        choices = [len(others) - here]
-    else:
+    choices = [len(others) - here]
+    if at < len(own):
         choices = np.flatnonzero(others[here:] == own[at]).tolist()
     rounds = [
         gap

@@ -12,8 +12,8 @@ LEAST = 4
 """Layers of a run that are kept beside a period: the first and last ones find other things around them."""
 
 Run = tuple[bool, bool]
-"""Layers of a stage that follow each other: whether their MLP is a dense one that leads the model, and whether
-they recompute something."""
+"""Layers of a stage that follow each other: whether their MLP is a dense one that leads the model, and
+whether they recompute something."""
 
 
 class FewLayers(NamedTuple):

@@ -2,11 +2,61 @@
 
 from __future__ import annotations
 
+from costmodels.dataclass import dataclass
+from costmodels.spec.record import GIB
 from planner.plan import Plan
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace
 
 TOTAL = "bytes"
 """What the sum of all categories is called."""
+
+NEEDS_PROOF = 0.8
+"""Share of a device's memory: a job whose estimate is above it is traced before its ranks start."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The dry runs of all pipeline ranks of a plan."""
+
+    plan: Plan
+    traces: tuple[MemoryTrace, ...]
+
+    @property
+    def fullest(self) -> MemoryTrace:
+        """The trace of the rank that needs most."""
+        return max(self.traces, key=lambda trace: needed_bytes(self.plan, trace))
+
+    @property
+    def needed_bytes(self) -> float:
+        """Bytes that a device must have."""
+        return needed_bytes(self.plan, self.fullest)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all ranks have them."""
+        return fits(self.plan, self.fullest)
+
+    def describe(self) -> str:
+        """The bytes of the fullest rank and those of its device, in words."""
+        have = self.plan.cluster.memory_bytes / GIB
+        where = f"pipeline rank {self.fullest.pipeline_rank}" if len(self.traces) > 1 else "a rank"
+        return f"{where} takes {self.needed_bytes / GIB:.2f} of {have:.2f} GiB by its dry run"
+
+    def proven_plan(self) -> Plan:
+        """The plan with the traced bytes in place of the estimated ones."""
+        memory = list(self.plan.estimate.memory)
+        for trace in self.traces:
+            traced = {name: float(size) for name, size in trace.peak.allocated.items()}
+            traced["temporaries"] += workspace_bytes(self.plan)
+            memory[trace.pipeline_rank] = memory[trace.pipeline_rank].model_copy(update=traced)
+        peak = max(stage.total for stage in memory)
+        estimate = self.plan.estimate.model_copy(update={"memory": tuple(memory), "peak_memory_bytes": peak})
+        return self.plan.model_copy(update={"estimate": estimate})
+
+
+def needs_proof(plan: Plan) -> bool:
+    """Whether the estimate of a plan comes near the memory of a device."""
+    return plan.estimate.peak_memory_bytes > NEEDS_PROOF * plan.cluster.memory_bytes
 
 
 def workspace_bytes(plan: Plan) -> float:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+DeviceKind = Literal["cuda", "cpu"]
+"""Whose kernels a dry run describes."""
 
 CATEGORIES = (
     "parameters",
@@ -77,8 +80,7 @@ class MemoryTrace:
 
     rank: int
     pipeline_rank: int
-    device: str
-    """Whose kernels it describes: cuda or cpu."""
+    device: DeviceKind
     compiled: bool
     """The layers were compiled; a compiled layer saves other tensors than an eager one."""
     peak: Moment

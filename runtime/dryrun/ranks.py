@@ -1,17 +1,26 @@
-"""Dry runs of several ranks of a job, beside each other."""
+"""Dry runs of several ranks of a job: those that are kept, and others beside each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from functools import partial
 
 from costmodels import Layout, ModelSpec
-from runtime.dryrun.memory_trace import MemoryTrace
-from runtime.dryrun.run import DeviceKind, trace
+from costmodels.catalogue.local_machine import available_cores, available_memory
+from runtime.dryrun.alike import alike_ranks
+from runtime.dryrun.kept_traces import keep_trace, kept_trace, trace_name
+from runtime.dryrun.memory_trace import DeviceKind, MemoryTrace
 from runtime.processes.pools import pool_guard, spawn_context
 from runtime.settings.options import TrainingOptions
+
+PROCESS_BYTES = 3 * 2**29
+"""Host memory of a process that traces: PyTorch, its compiler, and what they keep of a model."""
+
+Tell = Callable[[str], None]
+"""Says what is done from now on."""
 
 
 def trace_ranks(
@@ -22,20 +31,67 @@ def trace_ranks(
     compiled: bool,
     device: DeviceKind,
     options: TrainingOptions,
-    processes: int,
-) -> Iterator[MemoryTrace]:
-    """The memory of each of `ranks`, in their order, traced by as many as `processes` at a time."""
-    one = partial(trace, spec, layout, compiled=compiled, device=device, options=options)
-    if min(processes, len(ranks)) == 1:
-        for rank in ranks:
-            yield one(rank=rank)
-        return
-    with (
-        ProcessPoolExecutor(min(processes, len(ranks)), mp_context=spawn_context()) as pool,
-        pool_guard(pool),
-    ):
+    tell: Tell = lambda _: None,
+) -> list[MemoryTrace]:
+    """The memory of each of `ranks`, in their order."""
+    groups = alike_ranks(spec, layout, ranks)
+    names = {rank: trace_name(spec, layout, rank, compiled, device, options) for rank in groups}
+    found = {rank: kept_trace(name) for rank, name in names.items()}
+    missing = [rank for rank, trace in found.items() if trace is None]
+    if missing:
+        job = partial(_trace, spec, layout, compiled=compiled, device=device, options=options)
+        for rank, trace in _traced(job, missing, tell).items():
+            keep_trace(names[rank], trace)
+            found[rank] = trace
+    every = {}
+    per_stage = layout.world_size // layout.pipeline_parallel
+    for rank, trace in found.items():
+        assert trace is not None
+        for other in groups[rank]:
+            every[other] = replace(trace, rank=other, pipeline_rank=other // per_stage)
+    return [every[rank] for rank in ranks]
+
+
+def _traced(job: Callable[..., MemoryTrace], ranks: Sequence[int], tell: Tell) -> dict[int, MemoryTrace]:
+    """The dry runs of `ranks`, as many at a time as this machine has cores and memory for."""
+    room = int(available_memory() // PROCESS_BYTES)
+    processes = max(1, min(available_cores(), room, len(ranks)))
+    tell("loading PyTorch")
+    if processes == 1:
+        # Only here: it takes seconds, and what is kept should not wait for it.
+        import runtime.dryrun.run  # noqa: F401
+
+        found = {}
+        for number, rank in enumerate(ranks, 1):
+            tell(f"tracing {_of(number, len(ranks))}")
+            found[rank] = job(rank=rank)
+        return found
+    with ProcessPoolExecutor(processes, mp_context=spawn_context()) as pool, pool_guard(pool):
+        waiting = {pool.submit(job, rank=rank): rank for rank in ranks}
+        found = {}
+        tell(f"tracing {len(ranks)} pipeline ranks, {processes} at a time")
         try:
-            for future in [pool.submit(one, rank=rank) for rank in ranks]:
-                yield future.result()
+            for number, future in enumerate(as_completed(waiting), 1):
+                found[waiting[future]] = future.result()
+                tell(f"traced {_of(number, len(ranks))}")
         except BrokenProcessPool:
             raise RuntimeError("a process of the dry run died; it may have been out of memory") from None
+        return found
+
+
+def _of(number: int, count: int) -> str:
+    return "a rank" if count == 1 else f"pipeline rank {number} of {count}"
+
+
+def _trace(
+    spec: ModelSpec,
+    layout: Layout,
+    rank: int,
+    *,
+    compiled: bool,
+    device: DeviceKind,
+    options: TrainingOptions,
+) -> MemoryTrace:
+    from runtime.dryrun.run import trace
+
+    return trace(spec, layout, rank=rank, compiled=compiled, device=device, options=options)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -27,7 +27,7 @@ from runtime.dryrun.experts import even_load
 from runtime.dryrun.fake_gpu import fake_gpu
 from runtime.dryrun.few_layers import FewLayers, few_layers
 from runtime.dryrun.kernels import cpu_kernels, gpu_kernels
-from runtime.dryrun.memory_trace import MemoryTrace
+from runtime.dryrun.memory_trace import DeviceKind, MemoryTrace
 from runtime.dryrun.roles import label_layers, roles, tag_optimizer_state, tag_state
 from runtime.dryrun.tracker import Tracker
 from runtime.model.transformer import Transformer
@@ -41,8 +41,6 @@ from runtime.train.executor import Executor
 
 # Any: what it holds differs between the versions of PyTorch that this runs with.
 _schedules: Any = schedules
-
-DeviceKind = Literal["cuda", "cpu"]
 
 
 def trace(

@@ -56,7 +56,13 @@ class LaunchOptions(RunOptions):
     nearest: bool = flag(
         False, "With --script: run the nearest job where its software has no words for a part of the plan."
     )
-    dry_run: bool = flag(False, "Print the torchrun command and stop.")
+    print_command: bool = flag(False, "Print the torchrun command and stop.")
+    dry_run: bool = flag(
+        False,
+        "Trace the memory of the plan before its ranks start, whatever its estimate; the default where that "
+        "is above 80 % of a device.",
+    )
+    no_dry_run: bool = flag(False, "Start without tracing memory before.")
     max_restarts: int = flag(
         0,
         "Start the job again from its last checkpoint after so many failures, such as a killed rank.",
@@ -82,6 +88,8 @@ class LaunchOptions(RunOptions):
     def check(self, output: OutputOptions) -> None:
         """Raise `InputError` for values that make no sense."""
         check_bounds(self)
+        if self.dry_run and self.no_dry_run:
+            raise InputError("--dry-run and --no-dry-run exclude each other; give one")
         if self.max_restarts and output.save is None:
             raise InputError("--max-restarts needs --save FOLDER, whose last checkpoint is gone on from")
         if self.config and self.plan is not None:
@@ -100,6 +108,11 @@ class LaunchOptions(RunOptions):
         for name, given in (("--define", self.define), ("--scale-down", self.scale_down)):
             if given and not self.config:
                 raise InputError(f"{name} is about the files of --config; give some, or leave it out")
+
+    @property
+    def traces_memory(self) -> bool | None:
+        """Whether memory is traced before ranks start; none where it depends on the plan."""
+        return self.dry_run if self.dry_run or self.no_dry_run else None
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,7 @@ class TrialOptions:
         within=Bounds(f"at least {FEWEST_ITERS} steps", FEWEST_ITERS, MOST_STEPS),
     )
 
-    def check(self, plan: str | None, dry_run: bool) -> None:
+    def check(self, plan: str | None, print_command: bool) -> None:
         """Raise `InputError` for numbers that are none, and beside flags that leave nothing to try."""
         check_bounds(self)
         if self.plans_to_try is None:
@@ -133,8 +146,10 @@ class TrialOptions:
             raise InputError(
                 f"--try {self.plans_to_try} chooses among plans, and --plan {plan} is one; give either"
             )
-        if dry_run:
-            raise InputError(f"--try {self.plans_to_try} runs plans, and --dry-run runs none; give either")
+        if print_command:
+            raise InputError(
+                f"--try {self.plans_to_try} runs plans, and --print-command runs none; give either"
+            )
 
     @property
     def iterations(self) -> int:

@@ -19,7 +19,16 @@ from tests.support.commands import Command
 
 SMALL = ("suggest", "--model", "gpt2-124m", "--device", "a100-80g", "--global-batch-size", "64")
 EIGHT = (*SMALL, "--world-size", "8")
-NANO = ("launch", "--model", "gpt2-nano", "--device", "cpu", "--max-global-batch-size", "8", "--dry-run")
+NANO = (
+    "launch",
+    "--model",
+    "gpt2-nano",
+    "--device",
+    "cpu",
+    "--max-global-batch-size",
+    "8",
+    "--print-command",
+)
 HELD = ("suggest", "--model", "llama2-70b", "--global-batch-size", "64", "--pin", "offload_optimizer=false")
 LARGE = ("suggest", "--model", "llama3-8b", "--device", "h100", "--max-global-batch-size", "256")
 

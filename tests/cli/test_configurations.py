@@ -67,7 +67,7 @@ def test_what_cannot_be_converted_is_one_line(
 
 
 def test_what_is_otherwise_here_is_listed_first(planner_command: Command, script: Path) -> None:
-    words = ["--config", script, "--scale-down", "2", "--device", "cpu", "--dry-run"]
+    words = ["--config", script, "--scale-down", "2", "--device", "cpu", "--print-command"]
     code, out, err = planner_command("launch", *words)
     assert code == 0 and told(err) == ""
     assert "(megatron): what is otherwise here" in out.splitlines()[0]
@@ -93,7 +93,7 @@ def test_wrong_flags_beside_a_configuration_are_one_line(
     planner_command: Command, script: Path, arguments: tuple[str, ...], expected: str
 ) -> None:
     words = [script if word == "SCRIPT" else word for word in arguments]
-    code, _, err = planner_command("launch", *words, "--device", "cpu", "--dry-run")
+    code, _, err = planner_command("launch", *words, "--device", "cpu", "--print-command")
     assert code == 2 and expected in told(err) and len(told(err).splitlines()) == 1
 
 
@@ -106,7 +106,7 @@ def test_wrong_flags_beside_a_configuration_are_one_line(
     ],
 )
 def test_guides_are_jobs_in_small(planner_command: Command, name: str, ranks: int, layout: str) -> None:
-    words = ["--config", guide(name), "--scale-down", ranks, "--device", "cpu", "--dry-run"]
+    words = ["--config", guide(name), "--scale-down", ranks, "--device", "cpu", "--print-command"]
     code, out, _ = planner_command("launch", *map(str, words))
     assert code == 0 and layout in out.splitlines()[-1]
 
@@ -203,7 +203,7 @@ def test_software_that_takes_a_file_is_given_one(
         "--script",
         str(pretrain),
     ]
-    code, out, err = planner_command("launch", *words, "--log-dir", "logs", "--lr", "3e-4", "--dry-run")
+    code, out, err = planner_command("launch", *words, "--log-dir", "logs", "--lr", "3e-4", "--print-command")
     assert code == 0 and out.endswith("--deepspeed_config logs/deepspeed.json\n")
     assert "not passed on to" in err and "--lr" in err and not (tmp_path / "logs").exists()
 

@@ -51,7 +51,7 @@ def test_a_dry_run_prints_the_torchrun_command_and_writes_nothing(
         "launch",
         *TINY,
         *ON_TWO,
-        "--dry-run",
+        "--print-command",
         "--train-iters",
         "7",
         "--save",
@@ -86,7 +86,7 @@ def test_flags_of_other_scripts_reach_the_ranks(planner_command: Command, tmp_pa
         *("--num-workers", "4", "--distributed-backend", "nccl"),
     ]
     experts = ["--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2"]
-    code, out, err = planner_command("launch", *TINY, *ON_TWO, *accepted, *experts, "--dry-run")
+    code, out, err = planner_command("launch", *TINY, *ON_TWO, *accepted, *experts, "--print-command")
     assert (code, err) == (0, "")
     words = shlex.split(out)
     assert set(accepted) | set(experts) <= set(words)
@@ -95,7 +95,9 @@ def test_flags_of_other_scripts_reach_the_ranks(planner_command: Command, tmp_pa
 def test_a_dry_run_of_a_plan_names_the_plan(planner_command: Command, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     assert planner_command("suggest", *TINY, *ON_TWO, "--save", plan)[0] == 0
-    code, out, _ = planner_command("launch", "--plan", plan, "--dry-run", "--log-dir", tmp_path / "logs")
+    code, out, _ = planner_command(
+        "launch", "--plan", plan, "--print-command", "--log-dir", tmp_path / "logs"
+    )
     assert code == 0
     assert f"--plan {plan}" in out and "--model" not in out
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

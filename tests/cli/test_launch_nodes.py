@@ -54,7 +54,7 @@ def test_every_node_is_started_as_a_part_of_one_job(
     monkeypatch.chdir(tmp_path)
     for name, value in without_devices(environment).items():
         monkeypatch.setenv(name, value)
-    code, out, err = planner_command("launch", *JOB, *words, "--dry-run")
+    code, out, err = planner_command("launch", *JOB, *words, "--print-command")
     assert (code, err) == (0, "")
     assert set(expected) <= set(out.split(" -m runtime.pretrain ")[0].split())
     assert "--nproc-per-node=2" in out and list(tmp_path.iterdir()) == []
@@ -119,7 +119,17 @@ def test_a_job_that_slurm_starts_again_goes_on(
     planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ("launch", "--model", "gpt2-nano", *LAYOUT, "--world-size", "2", "--save", "saved", "--dry-run")
+    words = (
+        "launch",
+        "--model",
+        "gpt2-nano",
+        *LAYOUT,
+        "--world-size",
+        "2",
+        "--save",
+        "saved",
+        "--print-command",
+    )
     alone = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
     for name, value in alone.items():
         monkeypatch.setenv(name, value)

@@ -53,13 +53,15 @@ def test_zero_leaves_tensors_alone_and_less_is_refused(planner_command: Command)
 def test_a_plan_file_has_a_margin_of_its_own(planner_command: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     assert planner_command(*JOB, "--device", "cpu", "--world-size", "1", "--save", str(file))[0] == 0
-    code, _, err = planner_command("launch", "--plan", str(file), "--memory-margin-gib", "1", "--dry-run")
+    code, _, err = planner_command(
+        "launch", "--plan", str(file), "--memory-margin-gib", "1", "--print-command"
+    )
     assert code == 2
     assert "--memory-margin-gib cannot change it" in err
 
 
 def test_launch_hands_the_margin_to_the_ranks_that_plan(planner_command: Command) -> None:
     flags = ("--model", "llama-nano", "--device", "cpu", "--world-size", "1", "--global-batch-size", "2")
-    code, out, _ = planner_command("launch", *flags, "--memory-margin-gib", "0.5", "--dry-run")
+    code, out, _ = planner_command("launch", *flags, "--memory-margin-gib", "0.5", "--print-command")
     assert code == 0
     assert "--memory-margin-gib 0.5" in out

@@ -79,7 +79,7 @@ def test_wrong_flags_end_in_one_line(planner_command: Command, flags: tuple[str,
 def test_launch_hands_its_network_to_the_job(planner_command: Command) -> None:
     code, out, err = planner_command(
         "launch", "--model", "gpt2-nano", "--device", "cpu", "--world-size", "2", "--global-batch-size", "8",
-        "--intra-node-gbps", "16", "--dry-run",
+        "--intra-node-gbps", "16", "--print-command",
     )  # fmt: skip
     assert (code, err) == (0, "")
     words = shlex.split(out)
@@ -90,6 +90,6 @@ def test_a_plan_says_all_of_its_network(planner_command: Command, tmp_path: Path
     file = tmp_path / "plan.json"
     job = (*JOB[:3], "--device", "cpu", "--world-size", "2", "--global-batch-size", "8")
     assert planner_command(*job, "--save", str(file))[0] == 0
-    code, _, err = planner_command("launch", "--plan", str(file), "--island", "2", "--dry-run")
+    code, _, err = planner_command("launch", "--plan", str(file), "--island", "2", "--print-command")
     assert code == 2
     assert "--plan decides" in err and "--island" in err

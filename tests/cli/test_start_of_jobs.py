@@ -64,7 +64,7 @@ def test_more_ranks_than_the_machine_bears_are_refused(
     big = ("--device", "cpu", "--world-size", "500", "--max-global-batch-size", "500")
     what = "--world-size 500: 500 ranks on the CPU of this machine, which has 2 cores and 24.0 GiB of memory"
     refused(planner_command("launch", *TINY, *big), what, "start at most 16 here")
-    assert planner_command("launch", *TINY, *ON_TWO[len(TINY) :], "--dry-run")[0] == 0
+    assert planner_command("launch", *TINY, *ON_TWO[len(TINY) :], "--print-command")[0] == 0
     monkeypatch.setattr(preflight, "available_memory", lambda: 2.0**30)
     refused(
         planner_command(

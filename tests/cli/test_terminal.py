@@ -162,7 +162,7 @@ def test_examples_of_the_helps_can_be_typed(
                 words = [word.replace("plan.json", "small.json") for word in words]
                 small = "suggest --model gpt2-nano --device cpu --world-size 2 --gbs 32 --save small.json"
                 assert planner_command(*small.split())[0] == 0
-                words.append("--dry-run")
+                words.append("--print-command")
             if name in (*quick, "launch", "models", "devices", "engines"):
                 code, _, err = planner_command(*words)
                 assert code == 0 and "error" not in told(err), shlex.join(words)

@@ -150,7 +150,7 @@ def test_trials_are_the_first_steps_of_the_run_and_write_nothing(jobs):
     ("words", "line"),
     [
         (("--try", "3", "--plan", "plan.json"), "--try 3 chooses among plans, and --plan plan.json is one"),
-        (("--try", "2", "--dry-run"), "--try 2 runs plans, and --dry-run runs none"),
+        (("--try", "2", "--print-command"), "--try 2 runs plans, and --print-command runs none"),
         (("--try", "0"), "--try 0: must be a number of plans of at least 1"),
         (("--try", "2", "--try-iters", "1"), "--try-iters 1: must be at least 2 steps"),
         (("--try-iters", "4"), "--try-iters 4 needs --try"),

@@ -54,6 +54,6 @@ def test_hooks_check_what_continuous_integration_checks() -> None:
 
 def test_commands_of_a_release_are_known() -> None:
     (shown,) = re.findall(r"release/bin/planner launch (.+)", CONTRIBUTING)
-    command = [sys.executable, "-m", "planner", "launch", *shown.split(), "--dry-run"]
+    command = [sys.executable, "-m", "planner", "launch", *shown.split(), "--print-command"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,89 @@
+"""Proof of a plan's memory: the dry run of its training step, before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from cli.interrupts import exit_on_ctrl_c
+from cli.status import Status
+from costmodels.errors import InputError
+from costmodels.spec.record import GIB
+from planner.plan import Plan
+from runtime.dryrun.fit import Proof, needs_proof
+from runtime.dryrun.memory_trace import MemoryTrace
+from runtime.dryrun.preflight import check_installed, ranks_to_trace
+from runtime.dryrun.ranks import trace_ranks
+from runtime.settings.options import TrainingOptions
+
+MOST_TRIED = 8
+"""Plans that are traced until one fits."""
+
+
+def traces_of(
+    plan: Plan, training: TrainingOptions, ranks: Sequence[int], status: Status
+) -> list[MemoryTrace]:
+    """The dry runs of ranks of a plan."""
+    on_gpu = plan.cluster.device.kind != "cpu"
+    with exit_on_ctrl_c():
+        return trace_ranks(
+            plan.model,
+            plan.layout,
+            ranks,
+            compiled=training.compiles(plan.layout, on_gpu),
+            device="cuda" if on_gpu else "cpu",
+            options=training,
+            tell=status.tell,
+        )
+
+
+def proof_of(plan: Plan, training: TrainingOptions, status: Status) -> Proof:
+    """The dry runs of all pipeline ranks of a plan."""
+    check_installed(plan.layout)
+    ranks = ranks_to_trace(plan.layout, None, None)
+    return Proof(plan, tuple(traces_of(plan, training, ranks, status)))
+
+
+def proven_plan(
+    plans: Sequence[Plan],
+    more: Callable[[int], Sequence[Plan]],
+    wanted: bool | None,
+    training: TrainingOptions,
+    status: Status,
+) -> Plan:
+    """The first of `plans` that fits by its dry run, with the traced bytes for the estimated ones.
+
+    Args:
+        more: as many plans as the number says, the given ones first; those that follow where they do not fit.
+        wanted: whether plans are traced; none where this is left to how near they come to what devices have.
+
+    Raises:
+        InputError: no plan fits.
+    """
+    said: list[str] = []
+    number = 0
+    while number < len(plans):
+        plan = plans[number]
+        if not (needs_proof(plan) if wanted is None else wanted):
+            break
+        proof = proof_of(plan, training, status)
+        if proof.fits:
+            plan = proof.proven_plan()
+            break
+        status.clear()
+        said.append(f"{plan.layout.describe()} does not fit: {proof.describe()}")
+        print(f"planner: {said[-1]}", file=sys.stderr)
+        number += 1
+        if number == len(plans) and number < MOST_TRIED:
+            plans = more(MOST_TRIED)
+    else:
+        has = plans[0].cluster.memory_bytes / GIB
+        raise InputError(
+            f"none of the first {len(said)} plans fits into {has:.2f} GiB by its dry run; "
+            "plan with a --memory-margin-gib, or start it as it is with --no-dry-run"
+            if len(said) > 1
+            else f"{said[0]}; plan again with a --memory-margin-gib, or start it as it is with --no-dry-run"
+        )
+    if number:
+        print(f"planner: takes the next plan instead, {plan.layout.describe()}", file=sys.stderr)
+    return plan

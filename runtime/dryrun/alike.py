@@ -1,0 +1,32 @@
+"""Ranks of a job that hold the same at the same time, of which one is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from costmodels import Layout, ModelSpec
+from costmodels.spec.schedules import orders
+from costmodels.tapes.player.steady import enough_micro_batches
+
+
+def alike_ranks(spec: ModelSpec, layout: Layout, ranks: Sequence[int]) -> dict[int, list[int]]:
+    """By the first of them: ranks whose stages have the same layers and run them in the same order.
+
+    Ranks of one stage are told apart: the first one holds the largest shards.
+    """
+    per_stage = layout.world_size // layout.pipeline_parallel
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for rank in ranks:
+        stage, place = divmod(rank, per_stage)
+        groups.setdefault((place, *_work(spec, layout, stage)), []).append(rank)
+    return {ranks[0]: ranks for ranks in groups.values()}
+
+
+def _work(spec: ModelSpec, layout: Layout, stage: int) -> tuple[object, ...]:
+    """What a pipeline rank does; one of several stages, which wait for other ranks, is like none."""
+    if layout.virtual_pipeline_parallel > 1 or stage in (0, layout.pipeline_parallel - 1):
+        return (stage,)
+    layers = tuple(spec.layer_kind(layer) for layer in layout.layer_range(stage))
+    count = enough_micro_batches(layout, stage)
+    order = orders(layout.schedule, layout.pipeline_parallel, 1, count)[stage]
+    return layers, count, tuple(order.kind.tolist())

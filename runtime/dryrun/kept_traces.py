@@ -1,0 +1,153 @@
+"""Dry runs that were made before: a file for each rank, in the user's cache.
+
+A file is of one rank of one job under one state of the code: a name is a digest of all that a dry run can
+depend on. Comments are no part of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from costmodels import Layout, ModelSpec
+from costmodels.cache_files import read_cached, write_cached
+from costmodels.paths import home_of
+from costmodels.pytorch import full_version
+from runtime.dryrun.memory_trace import MemoryTrace, Moment
+from runtime.settings.options import TrainingOptions
+
+LARGEST = 1 << 20
+"""Bytes of a file."""
+
+MOST = 2000
+"""Files that are kept; beyond that the older half goes."""
+
+TRACED = (
+    *("costmodels/spec", "costmodels/layers"),
+    *(f"runtime/{name}" for name in ("model", "parallel", "optimizers", "settings", "train", "dryrun")),
+)
+"""Folders whose code decides what a dry run finds."""
+
+IDLE_OPTIONS = frozenset(
+    (
+        *("train_iters", "rampup_batch_size", "seed", "init_method_std"),
+        *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
+        *("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init", "adam_beta1", "adam_beta2", "adam_eps"),
+        *("compile", "no_compile"),
+    )
+)
+"""Flags that are numbers of a step, or what is told apart from them (`compiled`)."""
+
+
+def kept_trace(name: str) -> MemoryTrace | None:
+    """The dry run of a name, if it was made before."""
+    return read_cached(folder() / f"{name}.json", LARGEST, lambda data: _parsed(json.loads(data)))
+
+
+def keep_trace(name: str, trace: MemoryTrace) -> None:
+    """Keep a dry run under a name."""
+    write_cached(folder() / f"{name}.json", json.dumps(asdict(trace)).encode())
+    _prune(folder(), MOST)
+
+
+def folder() -> Path:
+    """Where dry runs are kept."""
+    return home_of("XDG_CACHE_HOME", ".cache") / "planner" / "dry-runs"
+
+
+def trace_name(
+    spec: ModelSpec, layout: Layout, rank: int, compiled: bool, device: str, options: TrainingOptions
+) -> str:
+    """The name of the dry run of a rank."""
+    own = {key: value for key, value in asdict(options).items() if key not in IDLE_OPTIONS}
+    question = {
+        "model": spec.model_dump(mode="json", exclude={"name", "source"}),
+        "layout": layout.model_dump(mode="json"),
+        "rank": rank,
+        "compiled": compiled,
+        "device": device,
+        "options": own,
+        "versions": {"torch": full_version(), **{name: _version(name) for name in ("torchao", "numpy")}},
+        "code": code_digest(),
+    }
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def code_digest() -> str:
+    """A digest of the code that a dry run runs, without comments and docstrings."""
+    files = list(_files())
+    raw = hashlib.sha256()
+    for path in files:
+        raw.update(path.name.encode() + b"\0" + path.read_bytes())
+    # To parse the code takes longer than to look at it.
+    known = folder() / f"code-{raw.hexdigest()[:32]}"
+    found = read_cached(known, LARGEST, _hexadecimal)
+    if found is None:
+        parsed = hashlib.sha256()
+        for path in files:
+            parsed.update(path.name.encode() + b"\0" + meaning(path.read_text(encoding="utf-8")).encode())
+        found = parsed.hexdigest()
+        write_cached(known, found.encode())
+    return found
+
+
+def meaning(code: str) -> str:
+    """What a module does, without its comments, docstrings and spacing."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [part for part in body if not _is_text(part)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_constant and isinstance(node.value.value, str)  # type: ignore[attr-defined]
+
+
+def _hexadecimal(data: bytes) -> str:
+    text = data.decode()
+    int(text, 16)
+    return text
+
+
+def _files() -> Iterator[Path]:
+    for name in TRACED:
+        package, _, inside = name.partition("/")
+        # Found, not imported: that would load PyTorch.
+        found = find_spec(package)
+        for root in () if found is None else found.submodule_search_locations or ():
+            yield from sorted((Path(root) / inside).rglob("*.py"))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _parsed(data: dict[str, Any]) -> MemoryTrace:
+    if data.keys() != {field.name for field in fields(MemoryTrace)}:
+        raise ValueError("it is no dry run")
+    moments = {label: Moment(**moment) for label, moment in data["moments"].items()}
+    return MemoryTrace(**{**data, "peak": Moment(**data["peak"]), "moments": moments})
+
+
+def _prune(where: Path, most: int) -> None:
+    with contextlib.suppress(OSError):
+        files = list(where.iterdir())
+        if len(files) > most:
+            for path in sorted(files, key=lambda path: path.stat().st_mtime)[: len(files) - most // 2]:
+                path.unlink(missing_ok=True)
