@@ -60,30 +60,26 @@ def proven_plan(
     Raises:
         InputError: no plan fits.
     """
-    said: list[str] = []
-    number = 0
-    while number < len(plans):
-        plan = plans[number]
+    refused: list[Proof] = []
+    while len(refused) < len(plans):
+        plan = plans[len(refused)]
         if not (needs_proof(plan) if wanted is None else wanted):
-            break
+            return plan
         proof = proof_of(plan, training, status)
         if proof.fits:
-            plan = proof.proven_plan()
-            break
-        status.clear()
-        said.append(f"{plan.layout.describe()} does not fit: {proof.describe()}")
-        print(f"planner: {said[-1]}", file=sys.stderr)
-        number += 1
-        if number == len(plans) and number < MOST_TRIED:
+            return proof.proven_plan()
+        refused.append(proof)
+        if len(refused) == len(plans) < MOST_TRIED:
             plans = more(MOST_TRIED)
-    else:
-        has = plans[0].cluster.memory_bytes / GIB
-        raise InputError(
-            f"none of the first {len(said)} plans fits into {has:.2f} GiB by its dry run; "
-            "plan with a --memory-margin-gib, or start it as it is with --no-dry-run"
-            if len(said) > 1
-            else f"{said[0]}; plan again with a --memory-margin-gib, or start it as it is with --no-dry-run"
-        )
-    if number:
-        print(f"planner: takes the next plan instead, {plan.layout.describe()}", file=sys.stderr)
-    return plan
+        if len(refused) < len(plans):
+            status.clear()
+            print(f"planner: {_refusal(proof)}; takes the next plan", file=sys.stderr)
+    what = _refusal(refused[0])
+    if len(refused) > 1:
+        limit = plans[0].cluster.memory_bytes / GIB
+        what = f"none of the first {len(refused)} plans fits into {limit:.2f} GiB by its dry run"
+    raise InputError(f"{what}; plan again with a --memory-margin-gib, or start it as it is with --no-dry-run")
+
+
+def _refusal(proof: Proof) -> str:
+    return f"{proof.plan.layout.describe()} does not fit: {proof.describe()}"

@@ -1,0 +1,144 @@
+"""Dry runs are kept, under all that they depend on and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from costmodels import Layout, ModelSpec
+from runtime.dryrun import kept_traces, ranks
+from runtime.dryrun.alike import alike_ranks
+from runtime.dryrun.kept_traces import keep_trace, kept_trace, meaning, trace_name
+from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace, Moment
+from runtime.dryrun.ranks import trace_ranks
+from runtime.settings.options import TrainingOptions
+from tests.support.layouts import layout_of
+
+GPT = ModelSpec.model_validate(
+    {"name": "gpt", "layers": 8, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32}
+)
+
+MOMENT = Moment("forward", dict.fromkeys(CATEGORIES, 512), dict.fromkeys(CATEGORIES, 5), {"mlp": 512})
+
+
+def made(rank: int) -> MemoryTrace:
+    return MemoryTrace(
+        rank=rank,
+        pipeline_rank=rank,
+        device="cuda",
+        compiled=False,
+        peak=MOMENT,
+        moments={"forward": MOMENT},
+        host_bytes=7,
+        micro_batches=2,
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def name_of(layout: Layout, compiled: bool = False, **options: Any) -> str:
+    return trace_name(GPT, layout, 0, compiled, "cuda", TrainingOptions(**options))
+
+
+def test_a_dry_run_is_kept_whole() -> None:
+    assert kept_trace("it") is None
+    keep_trace("it", made(3))
+    assert kept_trace("it") == made(3)
+
+
+def test_damaged_files_are_removed_and_made_again(capsys: pytest.CaptureFixture[str]) -> None:
+    keep_trace("it", made(3))
+    path = kept_traces.folder() / "it.json"
+    path.write_text(path.read_text()[:-9])
+    assert kept_trace("it") is None
+    assert not path.exists()
+    assert "removed" in capsys.readouterr().err
+    path.write_text("{}")
+    assert kept_trace("it") is None
+
+
+def test_names_are_of_what_memory_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = layout_of(GPT, global_batch_size=4)
+    names = [
+        name_of(layout),
+        name_of(layout, compiled=True),
+        name_of(layout_of(GPT, global_batch_size=8)),
+        name_of(layout, clip_grad=0.0),
+        trace_name(GPT, layout, 1, False, "cuda", TrainingOptions()),
+        trace_name(GPT, layout, 0, False, "cpu", TrainingOptions()),
+        trace_name(GPT.model_copy(update={"ffn": 512}), layout, 0, False, "cuda", TrainingOptions()),
+    ]
+    monkeypatch.setattr(kept_traces, "full_version", lambda: "2.99.0")
+    assert len({*names, name_of(layout)}) == len(names) + 1
+    monkeypatch.undo()
+    monkeypatch.setattr(kept_traces, "code_digest", lambda: "other")
+    assert name_of(layout) not in names
+
+
+def test_names_are_not_of_numbers_of_a_step() -> None:
+    layout = layout_of(GPT)
+    assert name_of(layout) == name_of(layout, lr=3e-3, train_iters=7, seed=5)
+
+
+CODE = '''
+"""A module."""
+LIMIT = 3
+"""What it is."""
+
+
+def double(x):
+    """Twice."""
+    return 2 * x  # Plain.
+'''
+
+
+def test_comments_and_docstrings_mean_nothing() -> None:
+    plain = "LIMIT = 3\ndef double(x):\n    return (2 * x)\n"
+    assert meaning(CODE) == meaning(plain)
+    assert meaning(CODE) != meaning(plain.replace("2", "3"))
+    assert meaning("x = 'text'") != meaning("x = 'other'")
+
+
+def test_ranks_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages in the middle that run all micro batches forward before the first backward are alike."""
+    layout = layout_of(GPT, pipeline_parallel=8, global_batch_size=2)
+    groups = alike_ranks(GPT, layout, range(8))
+    assert groups == {0: [0], 1: [1, 2, 3, 4, 5, 6], 7: [7]}
+    many = layout_of(GPT, pipeline_parallel=8, global_batch_size=64)
+    assert len(alike_ranks(GPT, many, range(8))) == 8
+    traced: list[int] = []
+
+    def job(spec: ModelSpec, layout: Layout, rank: int, **_: Any) -> MemoryTrace:
+        traced.append(rank)
+        return made(rank)
+
+    monkeypatch.setattr(ranks, "_trace", job)
+    monkeypatch.setattr(ranks, "available_cores", lambda: 1)
+    told: list[str] = []
+    for _ in range(2):
+        found = trace_ranks(
+            GPT,
+            layout,
+            range(8),
+            compiled=False,
+            device="cuda",
+            options=TrainingOptions(),
+            tell=told.append,
+        )
+        assert found == [replace(made(rank), pipeline_rank=rank) for rank in range(8)]
+    assert traced == [0, 1, 7]
+    assert told[0] == "loading PyTorch" and len(told) == 4
+
+
+def test_old_files_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_traces, "MOST", 4)
+    for number in range(5):
+        keep_trace(str(number), made(number))
+    left = sorted(path.stem for path in kept_traces.folder().iterdir())
+    assert len(left) == 2 and "4" in left
