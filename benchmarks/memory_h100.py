@@ -1,14 +1,11 @@
-"""Played tapes against peaks that PyTorch's allocator counted on a real GPU.
+"""Closed forms and dry runs of memory against peaks that PyTorch's allocator counted on a real GPU.
 
 python -m benchmarks.memory_h100 --rows bundled_h100.csv [--json]
 
 Rows are steps of this package's runtime, in the columns of `costmodels.calibration.measurements`: a catalogue
-model cut to some layers, on one device. What is played is that of the PyTorch with which a row was measured;
-units without a tape are recorded where that is the installed one, and rows that lack some are named.
-
-The rows were measured before the output matrix and the loss became one operation over chunks of tokens, and
-before layers with experts became one graph. What both did then is played here in the place of what they do
-now: the former was recorded (`whole_logits.json`), and layers of two graphs are those that FSDP2 wraps.
+model cut to some layers, on one device. They were measured under PyTorch 2.11, before the output matrix and
+the loss became one operation over chunks of tokens: where all logits at once were the most, the runtime takes
+less now.
 """
 
 from __future__ import annotations
@@ -16,30 +13,27 @@ from __future__ import annotations
 import csv
 import json
 import re
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from costmodels import Layout, ModelSpec
+from costmodels import Cluster, Layout, ModelSpec
 from costmodels.catalogue import load_device, load_engine, load_model
 from costmodels.errors import InputError
+from costmodels.pricing import price
+from costmodels.pytorch import full_version
 from costmodels.spec.record import GIB
-from costmodels.tapes import player, store
-from costmodels.tapes.player.heap import OPTIMIZER
-from costmodels.tapes.player.stage_units import structures_of_stage
-from costmodels.tapes.structure import structure_of
-from costmodels.tapes.text import parsed_tape
+from costmodels.spec.table import LayoutTable
 from planner.options.flags import run
-from tests.support.played_memory import UnknownError, record
+from runtime.dryrun.course import BUILD
+from runtime.dryrun.memory_trace import CATEGORIES
+from runtime.dryrun.run import trace
 
-WITHIN = 0.005
-"""How far a played peak may be from the measured one."""
-
-
-WHOLE_LOGITS = Path(__file__).with_name("whole_logits.json")
-"""Tapes of output matrix and loss together under PyTorch 2.11, by precision, norm and padding."""
+MOMENTS_SHARE = 8 / 12
+"""Part of Adam's state in mixed precision that the first update makes; the others are the weights in fp32."""
 
 
 class Row(NamedTuple):
@@ -89,53 +83,29 @@ def row_of(raw: Mapping[str, str]) -> Row:
     )
 
 
-def remember_whole_logits(row: Row) -> None:
-    """Let the head of a row be what it was when the row was measured."""
-    head = structure_of(row.model, row.layout, "head", compiled=True)
-    key = f"{head.precision},{head.norm}{',pads_vocabulary' * head.pads_vocabulary}"
-    tapes = json.loads(WHOLE_LOGITS.read_text(encoding="utf-8"))
-    if key in tapes:
-        store.remember_tapes({head: parsed_tape(tapes[key])}, row.version)
+def estimated_bytes(row: Row) -> float:
+    """Bytes of tensors at the peak of a step of the row, by the closed forms."""
+    device = load_device(row.device)
+    cluster = Cluster(device=device, world_size=1, devices_per_node=1, memory_bytes=device.memory_bytes)
+    memory = price(row.model, cluster, load_engine("bundled"), LayoutTable.of([row.layout])).memory
+    held = sum(float(memory[name][0]) for name in CATEGORIES)
+    return held - row.skips * float(memory["optimizer"][0]) * MOMENTS_SHARE
 
 
-def remember_parts(row: Row) -> None:
-    """Let layers with experts be what they were when the row was measured."""
-    for one in structures_of_stage(row.model, row.layout, 0, compiled=True):
-        if not one.structure.whole:
-            continue
-        parts = one.structure._replace(whole=False)
-        tape = store.tape_of(parts, row.version)
-        if tape is None and store.installed_version() == row.version:
-            from runtime.dryrun.tape_recorder import recorded_tape
-
-            tape = recorded_tape(parts)
-        if tape is not None:
-            store.remember_tapes({one.structure: tape}, row.version)
-
-
-def played_bytes(row: Row) -> int:
-    """Bytes of tensors at the peak of a step of the row, with the libraries' workspaces.
-
-    Raises:
-        UnknownError: units of it have no tape.
-    """
-    remember_whole_logits(row)
-    remember_parts(row)
-    if player.missing(row.model, row.layout, True, row.version):
-        if store.installed_version() != row.version:
-            raise UnknownError(f"not all units are recorded under PyTorch {row.version}: run this with it")
-        record(row.model, row.layout, compiled=True)
-    moments = player.rank_moments(row.model, row.layout, 0, True, row.version)
-    peak = max(moment.total - row.skips * moment.composition[OPTIMIZER] for moment in moments)
+def traced_bytes(row: Row) -> float:
+    """The same by a dry run, with the libraries' workspaces."""
+    found = trace(row.model, row.layout, compiled=True)
+    steps = (moment for label, moment in found.moments.items() if label != BUILD)
+    peak = max(moment.total - row.skips * moment.allocated["optimizer"] for moment in steps)
     engine = load_engine("bundled").for_device(load_device(row.device))
-    return round(peak + engine.allocator.workspace_bytes)
+    return peak + engine.allocator.workspace_bytes
 
 
 def memory_h100(
     rows: Annotated[Path, typer.Option(help="CSV file of measured steps of the runtime.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare played peaks with measured ones."""
+    """Compare estimated and traced peaks with measured ones."""
     try:
         with rows.open(encoding="utf-8") as file:
             every = [row_of(raw) for raw in csv.DictReader(file)]
@@ -143,43 +113,37 @@ def memory_h100(
         raise InputError(f"--rows {rows}: {error.strerror}") from None
     except KeyError as error:
         raise InputError(f"--rows {rows}: no column {error.args[0]}") from None
-    found, errors = [], []
+    found = []
     for row in every:
-        one: dict[str, Any] = {
+        one = {
             "model": f"{row.model.name}, {row.model.layers} layers, seq {row.model.seq}",
             "layout": f"{row.layout.describe()} {row.layout.precision} {row.layout.optimizer}",
-            "torch": row.version,
             "skips_updates": row.skips,
             "allocated": row.allocated,
-            "played": None,
+            "estimated": estimated_bytes(row),
+            "traced": traced_bytes(row),
         }
-        try:
-            one["played"] = played_bytes(row)
-        except UnknownError as error:
-            one["unknown"] = str(error)
-        else:
-            errors.append(abs(one["played"] / row.allocated - 1))
         found.append(one)
         if not as_json:
             print(line(one), flush=True)
-    within = sum(error <= WITHIN for error in errors)
     if as_json:
-        print(json.dumps({"rows": found, "within": within}, indent=2))
+        print(json.dumps({"torch": full_version(), "rows": found}, indent=2))
         return
-    worst = f"; at most {max(errors):.2%} off" if errors else ""
-    print(f"{within} of {len(found)} rows within {WITHIN:.1%}, {len(found) - len(errors)} unknown{worst}")
+    print(f"PyTorch {full_version()}, {len(found)} rows; sizes of the errors:")
+    for name in ("estimated", "traced"):
+        errors = [abs(one[name] / one["allocated"] - 1) for one in found]
+        print(f"{name}: median {statistics.median(errors):.2%}, at most {max(errors):.2%}")
 
 
 def line(one: Mapping[str, Any]) -> str:
     """A row as text."""
     name = f"{one['model']}: {one['layout']}: measured {one['allocated'] / GIB:.3f} GiB"
     name += " (steps that updated nothing)" * one["skips_updates"]
-    if one["played"] is None:
-        return f"{name}, unknown: {one['unknown']}"
-    more = one["played"] - one["allocated"]
-    return (
-        f"{name}, played {one['played'] / GIB:.3f}, {more / 2**20:+.0f} MiB, {more / one['allocated']:+.2%}"
+    figures = (
+        f"{figure} {one[figure] / GIB:.3f} ({one[figure] / one['allocated'] - 1:+.2%})"
+        for figure in ("estimated", "traced")
     )
+    return f"{name}, {', '.join(figures)}"
 
 
 if __name__ == "__main__":

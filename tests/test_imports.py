@@ -35,7 +35,7 @@ ORDER = {
             "memory",
             "network",
         ),
-        *("time", "rank_costs", "step_times", "pipeline_times", "pricing", "timeline", "tapes"),
+        *("time", "rank_costs", "step_times", "pipeline_times", "pricing", "timeline"),
         "calibration",
     ),
     "planner": (

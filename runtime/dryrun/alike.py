@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from costmodels import Layout, ModelSpec
 from costmodels.spec.schedules import orders
-from costmodels.tapes.player.steady import enough_micro_batches
+from runtime.dryrun.steady import enough_micro_batches
 
 
 def alike_ranks(spec: ModelSpec, layout: Layout, ranks: Sequence[int]) -> dict[int, list[int]]:

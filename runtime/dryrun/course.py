@@ -182,7 +182,7 @@ def _aligned(own: Ints, others: Ints, own_roles: Ints, other_roles: Ints) -> Int
         elif at < len(own) and at + shift < len(others) and own_roles[at] == other_roles[at + shift]:
             at += 1
         else:
-            return 0
+            raise UnlikeError(f"change {at} of {len(own)} is not among {len(others)}")
 
 
 def _common(one: Ints, other: Ints) -> int:

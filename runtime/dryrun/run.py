@@ -20,7 +20,6 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
-from costmodels.tapes.player.steady import enough_micro_batches, fewest_micro_batches
 from runtime.dryrun.compiled_layers import compiled_layers
 from runtime.dryrun.course import BUILD, Course, UnlikeError, of_more_layers
 from runtime.dryrun.experts import even_load
@@ -29,6 +28,7 @@ from runtime.dryrun.few_layers import FewLayers, few_layers
 from runtime.dryrun.kernels import cpu_kernels, gpu_kernels
 from runtime.dryrun.memory_trace import DeviceKind, MemoryTrace
 from runtime.dryrun.roles import label_layers, roles, tag_optimizer_state, tag_state
+from runtime.dryrun.steady import enough_micro_batches, fewest_micro_batches
 from runtime.dryrun.tracker import Tracker
 from runtime.model.transformer import Transformer
 from runtime.parallel.context import local_positions

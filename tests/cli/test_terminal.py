@@ -30,7 +30,7 @@ UNITS = re.compile(
     r"\b(layers?|width|heads?|tokens?|sequences?|rows|entries|experts?|groups?|rank of|devices?|nodes?"
     r"|gigabits|GiB|hours?|minutes|seconds?|money|steps?|iterations?|rate|weight|decay|factor|share|times"
     r"|ranks?|plans?|number|copies|bandwidth|cards|days|batches|norm|value|scale|overflows|seed|epsilon"
-    r"|base|term|momentum|deviation|tapes|documents|processes|failures|collective|logits|probabilities"
+    r"|base|term|momentum|deviation|documents|processes|failures|collective|logits|probabilities"
     r"|only 0)\b",
     re.IGNORECASE,
 )

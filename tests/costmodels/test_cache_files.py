@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import marshal
 import os
-import zipfile
 from collections.abc import Callable
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -15,7 +14,6 @@ from costmodels import cache_files
 from costmodels.cache_files import read_cached, write_cached
 from costmodels.catalogue.parsed_files import parsed_file
 from costmodels.catalogue.yaml_files import parse
-from costmodels.tapes import store
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "not what it was": lambda path: path.write_bytes(b"\0garbage" * 99),
@@ -80,26 +78,3 @@ def test_a_parsed_file_that_is_damaged_is_parsed_again(
     kept.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
     assert parsed_file(source, parse) == {"name": "one"}
     assert parsed_file(source, lambda text, name: {}) == {"name": "one"}
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"rows": 3}', b"\xff\xfe", b"[" * 100_000])
-def test_a_damaged_tape_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: bytes
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = store.cache_path("9.9")
-    path.parent.mkdir(parents=True)
-
-    class Named:
-        name = "unit"
-
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("unit.json", content)
-    store.clear_caches()
-    try:
-        assert store.tape_of(Named(), "9.9") is None  # type: ignore[arg-type]
-        assert store.known_structures("9.9") == set()
-    finally:
-        store.clear_caches()
-    assert not path.exists()
-    assert "removed, as it cannot be read" in capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_the_version_stands_in_one_place(installed: Path, tmp_path: Path) -> Non
 
 @pytest.mark.ranks
 def test_an_installed_wheel_plans_and_trains(installed: Path, tmp_path: Path) -> None:
-    """What it reads besides its modules (models, tapes, merges of a tokenizer) is in it."""
+    """What it reads besides its modules (models, merges of a tokenizer) is in it."""
     job = ("--model", "gpt2-nano", "--device", "cpu", "--world-size", "2", "--max-global-batch-size", "4")
     out = run(installed / "planner", "suggest", *job, "--save", "plan.json", folder=tmp_path)
     assert out.startswith("tp=")

@@ -98,11 +98,8 @@ OUTSIDE = {
     "parallel.layer_chain._Chain": "runs what was compiled (`test_layer_chain`)",
     "parallel.recomputation._Inputs": "compiled layers compute again by PyTorch's checkpoints",
     "parallel.ring_attention._RingAttention": "layers that ring are compiled in two, before and after",
-    "dryrun.unit_recorder._Input": "stands for the unit before one that is recorded",
-    "dryrun.unit_recorder._Output": "stands for the unit after it",
     "dryrun.kernels._GroupedProduct": "stands for CPU kernels, of tensors without memory",
     "dryrun.kernels._FusedRmsNorm": "the same of CUDA's; not used while something compiles",
-    "dryrun.notes._Around": "stands around what is recorded",
 }
 """Those that no compiler sees, and why."""
 

@@ -15,13 +15,12 @@ import torch
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from costmodels.layers.shapes import PEAK_LOAD
-from costmodels.tapes.player.steady import enough_micro_batches
 from runtime.dryrun import run as dry
 from runtime.dryrun.memory_trace import MemoryTrace, Moment, block_bytes
 from runtime.dryrun.roles import label_layers, roles, tag_optimizer_state, tag_state
 from runtime.dryrun.run import trace
+from runtime.dryrun.steady import enough_micro_batches
 from runtime.dryrun.tracker import Tracker
-from runtime.dryrun.unit_recorder import record_unit
 from runtime.model.transformer import Transformer
 from runtime.settings.options import TrainingOptions
 from runtime.train.trainer import Trainer
@@ -339,7 +338,6 @@ def test_a_model_ends_with_its_dry_run(compiled: bool) -> None:
     """What hooks of its parameters hold, no collector sees: it must not be the model."""
     spec, reports, before = llama(), sys.excepthook, kept_models()
     trace(spec, layout_of(spec, precision="bf16", data_parallel=2), compiled=compiled)
-    record_unit(llama(1), layout_of(llama(1), precision="bf16"), "dense", compiled)
     # Fewer, where compiled functions have held one of another test.
     assert kept_models() <= before
     assert sys.excepthook is reports

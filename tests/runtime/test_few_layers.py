@@ -53,17 +53,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensor parallel": ({"layers": 11}, {"tensor_parallel": 2, "sequence_parallel": True}),
     "1f1b": ({"layers": 22}, {"pipeline_parallel": 2, "global_batch_size": 5}),
     "interleaved": (
-        {"layers": 40},
+        {"layers": 36},
         {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "schedule": "interleaved"}
         | {"global_batch_size": 8, "data_parallel": 2, "zero_stage": 1},
     ),
     "zbv": (
-        {"layers": 40},
+        {"layers": 36},
         {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "schedule": "zbv", "global_batch_size": 4},
     ),
     "uneven stages": ({"layers": 23}, {"pipeline_parallel": 2, "layers_per_stage": (10, 13)}),
     "block": (
-        {"layers": 24},
+        {"layers": 26},
         {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 13},
     ),
     "units": ({"layers": 19}, {"recompute": "full", "recompute_num_layers": 2}),

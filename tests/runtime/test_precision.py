@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ import torch
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
-from costmodels.tapes.structure import structure_of
-from runtime.dryrun.tracker import Tracker
-from runtime.dryrun.unit_build import built_unit
+from runtime.dryrun.run import fake_process_group
 from runtime.parallel.float8 import check_float8
+from runtime.parallel.mesh import build_grid
 from runtime.settings.idle_flags import idle_flag_notes
 from runtime.settings.loss_scale import LossScale, loss_scale_of
 from runtime.settings.options import TrainingOptions
+from runtime.train.stages import build_stage
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, MODELS
 from tests.support.ranks import precision as work
@@ -244,9 +243,9 @@ def test_fp8_multiplies_by_heads_that_ranks_share_as_they_join_them(head: int, o
         activation="silu",
     )
     layout = parse_layout("gbs=1,tp=4,precision=fp8", spec)
-    assert structure_of(spec, layout, "dense", compiled=False).odd_sides == odd
-    with ExitStack() as stack:
-        block, _, _ = built_unit(stack, Tracker(on_gpu=True), spec, layout, "dense", compiled=False)
+    with fake_process_group(4, 0):
+        grid = build_grid(spec, layout, torch.device("cpu"))
+        (block,) = build_stage(spec, layout, grid, 0, compiled=False).blocks
         products = {
             name.split(".")[-1]: getattr(module, "product", torch.nn.functional.linear)
             for name, module in block.named_modules()

@@ -1,18 +1,13 @@
-"""A feature of the block that nobody else knows of: recorded memory has exactly its bytes."""
+"""A feature of the block that nobody else knows of: the dry run has exactly its bytes."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 from torch import Tensor, nn
 
 from costmodels import Layout, ModelSpec
-from costmodels.tapes import player, store
-from costmodels.tapes.player import CATEGORIES
-from costmodels.tapes.player.heap import block_bytes
+from runtime.dryrun.memory_trace import block_bytes
 from runtime.dryrun.run import trace
-from runtime.dryrun.tape_recorder import recorded_tape
 from runtime.model import transformer
 from runtime.model.norms import make_norm
 from tests.support.models import LLAMA
@@ -41,26 +36,11 @@ class SecondNorm(transformer.Block):
 
 
 def forward_peak() -> dict[str, int]:
-    """Bytes by category at the highest moment of forward, as tapes recorded now play it."""
-    version = store.installed_version()
-    wanted = set(player.structures_of_stage(MODEL, LAYOUT, 0, compiled=False))
-    store.remember_tapes({one.structure: recorded_tape(one.structure) for one in wanted}, version)
-    moments = player.rank_moments(MODEL, LAYOUT, 0, compiled=False, version=version)
-    highest = next(moment for moment in moments if moment.label == "forward")
-    return dict(zip(CATEGORIES, highest.composition, strict=True))
+    """Bytes by category at the highest moment of forward."""
+    return dict(trace(MODEL, LAYOUT, compiled=False).moments["forward"].allocated)
 
 
-@pytest.fixture
-def own_tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tapes that are forgotten after the test."""
-    monkeypatch.setattr(store, "_recorded", {})
-    yield
-    store.tape_of.cache_clear()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_tapes")
-def test_a_second_norm_is_in_recorded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_norm_is_in_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     before = forward_peak()
     monkeypatch.setattr(transformer, "Block", SecondNorm)
     after = forward_peak()
@@ -72,5 +52,3 @@ def test_a_second_norm_is_in_recorded_memory(monkeypatch: pytest.MonkeyPatch) ->
     master = block_bytes(4 * MODEL.hidden // 2)
     assert after["parameters"] - before["parameters"] == MODEL.layers * master
     assert after["optimizer"] - before["optimizer"] == MODEL.layers * (2 * master + block_bytes(4))
-    traced = trace(MODEL, LAYOUT, compiled=False).moments["forward"]
-    assert sum(after.values()) == pytest.approx(traced.total, abs=4096)
