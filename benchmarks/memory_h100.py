@@ -115,7 +115,7 @@ def memory_h100(
         raise InputError(f"--rows {rows}: no column {error.args[0]}") from None
     found = []
     for row in every:
-        one = {
+        one: dict[str, Any] = {
             "model": f"{row.model.name}, {row.model.layers} layers, seq {row.model.seq}",
             "layout": f"{row.layout.describe()} {row.layout.precision} {row.layout.optimizer}",
             "skips_updates": row.skips,

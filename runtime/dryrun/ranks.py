@@ -45,10 +45,10 @@ def trace_ranks(
             found[rank] = trace
     every = {}
     per_stage = layout.world_size // layout.pipeline_parallel
-    for rank, trace in found.items():
-        assert trace is not None
+    for rank, own in found.items():
+        assert own is not None
         for other in groups[rank]:
-            every[other] = replace(trace, rank=other, pipeline_rank=other // per_stage)
+            every[other] = replace(own, rank=other, pipeline_rank=other // per_stage)
     return [every[rank] for rank in ranks]
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from math import ceil
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +33,7 @@ from runtime.dryrun.steady import enough_micro_batches, fewest_micro_batches
 from runtime.dryrun.tracker import Tracker
 from runtime.model.transformer import Transformer
 from runtime.parallel.context import local_positions
+from runtime.parallel.data import wraps_stages
 from runtime.parallel.mesh import build_grid
 from runtime.parallel.pipeline import Pipeline
 from runtime.settings.options import TrainingOptions
@@ -54,7 +56,7 @@ def trace(
     options: TrainingOptions | None = None,
     whole: bool = False,
 ) -> MemoryTrace:
-    """The memory of one rank over a training step, the second one: the first makes the optimizer's state.
+    """The memory of one rank over a training step, after others: the first one makes the optimizer's state.
 
     Of a model with many layers that are alike, models of few layers are run, which tell what it holds.
 
@@ -145,8 +147,8 @@ def dry_rank(
         yield run
 
 
-STEPS = 2
-"""The first makes the optimizer's state, and the second shows the whole."""
+PASSES_TO_CHAIN = 3
+"""Passes of a micro batch before compiled layers run as a chain (`runtime.parallel.layer_chain`)."""
 
 
 def _run_steps(
@@ -168,8 +170,10 @@ def _run_steps(
         label_layers(tracker, trainer.executor, compiled, stages.compiles_in_two(layout))
         samples = np.zeros((layout.micro_batches * layout.micro_batch_size, spec.seq + 1), np.int64)
         with collector_pause():
-            for number in range(STEPS):
-                is_last = number == STEPS - 1
+            # The first makes the optimizer's state.
+            steps = 1 + (ceil(PASSES_TO_CHAIN / warm_up) if compiled and not wraps_stages(layout) else 1)
+            for number in range(steps):
+                is_last = number == steps - 1
                 if is_last:
                     tracker.mark()
                 micro_batches = short.micro_batches if is_last else warm_up

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "units": ({"layers": 19}, {"recompute": "full", "recompute_num_layers": 2}),
     "dense layers before experts": (
-        {"layers": 22, "dense_layers": 10, **EXPERTS},
+        {"layers": 28, "dense_layers": 12, **EXPERTS},
         {"data_parallel": 2, "expert_parallel": 2, "zero_stage": 1, "global_batch_size": 4},
     ),
     "windows": ({"layers": 20, "window": 16, "attention_pattern": ("window", "window", "full")}, {}),
@@ -121,14 +121,14 @@ def test_few_compiled_layers_tell_the_peak_of_all(name: str) -> None:
 
 
 def test_layers_of_every_run_are_left_out() -> None:
-    spec = ModelSpec.model_validate(SMALL | {"layers": 40, "dense_layers": 12, **EXPERTS})
-    layout = layout_of(spec, recompute="full", recompute_method="block", recompute_num_layers=20)
+    spec = ModelSpec.model_validate(SMALL | {"layers": 60, "dense_layers": 12, **EXPERTS})
+    layout = layout_of(spec, recompute="full", recompute_method="block", recompute_num_layers=30)
     found = few_layers(spec, layout, 0)
     assert found is not None
     model, short = found.few
     # Of dense layers, layers that are recomputed, and the others four each.
     assert (model.layers, model.dense_layers, short.recompute_num_layers) == (12, 4, 8)
-    assert [(more.layers, periods) for more, _, periods in found.more] == [(13, 8), (13, 4), (13, 16)]
+    assert [(more.layers, periods) for more, _, periods in found.more] == [(13, 8), (13, 14), (13, 26)]
     for more, longer, _ in found.more:
         kinds = {more.layer_kind(layer) for layer in range(more.layers)}
         assert kinds == {spec.layer_kind(layer) for layer in range(spec.layers)}
@@ -157,8 +157,16 @@ def course(changes: list[int]) -> Course:
 
 
 def step(layers: int) -> list[int]:
-    """Layers that keep 3 of 10 bytes each; a loss; layers backward, which leave gradients of 5."""
-    return [100, *[10, -7] * layers, 50, 4 * layers, -4 * layers, -50, *[8, 5, -8, -3] * layers, 7, -7]
+    """Layers that keep 3 of 10 bytes each; a loss; layers backward, which leave gradients of 9."""
+    return [100, *[10, -7] * layers, 50, 4 * layers, -4 * layers, -50, *[9, -3] * layers, 7, -7]
+
+
+def test_steps_have_another_highest_moment_with_more_layers() -> None:
+    assert [np.cumsum(step(layers)).argmax() < 3 + 2 * layers for layers in (4, 5, 1000)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("layers", [7, 20, 1000])
@@ -166,8 +174,6 @@ def test_the_highest_moment_may_be_another_one_with_more_layers(layers: int) -> 
     whole = of_more_layers(course(step(4)), [(course(step(5)), layers - 4)])
     moment = whole.moments()["forward"]
     assert moment.total == np.cumsum(step(layers)).max()
-    # In the steps of few layers the loss is highest.
-    assert np.cumsum(step(4)).argmax() < np.cumsum(step(1000)).argmax() * 13 / 3000
 
 
 def test_changes_are_matched_from_both_ends() -> None:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 from costmodels import LatentAttention, Layout, ModelSpec, even_split
-from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
+from costmodels.spec.layout import SPLIT_BACKWARD, RecomputeMethod, Schedule
 from costmodels.spec.model_parts import MultiTokenPrediction
 from costmodels.spec.table import LayoutTable
 from planner.space.kind_rules import kind_rules
@@ -168,7 +168,7 @@ def draw_layout(choose: Choose, model: ModelSpec, blocks: Sequence[int]) -> Layo
     zero: Any = choose([0, 1, 2, 3]) if dp * cp > 1 else 0
     size, more = choose([1, 1, 2]), choose([0, 1, 2, 4])
     recompute = choose(["none", "none", "full", "selective"])
-    method = choose(["uniform", "uniform", "block"]) if recompute != "none" else "uniform"
+    method: RecomputeMethod = choose(["uniform", "uniform", "block"]) if recompute != "none" else "uniform"
     is_full = recompute == "full"
     chunks = choose([1, 1, 2, 3, 4]) if 1 < pipeline <= model.layers // 2 else 1
     chunks = min(chunks, model.layers // pipeline)
