@@ -250,8 +250,10 @@ def test_a_large_capacity_drops_nothing() -> None:
     assert torch.equal(free(x), roomy(x))
 
 
-def test_tokens_use_experts_of_the_best_groups_only() -> None:
-    x, bias = leaf(2, 16, 64, seed=7), torch.linspace(0.3, -0.3, 8)
+@pytest.mark.parametrize("offset", [0.0, -2.0])
+def test_tokens_use_experts_of_the_best_groups_only(offset: float) -> None:
+    """Whatever the sign of scores and biases together."""
+    x, bias = leaf(2, 16, 64, seed=7), offset + torch.linspace(0.3, -0.3, 8)
     for kind, best in (("max", 1), ("top2", 2)):
         spec = spec_with(score="sigmoid", groups=4, top_groups=2, group_score=kind, expert_bias=True)
         router, _, chosen = routed(spec, x, bias)
