@@ -16,6 +16,7 @@ from costmodels.layers.shapes import CHUNK_TOKENS, MOST_CHUNKS, loss_chunks
 from runtime.parallel.loss import (
     Scores,
     Vocabulary,
+    capped,
     eager_scores,
     fusible_scores,
     head_loss,
@@ -40,10 +41,14 @@ def random_head(*shape: int, entries: int, vocab: int, seed: int = 0) -> tuple[T
     return x, weight, torch.randint(0, vocab, shape, generator=generator)
 
 
-def torch_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+def torch_loss(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, softcap: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's loss in fp64 of the entries that exist, and gradients of three times that."""
     leaves = [leaf.double().clone().requires_grad_() for leaf in (x, weight)]
     logits = functional.linear(*leaves)[..., :vocab]
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     loss = functional.cross_entropy(
         logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum"
     )
@@ -61,21 +66,32 @@ def torch_loss(x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> tuple[
     padding=st.integers(0, 20),
     chunk=st.sampled_from([1, 4, CHUNK_TOKENS]),
     ignored=st.integers(0, 2),
+    softcap=st.sampled_from([0.0, 2.0]),
     seed=st.integers(0, 2**16),
 )
 def test_loss_and_gradients_are_pytorchs_without_the_padding(
-    form: str, batch: int, seq: int, vocab: int, padding: int, chunk: int, ignored: int, seed: int
+    form: str,
+    batch: int,
+    seq: int,
+    vocab: int,
+    padding: int,
+    chunk: int,
+    ignored: int,
+    softcap: float,
+    seed: int,
 ) -> None:
     x, weight, targets = random_head(batch, seq, entries=vocab + padding, vocab=vocab, seed=seed)
     targets.view(-1)[:ignored] = IGNORED_TARGET
     leaves = [leaf.clone().requires_grad_() for leaf in (x, weight)]
     vocabulary = Vocabulary(vocab)
     scores: Scores = partial(FORMS[form], vocabulary)
+    if softcap:
+        scores = capped(scores, softcap)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shapes, "CHUNK_TOKENS", chunk)
         loss = head_loss(leaves[0], leaves[1], targets, vocabulary, 3.0, scores)
     loss.backward()
-    expected, x_gradient, weight_gradient = torch_loss(x, weight, targets, vocab)
+    expected, x_gradient, weight_gradient = torch_loss(x, weight, targets, vocab, softcap)
     torch.testing.assert_close(loss.double(), 3 * expected, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(leaves[0].grad, x_gradient.float(), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(leaves[1].grad, weight_gradient.float(), rtol=1e-5, atol=1e-4)

@@ -17,6 +17,7 @@ from costmodels import ModelSpec
 from costmodels.catalogue import load_model
 from costmodels.spec.model_flops import flops_per_sequence
 from planner.inputs.cluster import resolve_cluster
+from runtime.job import loop
 from runtime.job.loop import Loop
 from runtime.job.metrics import (
     Recorder,
@@ -27,6 +28,7 @@ from runtime.job.metrics import (
     throughput,
 )
 from runtime.logs.metrics_file import METRICS_FILE, MetricsReader, drop_metrics_after, read_metrics
+from runtime.train.trainer import StepResult
 from tests.support.layouts import layout_of
 from tests.support.ranks.training import logged_peak
 from tests.support.worker_pool import WorkerPool
@@ -275,3 +277,85 @@ def test_the_peak_that_is_logged_is_that_of_the_fullest_rank(pool: WorkerPool) -
     # More than fp32 tells apart.
     held = [2**36 + 1, 2**36 + 3, 2**36 + 2]
     assert pool.run(logged_peak, 3, held) == [2**36 + 3] * 3
+
+
+def step_of(loss: float, norm: float, rate: float, skipped: bool, further: list[float]) -> StepResult:
+    """A step as the trainer reports it."""
+    return StepResult(
+        torch.tensor(loss), torch.tensor(norm), rate, 2.0**rate, skipped, further=torch.tensor(further)
+    )
+
+
+def test_figures_of_a_log_line_are_of_the_steps_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "largest_of_ranks", lambda held, device: held + 7)
+    monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: 5000)
+    told: list[tuple[dict[str, Any], int, int]] = []
+    cluster = resolve_cluster("a100-80g", 8)
+    layout = layout_of(SPEC, data_parallel=8, global_batch_size=8)
+    run: Any = SimpleNamespace(
+        trainer=SimpleNamespace(iteration=14, grid=SimpleNamespace(device=torch.device("cpu")), balance=None),
+        plan=SimpleNamespace(
+            model=SPEC, layout=layout, cluster=cluster, estimate=SimpleNamespace(step_time_s=0.5)
+        ),
+        results=[
+            step_of(4.0, 9.0, 3.0, False, [1.0, 2.0]),
+            step_of(math.inf, math.inf, 4.0, True, [math.inf, math.inf]),
+            step_of(math.nan, math.nan, 4.0, True, [math.nan, math.nan]),
+            step_of(2.0, 1.5, 5.0, False, [3.0, 6.0]),
+        ],
+        profiled_s=[9.0],
+        profiler_bytes=1000,
+        slow_ranks=SimpleNamespace(line=str),
+        consumed_samples=132,
+        logged_samples=100,
+        batch=9,
+        figures=[],
+        recorder=SimpleNamespace(step=lambda *arguments: told.append(arguments)),
+        _tell_step=lambda metrics, sequences: None,
+    )
+    # Three steps of 2 s each, and a profiled one that the clock has left out.
+    Loop.log(run, 6.0)
+    [(metrics, consumed, batch)] = told
+    assert (consumed, batch) == (132, 9)
+    sequences_per_s = (132 - 100) / 4 / 2.0
+    flops = flops_per_sequence(SPEC) * sequences_per_s / 8
+    assert metrics == {
+        "iteration": 14,
+        "loss": 3.0,
+        "learning_rate": 5.0,
+        "grad_norm": 1.5,
+        "step_time_s": 2.0,
+        "predicted_step_time_s": 0.5,
+        "tokens_per_s": pytest.approx(sequences_per_s * SPEC.seq),
+        "tflops_per_device": pytest.approx(flops / 1e12),
+        "mfu": pytest.approx(flops / cluster.device.peak_flops["fp32"]),
+        "peak_memory_bytes": 4007,
+        "nan_iterations": 2,
+        "loss_scale": 32.0,
+        "skipped_iterations": 2,
+        "mtp_losses": [2.0, 4.0],
+    }
+    assert run.figures == [(2.0, 4007)]
+    # The next line begins anew.
+    assert (run.results, run.profiled_s, run.logged_samples) == ([], [], 132)
+
+
+def test_a_test_at_the_end_is_of_its_own_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    kept: list[tuple[Any, ...]] = []
+    run: Any = SimpleNamespace(
+        datasets=SimpleNamespace(valid="valid", test="test"),
+        mean_loss=lambda samples: {"valid": 3.0, "test": 5.0}[samples],
+        trainer=SimpleNamespace(iteration=40),
+        recorder=SimpleNamespace(evaluation=lambda *arguments: kept.append(arguments)),
+        consumed_samples=320,
+        evaluated_at=-1,
+    )
+    for _ in range(2):
+        # Not twice at one iteration.
+        Loop.evaluate(run)
+    Loop.test(run)
+    assert kept == [(40, 3.0, 320), (40, 5.0, 320, "test")]
+    assert [line.split("|")[0].strip() for line in capsys.readouterr().out.splitlines()] == [
+        "validation loss at iteration 40",
+        "test loss at iteration 40",
+    ]
