@@ -85,7 +85,7 @@ def test_what_is_gathered_has_a_byte_for_each_weight(pool: WorkerPool) -> None:
 def test_products_by_one_scale_are_those_of_rounded_operands() -> None:
     """Weights and activations have E4M3, gradients of results E5M2, each scaled so that its largest fits."""
     # It brings PyTorch's compiler.
-    from runtime.parallel.float8_tensorwise import tensorwise_linear
+    from runtime.parallel.float8_tensorwise import narrow, tensorwise_linear
 
     generator = torch.Generator().manual_seed(0)
     x, weight, pull = (torch.randn(*sides, generator=generator) for sides in ((32, 48), (16, 48), (32, 16)))
@@ -94,6 +94,9 @@ def test_products_by_one_scale_are_those_of_rounded_operands() -> None:
         scale = torch.finfo(dtype).max / matrix.abs().max()
         return (matrix * scale).to(dtype).float() / scale
 
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        # The largest element is the largest of the format: no bit of its range is lost.
+        assert narrow(x, dtype).elements.float().abs().max() == torch.finfo(dtype).max
     narrow_x, narrow_weight = (rounded(one, torch.float8_e4m3fn) for one in (x, weight))
     narrow_pull = rounded(pull, torch.float8_e5m2)
     leaves = [x.requires_grad_(), weight.requires_grad_()]
