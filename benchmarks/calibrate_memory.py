@@ -27,7 +27,8 @@ TARGET = Path(costmodels.catalogue.__file__).with_name("calibrated_memory.yaml")
 HEADER = """\
 # Memory constants fitted to published peaks; not to be edited by hand, but written by
 #   python -m benchmarks.calibrate_memory --rows FILE... --write
-# Priors of each fit are in memory_fits.yaml; it sees half of the rows of its sources.
+# Priors of each fit are in memory_fits.yaml; it sees half of the rows of its sources. Ranges of the bundled
+# engine's memory are fitted to dry runs, by python -m benchmarks.closed_memory --write.
 """
 
 

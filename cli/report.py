@@ -31,6 +31,7 @@ SHORT_HEADINGS = {
     "reserve": "resv.",
     "context": "ctx.",
     "communicators": "NCCL",
+    "doubt": "range",
 }
 """Headings of the parts of memory; the others are headed by their names."""
 
@@ -118,6 +119,11 @@ def _print_winner(screen: Console, plan: Plan) -> None:
     low, high = in_seconds(estimate.step_time_low_s), in_seconds(estimate.step_time_high_s)
     screen.print(f"step {in_seconds(estimate.step_time_s)}: {', '.join(shares)}")
     screen.print(f"range {low} to {high}: holds four of five measured steps")
+    if 0 < estimate.peak_memory_low_bytes < estimate.peak_memory_bytes:
+        least, most = (one / GIB for one in (estimate.peak_memory_low_bytes, estimate.peak_memory_bytes))
+        screen.print(
+            f"a device needs {least:.1f} to {most:.1f} GiB by closed forms, of which the latter has to fit"
+        )
     given = plan.cluster.memory_margin_bytes is not None
     beside = "the margin given" if given else "the allocator's reserve, driver context and communicators"
     limits = " and ".join(f"{part.memory_bytes / GIB:.1f}" for part in plan.cluster.parts or (plan.cluster,))

@@ -133,6 +133,7 @@ class Prices:
             time=StepTime(**{part: float(seconds[0]) for part, seconds in one.time.items()}),
             memory=stages,
             peak_memory_bytes=one.peak_memory_bytes[0],
+            peak_memory_low_bytes=one.peak_memory_bytes[0] - 2 * one.memory["doubt"][0],
             tokens_per_s=one.tokens_per_s[0],
             tokens_per_s_per_device=one.tokens_per_s_per_device[0],
             tflops_per_device=one.tflops_per_device[0],

@@ -20,6 +20,7 @@ from costmodels.memory.moments import (
     lets_go,
     passes_in_flight,
 )
+from costmodels.memory.ranges import row_share
 from costmodels.memory.states import (
     copied_rows,
     model_states,
@@ -191,7 +192,8 @@ def gathered_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: 
     """
     frees = sharded_parameter_rows(table)
     each = frees * engine.memory_policy(table.precision).gathered
-    found = _gathered_layers(engine, table, sizes, ranks) + end_parameters(sizes, ranks) * each[:, None]
+    found: Floats = _gathered_layers(engine, table, sizes, ranks)
+    found = found + end_parameters(sizes, ranks) * each[:, None]
     if table.fp8_param_gather:
         # One byte less, but of routed experts.
         own = np.maximum(sizes.dense_layer, sizes.moe_layer)[:, None] * (ranks.layers > 0)
@@ -370,12 +372,13 @@ def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes,
     policy = engine.memory_policy(table.precision)
     frees = sharded_parameter_rows(table)
     each = reduction_element_bytes(engine, table)
-    dense = each * sizes.dense_layer - sizes.dense_activations
+    dense: Floats = each * sizes.dense_layer - sizes.dense_activations
     dense = dense - np.where(frees, 0.0, policy.gathered * sizes.dense_layer)
     # Experts are gathered and reduced by themselves, and not before they are needed.
-    moe = each * np.maximum(sizes.moe_layer, sizes.experts) - sizes.moe_activations
-    moe = moe - policy.gathered * (np.where(frees, 2, 1) * sizes.experts + ~frees * sizes.moe_layer)
-    found = rows * np.maximum(np.maximum(dense, moe), 0.0)
+    moe: Floats = each * np.maximum(sizes.moe_layer, sizes.experts) - sizes.moe_activations
+    moe = moe - policy.gathered * np.where(frees, 2 * sizes.experts, sizes.experts + sizes.moe_layer)
+    most: Floats = np.maximum(np.maximum(dense, moe), 0.0)
+    found: Floats = np.where(rows, most, 0.0)
     result: Floats = found[:, None] * (ranks.layers > 1)
     return result
 
@@ -528,4 +531,15 @@ def stage_memory(
         lost = lost + sizes.score_reserve[:, None] * (ranks.layers > 0)
     for name, bytes_ in permanent_bytes(engine, sizes, ranks).items():
         parts[name] = parts[name] + bytes_
-    return parts | margin_bytes(cluster, engine, table, lost, bool(sizes.experts.any()))
+    margin = margin_bytes(cluster, engine, table, lost, bool(sizes.experts.any()))
+    return parts | {"doubt": doubt_bytes(cluster, engine, table, sizes, parts)} | margin
+
+
+def doubt_bytes(
+    cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, tensors: dict[str, Floats]
+) -> Floats:
+    """Half the width of the range of all tensors, bytes [n, k]; none where a margin is given for all."""
+    share = np.maximum(sizes.doubt, row_share(engine, table, bool(sizes.experts.any())))
+    if cluster.memory_margin_bytes is not None or not share.any():
+        return ZERO
+    return share[:, None] * parts_total(tensors)

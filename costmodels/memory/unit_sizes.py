@@ -12,6 +12,7 @@ from costmodels.layers.further_tokens import joining_bytes, joining_parameters
 from costmodels.layers.operators import padded_vocabulary
 from costmodels.layers.shapes import element_bytes, loss_chunks, tokens
 from costmodels.memory.activations import activation_bytes, output_gradient_bytes
+from costmodels.memory.ranges import model_share
 from costmodels.ranks.rank_layers import Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD
@@ -67,6 +68,8 @@ class UnitSizes:
     """The input of a layer, gathered over tensor-parallel ranks that split its sequence; otherwise 0."""
     layer_output: Floats
     """The output of a layer, which the next stage gets."""
+    doubt: Floats
+    """Half the width of the range that the tensors of all layouts of the model have, as a share of them."""
     layer_tables: Floats
     """Bytes that each layer has for good besides its states."""
     score_reserve: Floats
@@ -272,6 +275,7 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         / tp
         * engine.allocator.score_reserve
         * (not engine.attention.flash),
+        doubt=zero + model_share(model, engine),
         layer_tables=zero + 4.0 * model.seq * model.head_dim * engine.allocator.rotary_tables,
     )
 

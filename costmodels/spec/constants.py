@@ -281,6 +281,38 @@ class AllocatorConstants(Constants):
     """Device memory of the buffers of one process group, outside of the allocator."""
 
 
+class MemoryRangeConstants(Constants):
+    """Half the width of the range of a step's tensors by kind of layout, as a share of them: the widest."""
+
+    usual: NonNegative = 0.0
+    """All others."""
+    experts: NonNegative = 0.0
+    ring: NonNegative = 0.0
+    """Context parallelism in a ring."""
+    split_backward: NonNegative = 0.0
+    zbv: NonNegative = 0.0
+    full_recompute: NonNegative = 0.0
+    unusual_recompute: NonNegative = 0.0
+    """Recomputation of blocks, or of several layers from one input."""
+    further_tokens: NonNegative = 0.0
+    """Modules that predict further tokens."""
+    linear: NonNegative = 0.0
+    """Layers with linear attention."""
+    capped: NonNegative = 0.0
+    """Capped scores of attention."""
+    windows: NonNegative = 0.0
+    capacity: NonNegative = 0.0
+    """Experts of a limited capacity."""
+    adapters: NonNegative = 0.0
+    formats: NonNegative = 0.0
+    """Number formats other than those of 16 bits."""
+    optimizers: NonNegative = 0.0
+    """Optimizers whose states are smaller than weights."""
+    offload: NonNegative = 0.0
+    graphs: NonNegative = 0.0
+    """CUDA graphs."""
+
+
 class ShardingConstants(Constants):
     """Sharding and reduction of data parallelism."""
 

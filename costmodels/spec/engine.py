@@ -17,6 +17,7 @@ from costmodels.spec.constants import (
     GemmConstants,
     HostConstants,
     LossConstants,
+    MemoryRangeConstants,
     NetworkConstants,
     OverlapConstants,
     ShardingConstants,
@@ -96,6 +97,7 @@ class Engine(Record):
     activations: ActivationConstants = ActivationConstants()
     loss: LossConstants = LossConstants()
     allocator: AllocatorConstants
+    memory_range: MemoryRangeConstants = MemoryRangeConstants()
     sharding: ShardingConstants = ShardingConstants()
     experts: ExpertConstants = ExpertConstants()
     measured_layers: tuple[MeasuredLayer, ...] = ()

@@ -63,6 +63,8 @@ class StageMemory(Record):
     """Buffers of the communication library for all process groups, outside of the allocator."""
     margin: NonNegative = 0.0
     """Bytes that the user sets aside instead of the last three."""
+    doubt: NonNegative = 0.0
+    """Bytes by which tensors may be more than said before, or fewer: half the width of their range."""
     absent: NonNegative = 0.0
     """Bytes that a device of this kind has less than `Cluster.memory_bytes` on nodes of two kinds; they count
     as taken, so that all totals have one limit."""
@@ -79,7 +81,7 @@ class StageMemory(Record):
     @property
     def allocated(self) -> float:
         """Bytes of tensors, as `torch.cuda.max_memory_allocated` counts them."""
-        return self.total - self.overhead
+        return self.total - self.overhead - self.doubt
 
     @property
     def reserved(self) -> float:
@@ -94,7 +96,7 @@ class StageMemory(Record):
 
     @property
     def total(self) -> float:
-        """Bytes that the device must have at the peak: reserved ones, driver context and communicators."""
+        """Bytes that the device must have at the peak: reserved ones, context, communicators and `doubt`."""
         return float(sum(getattr(self, part) for part in type(self).model_fields))
 
 
@@ -109,7 +111,10 @@ class Estimate(Record):
     memory: tuple[StageMemory, ...]
     """One entry for each pipeline rank."""
     peak_memory_bytes: Positive
-    """The largest `StageMemory.total` of the pipeline ranks: what must be within the memory of a device."""
+    """The largest `StageMemory.total` of the pipeline ranks: what must be within the memory of a device, as
+    the upper end of the range in which the dry run is expected."""
+    peak_memory_low_bytes: NonNegative = 0.0
+    """Lower end of that range, of the same pipeline rank; 0 in plans that do not say."""
     tokens_per_s: Positive
     """Tokens of all devices together."""
     tokens_per_s_per_device: Positive

@@ -37,5 +37,5 @@ def predicted_peak(plan: Plan) -> Prediction:
     if plan.cluster.device.kind == "cpu":
         peak = plan.estimate.peak_memory_bytes
     else:
-        peak = max(stage.total - stage.overhead for stage in plan.estimate.memory)
+        peak = max(stage.allocated for stage in plan.estimate.memory)
     return Prediction(peak, peak * (1 - PEAK_TOLERANCE), peak * (1 + PEAK_TOLERANCE))

@@ -218,7 +218,7 @@ def test_margin_terms_add_up_and_one_number_replaces_them(
     assert stage.reserve == pytest.approx(usual.allocator.fragmentation * (stage.activations + stage.logits))
     assert stage.overhead == stage.context + stage.communicators + stage.reserve
     assert stage.reserved == pytest.approx(stage.allocated + stage.reserve)
-    assert stage.total == pytest.approx(stage.reserved + stage.context + stage.communicators)
+    assert stage.total == pytest.approx(stage.reserved + stage.context + stage.communicators + stage.doubt)
     assert estimate.peak_memory_bytes == pytest.approx(max(each.total for each in estimate.memory))
     for bytes_ in (0.0, 3.0 * GIB):
         told = cluster(8).model_copy(update={"memory_margin_bytes": bytes_})
@@ -272,7 +272,7 @@ def test_parts_that_broadcast_add_up_as_whole_ones(
 
 def test_fitted_memory_constants_reach_the_engines() -> None:
     fits = catalogue_file("calibrated_memory.yaml")["engines"]
-    assert set(fits) == {"aleph-scaling", "bloom", "nanotron"}
+    assert set(fits) == {"aleph-scaling", "bloom", "bundled", "nanotron"}
     for name, fit in fits.items():
         engine = load_engine(name)
         assert engine == engine.with_constants(fit["constants"])

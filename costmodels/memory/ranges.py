@@ -1,0 +1,75 @@
+"""How far the tensors of a step may be off by closed forms, as a share of them, by the kind of layout.
+
+`python -m benchmarks.closed_memory` fits the shares to dry runs. A layout of several kinds has the widest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from costmodels.spec.constants import MemoryRangeConstants
+from costmodels.spec.engine import Engine
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.table import FULL, OPTIMIZERS, RING, Bools, Floats, LayoutTable
+
+KINDS = tuple(MemoryRangeConstants.model_fields)
+"""Kinds of layouts and of models, the usual one first."""
+
+EXACT_OPTIMIZERS = tuple(OPTIMIZERS.index(name) for name in ("adam", "sgd", "muon"))
+"""Optimizers whose states are as large as their weights, or some of them."""
+
+
+def kinds_of_model(model: ModelSpec) -> dict[str, bool]:
+    """Which kinds a model is of."""
+    attention = set(model.attention_pattern)
+    return {
+        "further_tokens": model.mtp_depths > 0,
+        "linear": "linear" in attention,
+        "capped": model.attention_softcap > 0,
+        "windows": "window" in attention,
+        "capacity": model.router.capacity_factor > 0,
+        "adapters": model.lora is not None,
+    }
+
+
+def kinds_of_rows(table: LayoutTable, experts: bool) -> dict[str, Bools]:
+    """The rows of each kind, [n].
+
+    Args:
+        experts: the model has some.
+    """
+    every = np.ones(len(table), dtype=np.bool_)
+    return {
+        "usual": every,
+        "experts": every & experts,
+        "ring": (table.context_parallel > 1) & (table.context_parallel_form == RING),
+        "split_backward": table.runs(*SPLIT_BACKWARD),
+        "zbv": table.runs("zbv"),
+        "full_recompute": table.recompute == FULL,
+        "unusual_recompute": (table.recompute_num_layers > 1) | (table.recompute_method > 0),
+        "formats": every & (table.precision not in ("bf16", "fp16")),
+        "optimizers": ~np.isin(table.optimizer, EXACT_OPTIMIZERS),
+        "offload": table.offload_activations | table.offload_optimizer,
+        "graphs": table.cuda_graphs,
+    }
+
+
+def model_share(model: ModelSpec, engine: Engine) -> float:
+    """Half the width of the range that all layouts of a model have at least, as a share of their tensors."""
+    return _widest(engine.memory_range, kinds_of_model(model))
+
+
+def row_share(engine: Engine, table: LayoutTable, experts: bool) -> Floats:
+    """Half the width of the range of each row, whatever its model, as a share of its tensors, [n]."""
+    share: Floats = np.zeros(len(table))
+    for kind, rows in kinds_of_rows(table, experts).items():
+        if width := getattr(engine.memory_range, kind):
+            share = np.where(rows, np.maximum(share, width), share)
+    return share
+
+
+def _widest(widths: MemoryRangeConstants, kinds: Mapping[str, bool]) -> float:
+    return float(max(getattr(widths, kind) * held for kind, held in kinds.items()))
