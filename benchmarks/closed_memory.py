@@ -1,64 +1,228 @@
-"""The closed form of memory, by which the search ranks all layouts, against played tapes.
+"""Closed forms of memory, by which the search ranks all layouts, against dry runs of the runtime.
 
-python -m benchmarks.closed_memory [--rows N] [--seed S] [--record] [--json]
+python -m benchmarks.closed_memory [--rows N] [--seed S] [--minutes M] [--only JOB]... [--write] [--json]
 
-Legal layouts are drawn from the searches of some jobs, whether they fit or not. Compared are bytes of tensors
-on the fullest pipeline rank. Layouts whose units have no tape are left out, and counted, or recorded first.
+Legal layouts are drawn from the searches of some jobs, whether they fit or not. The jobs have few layers: the
+peak of a rank is linear in them. Compared are bytes of tensors on the fullest pipeline rank, of those that are
+the fullest by either.
+
+Decisions are those at limits between 80 and 120 % of what a layout takes, all of them equally likely: admitted
+are layouts whose upper end fits and whose dry run does not, rejected those where it is the other way round.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
+import yaml
 
-from costmodels.pricing import price
-from costmodels.ranks.reductions import parts_total
-from costmodels.spec.layout import SPLIT_BACKWARD, Layout
-from costmodels.spec.table import Floats
-from costmodels.tapes import player
+import costmodels.catalogue
+from benchmarks.calibrate_memory import HEADER
+from costmodels import Layout, ModelSpec
+from costmodels.catalogue.yaml_files import catalogue_file
+from costmodels.errors import InputError
+from costmodels.memory.ranges import KINDS, kinds_of_model, kinds_of_rows
+from costmodels.rank_costs import RankCosts
+from costmodels.spec.layout import SPLIT_BACKWARD
+from costmodels.spec.table import Floats, LayoutTable
 from planner import search
+from planner.inputs.model import resolve_model
 from planner.options.flags import run
-from tests.support.played_memory import UnknownError, record
+from planner.problem import Problem
+from runtime.dryrun.memory_trace import CATEGORIES
+from runtime.processes.pools import spawn_context
 
-Job = tuple[str, int, str, int]
-"""Model, devices, kind of device, largest batch."""
+TARGET = Path(costmodels.catalogue.__file__).with_name("calibrated_memory.yaml")
 
-JOBS: tuple[Job, ...] = (
-    ("gpt2-xl", 8, "a100-80g", 64),
-    ("llama2-7b", 8, "a100-80g", 64),
-    ("llama3-8b", 64, "h100", 128),
-    ("llama2-70b", 64, "a100-80g", 128),
-    ("llama3-70b", 256, "h100", 512),
-    ("gpt3-175b", 512, "h100", 1024),
-    ("qwen3-8b", 32, "h100", 128),
-    ("mixtral-8x7b", 64, "h100", 128),
-    ("deepseek-v3", 1024, "h100", 2048),
-)
 
-LOW = 0.02
-"""An estimate that is lower by more than this share lets layouts in that do not fit."""
+class Job(NamedTuple):
+    """What layouts are drawn from."""
+
+    model: str
+    world_size: int
+    device: str
+    batch: int
+    """The largest global batch."""
+    pins: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = {}
+    """Of the model, in the place of those of the catalogue."""
+
+    def spec(self) -> ModelSpec:
+        """The model, with few layers."""
+        known = resolve_model(self.model).model_dump()
+        router = {**known["router"], **self.fields.get("router", {})}
+        return ModelSpec.model_validate({**known, "layers": 8, **self.fields, "router": router})
+
+
+LORA = {"rank": 16, "alpha": 32.0}
+
+USUAL = {
+    "gpt2-xl": Job("gpt2-xl", 8, "a100-80g", 64),
+    "gpt3-13b": Job("gpt3-13b", 32, "h100", 64),
+    "llama2-7b": Job("llama2-7b", 8, "a100-80g", 64),
+    "llama3-8b": Job("llama3-8b", 64, "h100", 128),
+    "llama2-70b": Job("llama2-70b", 64, "a100-80g", 128),
+    "llama3-70b": Job("llama3-70b", 128, "h100", 256),
+    "qwen3-8b": Job("qwen3-8b", 32, "h100", 128),
+    "mixtral-8x7b": Job("mixtral-8x7b", 32, "h100", 128),
+    "qwen3-30b-a3b": Job("qwen3-30b-a3b", 16, "h100", 64),
+    "qwen1.5-moe-a2.7b": Job("qwen1.5-moe-a2.7b", 8, "h100", 32),
+    "deepseek-v2-lite": Job("deepseek-v2-lite", 16, "h100", 64),
+    "gpt-oss-20b": Job("gpt-oss-20b", 8, "h100", 32),
+    "gemma-3-12b": Job("gemma-3-12b", 8, "h100", 32),
+    "zero 3 with experts": Job("qwen3-30b-a3b", 16, "h100", 32, ("zero=3",)),
+}
+"""Kinds that most jobs are of."""
+
+OTHERS = {
+    "further tokens": Job("deepseek-v3", 32, "h100", 64),
+    "linear attention": Job("qwen3-next-80b-a3b", 16, "h100", 32),
+    "capped scores": Job("gemma-2-9b", 8, "h100", 32),
+    "fp8 rowwise": Job("qwen3-8b", 8, "h100", 32, ("precision=fp8",)),
+    "fp8 tensorwise": Job("llama3-8b", 8, "h100", 32, ("precision=fp8", "fp8_recipe=tensorwise")),
+    "fp32": Job("gpt2-xl", 8, "a100-80g", 32, ("precision=fp32",)),
+    "muon": Job("llama3-8b", 8, "h100", 32, ("optimizer=muon",)),
+    "adam8bit": Job("llama3-8b", 8, "h100", 32, ("optimizer=adam8bit",)),
+    "adafactor": Job("llama3-8b", 8, "h100", 32, ("optimizer=adafactor",)),
+    "offloaded optimizer": Job("llama3-8b", 8, "h100", 32, ("offload_optimizer=true",)),
+    "offloaded activations": Job("qwen3-8b", 8, "h100", 32, ("offload_activations=true",)),
+    "lora": Job("llama3-8b", 8, "h100", 32, (), {"lora": LORA}),
+    "qlora": Job("llama3-8b", 8, "h100", 32, (), {"lora": {**LORA, "quantize_base": "nf4"}}),
+    "capacity": Job("mixtral-8x7b", 16, "h100", 32, (), {"router": {"capacity_factor": 1.0}}),
+    "block": Job(
+        "llama3-8b", 8, "h100", 32, ("recompute=full", "recompute_method=block", "recompute_num_layers=2")
+    ),
+    "graphs": Job("qwen3-0.6b", 8, "h100", 32, ("cuda_graphs=true",)),
+}
+"""Other kinds, a job each."""
+
+JOBS = {**USUAL, **OTHERS}
+
+NEAR = 0.2
+"""How far limits of memory are from what a layout takes, at most."""
+
+COVERED = 0.9
+"""The share of dry runs that are to be within the upper end of the range of their kind."""
+
+FEW = 12
+"""Layouts of a kind below which no range is fitted to them."""
+
+
+class Drawn(NamedTuple):
+    """One layout of a job."""
+
+    job: str
+    model: ModelSpec
+    layout: Layout
+    closed: float
+    """Bytes of tensors by closed forms, with the workspaces of libraries."""
+    doubt: float
+    """Half the width of their range, in bytes."""
+    workspace: float
+    ranks: tuple[int, ...]
+    """Pipeline ranks that may be the fullest."""
 
 
 class Compared(NamedTuple):
-    """One layout."""
+    """Closed forms of one layout beside its dry run."""
 
-    layout: Layout
-    experts: bool
-    error: float
-    """Of the closed form, as a share of what is played."""
+    drawn: Drawn
+    traced: float
+    """Bytes of tensors of the fullest of its ranks, with the workspaces of libraries."""
+
+    @property
+    def error(self) -> float:
+        """The closed form less the dry run, as a share of the latter."""
+        return self.drawn.closed / self.traced - 1
+
+    @property
+    def upper(self) -> float:
+        """The same of the upper end of the range."""
+        return (self.drawn.closed + self.drawn.doubt) / self.traced - 1
+
+
+def drawn_layouts(name: str, rows: int, rng: np.random.Generator) -> list[Drawn]:
+    """Some layouts of a job."""
+    job = JOBS[name]
+    result = search(
+        job.spec(),
+        world_size=job.world_size,
+        device=job.device,
+        max_global_batch_size=job.batch,
+        pin=list(job.pins),
+        device_memory_gib=4000.0,
+    )
+    chosen = result.table.take(rng.permutation(len(result.table))[:rows])
+    return [_drawn(name, result.problem, chosen, row) for row in range(len(chosen))]
+
+
+def _drawn(name: str, problem: Problem, table: LayoutTable, row: int) -> Drawn:
+    layout = table.layout(row)
+    memory = RankCosts.of_all(problem.model, problem.cluster, problem.engine, table, row).memory
+    ranks = 1, layout.pipeline_parallel
+    tensors: Floats = sum((np.broadcast_to(memory[part], ranks)[0] for part in CATEGORIES), np.zeros(()))
+    fullest = np.argsort(-tensors)[:2].tolist()
+    engine = problem.engine.for_device(problem.cluster.device)
+    return Drawn(
+        job=name,
+        model=problem.model,
+        layout=layout,
+        closed=float(tensors.max()),
+        doubt=float(np.broadcast_to(memory["doubt"], ranks)[0][fullest[0]]),
+        workspace=engine.allocator.workspace_bytes,
+        ranks=tuple(sorted({*fullest, 0, layout.pipeline_parallel - 1})),
+    )
+
+
+def traced_bytes(drawn: Drawn) -> float:
+    """Bytes of the fullest of the ranks of a layout, by their dry runs."""
+    # Only here: it takes seconds, and the processes that draw do without.
+    from runtime.dryrun.run import trace
+
+    compiled = drawn.layout.schedule not in SPLIT_BACKWARD
+    peaks = [
+        trace(drawn.model, drawn.layout, pipeline_rank=rank, compiled=compiled).peak.total
+        for rank in drawn.ranks
+    ]
+    return max(peaks) + drawn.workspace
+
+
+def compared(every: Sequence[Drawn], processes: int, minutes: float) -> Iterator[Compared]:
+    """Layouts whose dry runs end in so many minutes; those that the runtime refuses are named."""
+    end = time.monotonic() + 60 * minutes
+    with ProcessPoolExecutor(processes, mp_context=spawn_context()) as pool:
+        futures = {pool.submit(traced_bytes, one): one for one in every}
+        for number, future in enumerate(as_completed(futures), start=1):
+            if future.cancelled():
+                continue
+            try:
+                yield Compared(futures[future], future.result())
+            except (InputError, RuntimeError, NotImplementedError) as error:
+                print(f"{futures[future].layout.describe()}: {error}", file=sys.stderr)
+            if number % 20 == 0:
+                print(f"{number} of {len(every)} layouts", file=sys.stderr)
+            if time.monotonic() > end:
+                for other in futures:
+                    other.cancel()
 
 
 def kinds_of(one: Compared) -> Iterator[str]:
-    """The kinds that a layout is of."""
-    layout = one.layout
-    yield "all"
-    yield "experts" if one.experts else "dense"
+    """The kinds that a layout is of in the table."""
+    layout, model = one.drawn.layout, one.drawn.model
+    if one.drawn.job in OTHERS:
+        yield one.drawn.job
+        return
+    yield "all usual"
+    yield "experts" if model.experts else "dense"
     yield f"recompute {layout.recompute}"
     yield f"zero {layout.zero_stage}" if layout.data_parallel * layout.context_parallel > 1 else "one replica"
     yield "no pipeline" if layout.pipeline_parallel == 1 else f"schedule {layout.schedule}"
@@ -66,83 +230,103 @@ def kinds_of(one: Compared) -> Iterator[str]:
         yield "sequence parallel" if layout.sequence_parallel else "tensor parallel"
     if layout.context_parallel > 1:
         yield f"context {layout.context_parallel_form}"
-    for name in ("activations", "optimizer"):
-        if getattr(layout, f"offload_{name}"):
-            yield f"offload {name}"
-
-
-def compared(job: Job, rows: int, rng: np.random.Generator, records: bool) -> tuple[list[Compared], int]:
-    """Some layouts of a job, and how many others have no tapes; `records` makes those that can be made."""
-    model, world_size, device, batch = job
-    result = search(model, world_size=world_size, device=device, max_global_batch_size=batch)
-    problem = result.problem
-    chosen = rng.permutation(len(result.table))[:rows]
-    table = result.table.take(np.sort(chosen))
-    where = problem.model, problem.cluster, problem.engine
-    engine = problem.engine.for_device(problem.cluster.device)
-    parts = price(*where, table).memory
-    closed: Floats = parts_total({name: parts[name][:, None] for name in player.CATEGORIES})[:, 0]
-    found, unknown = [], 0
-    for row, estimate in enumerate(closed.tolist()):
-        layout = table.layout(row)
-        compiled = layout.schedule not in SPLIT_BACKWARD
-        if records:
-            with suppress(UnknownError):
-                record(problem.model, layout, compiled)
-        if not player.plays(problem.model, layout, compiled):
-            unknown += 1
-            continue
-        totals, _ = player.rank_peaks(problem.model, [layout], compiled)
-        exact = totals.max() + engine.allocator.workspace_bytes
-        found.append(Compared(layout, problem.model.experts > 0, estimate / exact - 1))
-    return found, unknown
 
 
 def by_kind(every: Sequence[Compared]) -> list[dict[str, Any]]:
-    """Errors of each kind, that of all first."""
-    errors: defaultdict[str, list[float]] = defaultdict(list)
+    """Errors of each kind, that of all usual ones first."""
+    kinds: defaultdict[str, list[Compared]] = defaultdict(list)
     for one in every:
         for kind in kinds_of(one):
-            errors[kind].append(one.error)
-    return [
-        {
-            "kind": kind,
-            "layouts": len(some),
-            "median": float(np.median(some)),
-            "mean_size": float(np.mean(np.abs(some))),
-            "least": min(some),
-            "most": max(some),
-            "too_low": float(np.mean(np.array(some) < -LOW)),
+            kinds[kind].append(one)
+    order = sorted(kinds, key=lambda kind: (kind != "all usual", kind in OTHERS, kind))
+    return [_row(kind, kinds[kind]) for kind in order]
+
+
+def _row(kind: str, some: Sequence[Compared]) -> dict[str, Any]:
+    error, upper = (np.array([getattr(one, name) for one in some]) for name in ("error", "upper"))
+    size = np.abs(error)
+    return {
+        "kind": kind,
+        "layouts": len(some),
+        "median": float(np.median(size)),
+        "mean": float(size.mean()),
+        "p98": float(np.quantile(size, 0.98)),
+        "within_5": float(np.mean(size <= 0.05)),
+        "too_low": float(np.mean(error < -0.03)),
+        "range": float(np.mean([one.drawn.doubt / one.drawn.closed for one in some])),
+        "covered": float(np.mean(upper >= 0)),
+        "admitted": float(np.clip(-upper, 0, NEAR).mean() / (2 * NEAR)),
+        "rejected": float(np.clip(upper, 0, NEAR).mean() / (2 * NEAR)),
+    }
+
+
+def fitted_ranges(every: Sequence[Compared]) -> dict[str, float]:
+    """Half widths of the kinds of `costmodels.memory.ranges` that have enough layouts, the usual one first.
+
+    A kind has what its layouts need beyond that of all others.
+    """
+    errors: defaultdict[str, list[float]] = defaultdict(list)
+    for one in every:
+        table = LayoutTable.of([one.drawn.layout])
+        held = kinds_of_model(one.drawn.model)
+        held |= {
+            kind: bool(rows[0]) for kind, rows in kinds_of_rows(table, one.drawn.model.experts > 0).items()
         }
-        for kind, some in sorted(errors.items(), key=lambda item: (item[0] != "all", item[0]))
-    ]
+        own = [kind for kind in KINDS if held[kind] and kind != "usual"]
+        for kind in own or ["usual"]:
+            errors[kind].append(one.error)
+    enough = {kind: np.array(some) for kind, some in errors.items() if len(some) >= FEW}
+    return {kind: round(max(float(np.quantile(-some, COVERED)), 0.0), 3) for kind, some in enough.items()}
+
+
+def write_ranges(widths: Mapping[str, float], rows: int) -> None:
+    """Write half widths into the catalogue; kinds that are not fitted keep theirs."""
+    entries = dict(catalogue_file(TARGET.name)["engines"])
+    known = entries["bundled"]["constants"]
+    fitted = {f"memory_range.{kind}": width for kind, width in widths.items()}
+    entries["bundled"] = {"constants": known | fitted, "rows": rows, "sources": ["closed_memory"]}
+    TARGET.write_text(HEADER + yaml.safe_dump({"engines": entries}, width=110), encoding="utf-8")
 
 
 def closed_memory(
-    rows: Annotated[int, typer.Option(min=1, help="Layouts of each job.")] = 100,
+    rows: Annotated[int, typer.Option(min=1, help="Layouts of all jobs together.")] = 150,
     seed: Annotated[int, typer.Option(help="Of their random choice.")] = 0,
-    records: Annotated[bool, typer.Option("--record", help="Record units that have no tape.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="A job; all unless given. Repeatable.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Dry runs at a time.")] = 2,
+    minutes: Annotated[float, typer.Option(min=0, help="After these no other layout is begun.")] = 120.0,
+    write: Annotated[bool, typer.Option("--write", help=f"Write ranges into {TARGET.name}.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the errors of the closed form by kind of layout."""
+    """Print the errors of closed forms by kind of layout."""
+    names = list(only or JOBS)
+    if unknown := [name for name in names if name not in JOBS]:
+        raise InputError(f"--only {unknown[0]}: no such job; the jobs are {', '.join(JOBS)}")
     rng = np.random.default_rng(seed)
-    every: list[Compared] = []
-    unknown = 0
-    for job in JOBS:
-        found, others = compared(job, rows, rng, records)
-        every += found
-        unknown += others
-    table = by_kind(every)
+    began = time.monotonic()
+    drawn = [one for name in names for one in drawn_layouts(name, -(-rows // len(names)), rng)]
+    order = rng.permutation(len(drawn))[:rows]
+    every = list(compared([drawn[place] for place in order], processes, minutes))
+    table, widths = by_kind(every), fitted_ranges(every)
+    if write:
+        write_ranges(widths, len(every))
     if as_json:
-        print(json.dumps({"kinds": table, "unknown": unknown}, indent=2))
+        print(json.dumps({"layouts": len(every), "kinds": table, "ranges": widths}, indent=2))
         return
-    print(f"{len(every)} layouts of {len(JOBS)} jobs; {unknown} others have units without a tape")
-    print(f"{'kind':26} {'layouts':>7} {'median':>8} {'mean size':>9} {'least':>8} {'most':>8} {'< -2 %':>7}")
+    took = (time.monotonic() - began) / 60
+    print(
+        f"{len(every)} layouts of {len({one.drawn.job for one in every})} jobs, seed {seed}, {took:.0f} minutes"
+    )
+    print(
+        f"{'kind':22} {'layouts':>7} {'median':>7} {'mean':>6} {'p98':>6} {'in 5 %':>7} {'< -3 %':>7} "
+        f"{'range':>6} {'below':>6} {'admitted':>8} {'rejected':>8}"
+    )
     for one in table:
         print(
-            f"{one['kind']:26} {one['layouts']:7} {one['median']:+8.1%} {one['mean_size']:9.1%} "
-            f"{one['least']:+8.1%} {one['most']:+8.1%} {one['too_low']:7.0%}"
+            f"{one['kind']:22} {one['layouts']:7} {one['median']:7.1%} {one['mean']:6.1%} {one['p98']:6.1%} "
+            f"{one['within_5']:7.0%} {one['too_low']:7.0%} {one['range']:6.1%} {one['covered']:6.0%} "
+            f"{one['admitted']:8.2%} {one['rejected']:8.2%}"
         )
+    print("half widths: " + ", ".join(f"{kind} {width:.1%}" for kind, width in widths.items()))
 
 
 if __name__ == "__main__":
