@@ -3,11 +3,11 @@
 python -m benchmarks.closed_memory [--rows N] [--seed S] [--minutes M] [--only JOB]... [--write] [--json]
 
 Legal layouts are drawn from the searches of some jobs, whether they fit or not. The jobs have few layers: the
-peak of a rank is linear in them. Compared are bytes of tensors on the fullest pipeline rank, of those that are
-the fullest by either.
+peak of a rank is linear in them. Compared are bytes of tensors on the fullest pipeline rank, of the two that
+are the fullest by closed forms, the first and the last one.
 
-Decisions are those at limits between 80 and 120 % of what a layout takes, all of them equally likely: admitted
-are layouts whose upper end fits and whose dry run does not, rejected those where it is the other way round.
+Decisions are those at limits between 80 and 120 % of what a layout takes, all of them equally likely. Admitted
+are layouts whose upper end fits and whose dry run does not; rejected are those the other way round.
 """
 
 from __future__ import annotations
@@ -268,10 +268,8 @@ def fitted_ranges(every: Sequence[Compared]) -> dict[str, float]:
     errors: defaultdict[str, list[float]] = defaultdict(list)
     for one in every:
         table = LayoutTable.of([one.drawn.layout])
-        held = kinds_of_model(one.drawn.model)
-        held |= {
-            kind: bool(rows[0]) for kind, rows in kinds_of_rows(table, one.drawn.model.experts > 0).items()
-        }
+        rows = kinds_of_rows(table, one.drawn.model.experts > 0)
+        held = kinds_of_model(one.drawn.model) | {kind: bool(some[0]) for kind, some in rows.items()}
         own = [kind for kind in KINDS if held[kind] and kind != "usual"]
         for kind in own or ["usual"]:
             errors[kind].append(one.error)

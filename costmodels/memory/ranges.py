@@ -51,7 +51,7 @@ def kinds_of_rows(table: LayoutTable, experts: bool) -> dict[str, Bools]:
         "full_recompute": table.recompute == FULL,
         "unusual_recompute": (table.recompute_num_layers > 1) | (table.recompute_method > 0),
         "formats": every & (table.precision not in ("bf16", "fp16")),
-        "optimizers": ~np.isin(table.optimizer, EXACT_OPTIMIZERS),
+        "optimizers": ~np.logical_or.reduce([table.optimizer == exact for exact in EXACT_OPTIMIZERS]),
         "offload": table.offload_activations | table.offload_optimizer,
         "graphs": table.cuda_graphs,
     }

@@ -23,7 +23,7 @@ from costmodels.spec.schedules import (
     WEIGHTS,
     passes_of_rank,
 )
-from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, combined_key
+from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, combined_key, distinct_numbers
 
 ROUNDS = 4
 """Rounds of micro batches after which a step only repeats itself."""
@@ -113,7 +113,7 @@ def moments(
         later: see `fullest`.
     """
     kind, stage = passes_of_rank(schedule, rank, pipeline, chunks, micro_batches)
-    stages = np.unique(stage)
+    stages = np.array(distinct_numbers(stage))
     own = stage[:, None] == stages
     forward, inputs, weights, whole = (
         own & (kind == each)[:, None] for each in (FORWARD, INPUTS, WEIGHTS, BACKWARD)
