@@ -6,8 +6,8 @@ Legal layouts are drawn from the searches of some jobs, whether they fit or not.
 peak of a rank is linear in them. Compared are bytes of tensors on the fullest pipeline rank, of the two that
 are the fullest by closed forms, the first and the last one.
 
-Decisions are those at limits between 80 and 120 % of what a layout takes, all of them equally likely. Admitted
-are layouts whose upper end fits and whose dry run does not; rejected are those the other way round.
+Decisions are those at limits between 80 and 120 % of what a layout takes, all of them equally likely.
+Admitted are layouts whose upper end fits and whose dry run does not; rejected are those the other way round.
 """
 
 from __future__ import annotations
