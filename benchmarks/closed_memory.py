@@ -311,9 +311,8 @@ def closed_memory(
         print(json.dumps({"layouts": len(every), "kinds": table, "ranges": widths}, indent=2))
         return
     took = (time.monotonic() - began) / 60
-    print(
-        f"{len(every)} layouts of {len({one.drawn.job for one in every})} jobs, seed {seed}, {took:.0f} minutes"
-    )
+    jobs = len({one.drawn.job for one in every})
+    print(f"{len(every)} layouts of {jobs} jobs, seed {seed}, {took:.0f} minutes")
     print(
         f"{'kind':22} {'layouts':>7} {'median':>7} {'mean':>6} {'p98':>6} {'in 5 %':>7} {'< -3 %':>7} "
         f"{'range':>6} {'below':>6} {'admitted':>8} {'rejected':>8}"

@@ -206,7 +206,8 @@ def _gathered_layers(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks
     copied = engine.sharding.fully_sharded | (table.expert_replicas > 1)
     layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * copied)
     each = sharded_parameter_rows(table) * engine.memory_policy(table.precision).gathered
-    result: Floats = GATHERED_LAYERS * (each * layer)[:, None] * (ranks.layers > 0)
+    layers = GATHERED_LAYERS * layer[:, None] * (ranks.layers > 0)
+    result: Floats = layers * each[:, None]
     return result
 
 
