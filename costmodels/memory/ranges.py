@@ -13,7 +13,7 @@ from costmodels.spec.constants import MemoryRangeConstants
 from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import FULL, OPTIMIZERS, RING, Bools, Floats, LayoutTable
+from costmodels.spec.table import BLOCK, FULL, OPTIMIZERS, RING, Bools, Floats, LayoutTable
 
 KINDS = tuple(MemoryRangeConstants.model_fields)
 """Kinds of layouts and of models, the usual one first."""
@@ -49,7 +49,11 @@ def kinds_of_rows(table: LayoutTable, experts: bool) -> dict[str, Bools]:
         "split_backward": table.runs(*SPLIT_BACKWARD),
         "zbv": table.runs("zbv"),
         "full_recompute": table.recompute == FULL,
-        "unusual_recompute": (table.recompute_num_layers > 1) | (table.recompute_method > 0),
+        "unusual_recompute": np.where(
+            table.recompute_method == BLOCK,
+            table.recompute_num_layers < table.deepest,
+            table.recompute_num_layers > 1,
+        ),
         "formats": every & (table.precision not in ("bf16", "fp16")),
         "optimizers": ~np.logical_or.reduce([table.optimizer == exact for exact in EXACT_OPTIMIZERS]),
         "offload": table.offload_activations | table.offload_optimizer,
