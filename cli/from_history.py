@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 
 from cli.status import Status
 from cli.tables import table, table_text
 from costmodels.catalogue.measured_devices import own_file
 from costmodels.errors import InputError
 from costmodels.paths import expanded
+from costmodels.pytorch import full_version
 from planner.history.file import history_file, past_runs
 from planner.history.refit import Refit, median_error, refits
 from runtime.calibrate.result import keep
@@ -24,10 +24,9 @@ def calibrate_from_history(save: str | None, as_json: bool) -> None:
         save: the file; this machine's own if None.
     """
     runs, wrong = past_runs()
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        raise InputError("--from-history: runs are of a PyTorch, and none is installed") from None
+    torch = full_version()
+    if not torch:
+        raise InputError("--from-history: runs are of a PyTorch, and none is installed")
     with Status() as status:
         status.tell(f"fitting {len(runs)} runs")
         found = refits(runs, torch)

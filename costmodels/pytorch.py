@@ -32,6 +32,12 @@ def installed_version() -> str:
     return found[0] if found else ""
 
 
+def is_at_least(version: str) -> bool:
+    """Whether the PyTorch that is installed is of this minor version, or of a later one."""
+    found = installed_version()
+    return bool(found) and parsed_version(found) >= parsed_version(version)
+
+
 def parsed_version(text: str) -> Version:
     """A minor version, such as "2.14", as numbers."""
     major, minor = map(int, text.split("."))

@@ -28,6 +28,7 @@ ORDER = {
             "paths",
             "cache_files",
             "spelling",
+            "pytorch",
             "spec",
             "catalogue",
             "layers",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from importlib.metadata import version as torch_version
 from pathlib import Path
 
 from costmodels import Device, ModelSpec
@@ -15,6 +14,7 @@ from costmodels.catalogue import load_device, load_engine
 from costmodels.catalogue.measured_devices import Machine, MeasuredDevices, own_file, read_devices
 from costmodels.errors import InputError
 from costmodels.paths import expanded
+from costmodels.pytorch import full_version
 from costmodels.spec.engine import Engine
 from costmodels.spec.record import in_seconds
 from planner.api import search
@@ -49,7 +49,7 @@ def keep(path: Path, ranks: int, device: Device, models: Sequence[ModelSpec]) ->
         machine=Machine.here(),
         date=datetime.now().strftime("%Y-%m-%d"),
         software={
-            "PyTorch": torch_version("torch"),
+            "PyTorch": full_version(),
             "Python": platform.python_version(),
             "planner": version() or "source tree",
         },
@@ -89,7 +89,7 @@ def finish(found: Measurements, plain: Device, specs: Sequence[ModelSpec], save:
 def source_line(found: Measurements) -> str:
     """Where a device's values are from, for its `source`."""
     host, date = Machine.here().host, datetime.now().strftime("%Y-%m-%d")
-    return f"measured on {host} on {date} with {found.ranks} ranks, PyTorch {torch_version('torch')}"
+    return f"measured on {host} on {date} with {found.ranks} ranks, PyTorch {full_version()}"
 
 
 def change_lines(plain: Device, device: Device, engine: Engine, found: Measurements) -> Iterator[str]:

@@ -6,9 +6,8 @@ import platform
 import sys
 from datetime import date
 
-import torch
-
 from costmodels.catalogue.measured_devices import Machine
+from costmodels.pytorch import full_version
 from planner.history.file import PastRun, append
 from planner.history.step_parts import StepParts, predicted_parts
 from planner.plan import Plan
@@ -47,7 +46,7 @@ def past_run(job: Job, plan: Plan, figures: Measurement, records: int) -> PastRu
         machine=Machine.here(),
         software={
             "planner": version() or "unknown",
-            "torch": torch.__version__,
+            "torch": full_version(),
             "python": platform.python_version(),
         },
         model=plan.model,

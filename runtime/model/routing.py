@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from costmodels.pytorch import is_at_least
+
 ALIGNMENT_BYTES = 16
 """What rows of matrices must be multiples of in PyTorch's grouped product."""
 
@@ -233,7 +235,7 @@ class _WideProduct(torch.autograd.Function):
         return (grad @ weight.float()).to(x.dtype), to_weight.to(weight.dtype)
 
 
-KEEPS_PYTHON_NODES = torch.__version__ >= "2.13"
+KEEPS_PYTHON_NODES = is_at_least("2.13")
 """Before, schedules that split backward lose the gradient of a weight that a Function takes."""
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from costmodels.errors import InputError
+from costmodels.pytorch import full_version
 from runtime.model.attention_kernels import pad_heads
 from runtime.model.fused_attention import fused_backward, fused_forward
 
@@ -41,7 +42,7 @@ def prepare_ring() -> None:
         missing = [RING_MODULE]
     if missing:
         raise InputError(
-            f"context_parallel_form ring: PyTorch {torch.__version__} has no ring attention "
+            f"context_parallel_form ring: PyTorch {full_version()} has no ring attention "
             f"({', '.join(missing)}); use all_gather or all_to_all"
         )
     ring._cp_options.enable_load_balance = True

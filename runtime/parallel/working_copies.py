@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from costmodels import Layout
+from costmodels.pytorch import is_at_least
 from costmodels.spec.hardware import NARROW
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
@@ -27,7 +28,7 @@ from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import as_distributed, local_part
 from runtime.parallel.replicas import gradient_spec, group_of, is_split, without_replicas
 
-KEEPS_WIDE = torch.__version__ >= "2.15"
+KEEPS_WIDE = is_at_least("2.15")
 """FSDP2 adds up what autograd gives in more than 16 bits, as it does for norms, without rounding it, but for
 parameters that are distributed tensors."""
 

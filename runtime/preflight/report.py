@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from costmodels.pytorch import full_version
 from costmodels.spec.record import GIB
 from planner.version import version
 from runtime.parallel.accelerator import device_module, is_accelerator
@@ -58,7 +59,7 @@ def rank_report(
         memory_bytes: of a CPU rank's share of its host.
     """
     software = {
-        "PyTorch": torch.__version__,
+        "PyTorch": full_version(),
         "Python": platform.python_version().rpartition(".")[0],
         "planner": version() or "source tree",
     }

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from costmodels import Layout, ModelSpec
 from costmodels.layers.shapes import experts_are_whole
+from costmodels.pytorch import is_at_least
 from costmodels.spec.hardware import NARROW
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
@@ -145,7 +146,7 @@ def _keep_operands_of_grouped_products() -> None:
     add_layout_constraint(torch.ops.aten._grouped_mm, constrain_to_fx_strides)
 
 
-COMPILES_WIDE = torch.__version__ >= "2.15"
+COMPILES_WIDE = is_at_least("2.15")
 """Before, compilers take grouped products in bf16 alone."""
 
 

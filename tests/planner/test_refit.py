@@ -118,7 +118,7 @@ def test_the_command_writes_the_file_that_plans_are_made_with(
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr("cli.from_history.version", lambda _: TORCH)
+    monkeypatch.setattr("cli.from_history.full_version", lambda: TORCH)
     code, _, err = planner_command("calibrate", "--from-history")
     assert code == 2 and "the history holds no run" in err
     for plan in plans:
