@@ -6,16 +6,18 @@ depend on. Comments are no part of it.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from costmodels import Layout, ModelSpec
@@ -76,7 +78,7 @@ def trace_name(
         "compiled": compiled,
         "device": device,
         "options": own,
-        "versions": {"torch": full_version(), **{name: _version(name) for name in ("torchao", "numpy")}},
+        "versions": {"python": sys.version, "torch": full_version(), "torchao": _version("torchao")},
         "code": code_digest(),
     }
     return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:32]
@@ -84,42 +86,28 @@ def trace_name(
 
 @cache
 def code_digest() -> str:
-    """A digest of the code that a dry run runs, without comments and docstrings."""
-    files = list(_files())
-    raw = hashlib.sha256()
-    for path in files:
-        raw.update(path.name.encode() + b"\0" + path.read_bytes())
-    # To parse the code takes longer than to look at it.
-    known = folder() / f"code-{raw.hexdigest()[:32]}"
-    found = read_cached(known, LARGEST, _hexadecimal)
-    if found is None:
-        parsed = hashlib.sha256()
-        for path in files:
-            parsed.update(path.name.encode() + b"\0" + meaning(path.read_text(encoding="utf-8")).encode())
-        found = parsed.hexdigest()
-        write_cached(known, found.encode())
-    return found
+    """A digest of the code that a dry run runs, whatever its comments and spacing."""
+    found = hashlib.sha256()
+    for path in _files():
+        # What Python keeps of it is read much faster than the code is parsed.
+        code = SourceFileLoader(path.stem, str(path)).get_code(path.stem)
+        assert code is not None
+        found.update(path.name.encode() + b"\0")
+        _add(code, found.update)
+    return found.hexdigest()
 
 
-def meaning(code: str) -> str:
-    """What a module does, without its comments, docstrings and spacing."""
-    tree = ast.parse(code)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [part for part in body if not _is_text(part)]  # type: ignore[attr-defined]
-    return ast.dump(tree)
-
-
-def _is_text(node: ast.AST) -> bool:
-    is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return is_constant and isinstance(node.value.value, str)  # type: ignore[attr-defined]
-
-
-def _hexadecimal(data: bytes) -> str:
-    text = data.decode()
-    int(text, 16)
-    return text
+def _add(code: CodeType, update: Callable[[bytes], None]) -> None:
+    """Tell `update` what a piece of compiled code does, but not in which lines it stands."""
+    update(code.co_code)
+    update(repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)).encode())
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            _add(value, update)
+        elif "__firstlineno__" in code.co_names and value == code.co_firstlineno:
+            continue  # Classes know it from Python 3.13 on.
+        else:
+            update(repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value).encode())
 
 
 def _files() -> Iterator[Path]:

@@ -234,12 +234,14 @@ def frozen_objects() -> Iterator[None]:
 @contextmanager
 def collector_pause() -> Iterator[None]:
     """Leave cycles alone, as the loop of the runtime does."""
+    was_on = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 from costmodels import Layout, ModelSpec
 from runtime.dryrun import kept_traces, ranks
 from runtime.dryrun.alike import alike_ranks
-from runtime.dryrun.kept_traces import keep_trace, kept_trace, meaning, trace_name
+from runtime.dryrun.kept_traces import keep_trace, kept_trace, trace_name
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace, Moment
 from runtime.dryrun.ranks import trace_ranks
 from runtime.settings.options import TrainingOptions
@@ -86,23 +86,44 @@ def test_names_are_not_of_numbers_of_a_step() -> None:
     assert name_of(layout) == name_of(layout, lr=3e-3, train_iters=7, seed=5)
 
 
-CODE = '''
-"""A module."""
+PLAIN = """
 LIMIT = 3
-"""What it is."""
 
 
-def double(x):
-    """Twice."""
-    return 2 * x  # Plain.
-'''
+class Doubling:
+    def double(self, x):
+        return 2 * x if x in {"a", "b"} else LIMIT
+"""
+
+COMMENTED = """
+# A module.
+LIMIT = 3  # What it is.
 
 
-def test_comments_and_docstrings_mean_nothing() -> None:
-    plain = "LIMIT = 3\ndef double(x):\n    return (2 * x)\n"
-    assert meaning(CODE) == meaning(plain)
-    assert meaning(CODE) != meaning(plain.replace("2", "3"))
-    assert meaning("x = 'text'") != meaning("x = 'other'")
+
+class Doubling:
+
+    # Twice.
+    def double(self, x):
+        return (2 * x if x in {"a", "b"} else LIMIT)  # Plain.
+"""
+
+
+def digest_of(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    folder.mkdir()
+    (folder / "one.py").write_text(code)
+    monkeypatch.setattr(kept_traces, "_files", lambda: [folder / "one.py"])
+    return kept_traces.code_digest.__wrapped__()
+
+
+def test_comments_mean_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = (PLAIN.replace("2", "3"), PLAIN.replace("LIMIT", "MOST"), PLAIN.replace('"a"', '"c"'))
+    digests = [
+        digest_of(code, tmp_path / str(number), monkeypatch)
+        for number, code in enumerate((PLAIN, COMMENTED, *others))
+    ]
+    assert digests[0] == digests[1]
+    assert len({*digests}) == 4
 
 
 def test_ranks_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
