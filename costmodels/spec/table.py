@@ -144,8 +144,8 @@ class LayoutTable:
 
     @cached_property
     def deepest(self) -> Ints:
-        """Layers of the largest stage."""
-        return self._of_split(max)
+        """Layers of the largest stage; 0 where stages have none yet."""
+        return self._of_split(lambda split: max(split, default=0))
 
     @cached_property
     def micro_batches(self) -> Ints:

@@ -11,7 +11,7 @@ TOTAL = "bytes"
 """What the sum of all categories is called."""
 
 NEEDS_PROOF = 0.8
-"""Share of a device's memory: a job whose estimate is above it is traced before its ranks start."""
+"""Share of a device's memory: a job whose range reaches above it is traced before its ranks start."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,17 @@ class Proof:
         for trace in self.traces:
             traced = {name: float(size) for name, size in trace.peak.allocated.items()}
             traced["temporaries"] += workspace_bytes(self.plan)
+            traced["doubt"] = 0.0
             memory[trace.pipeline_rank] = memory[trace.pipeline_rank].model_copy(update=traced)
         peak = max(stage.total for stage in memory)
-        estimate = self.plan.estimate.model_copy(update={"memory": tuple(memory), "peak_memory_bytes": peak})
+        estimate = self.plan.estimate.model_copy(
+            update={"memory": tuple(memory), "peak_memory_bytes": peak, "peak_memory_low_bytes": peak}
+        )
         return self.plan.model_copy(update={"estimate": estimate})
 
 
 def needs_proof(plan: Plan) -> bool:
-    """Whether the estimate of a plan comes near the memory of a device."""
+    """Whether the upper end of a plan's range comes near the memory of a device."""
     return plan.estimate.peak_memory_bytes > NEEDS_PROOF * plan.cluster.memory_bytes
 
 
