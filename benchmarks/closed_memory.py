@@ -84,7 +84,7 @@ USUAL = {
 """Kinds that most jobs are of."""
 
 OTHERS = {
-    "further tokens": Job("deepseek-v3", 32, "h100", 64),
+    "further tokens": Job("deepseek-v3", 32, "h100", 64, (), {"mtp": {"depths": 1}}),
     "linear attention": Job("qwen3-next-80b-a3b", 16, "h100", 32),
     "capped scores": Job("gemma-2-9b", 8, "h100", 32),
     "fp8 rowwise": Job("qwen3-8b", 8, "h100", 32, ("precision=fp8",)),
