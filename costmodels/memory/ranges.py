@@ -49,16 +49,20 @@ def kinds_of_rows(table: LayoutTable, experts: bool) -> dict[str, Bools]:
         "split_backward": table.runs(*SPLIT_BACKWARD),
         "zbv": table.runs("zbv"),
         "full_recompute": table.recompute == FULL,
-        "unusual_recompute": np.where(
-            table.recompute_method == BLOCK,
-            table.recompute_num_layers < table.deepest,
-            table.recompute_num_layers > 1,
-        ),
+        "unusual_recompute": _unusual_recompute(table),
         "formats": every & (table.precision not in ("bf16", "fp16")),
         "optimizers": ~np.logical_or.reduce([table.optimizer == exact for exact in EXACT_OPTIMIZERS]),
         "offload": table.offload_activations | table.offload_optimizer,
         "graphs": table.cuda_graphs,
     }
+
+
+def _unusual_recompute(table: LayoutTable) -> Bools:
+    """Rows that repeat several layers from one input, or recompute some layers of a stage and not the others."""
+    several: Bools = table.recompute_num_layers > 1
+    block = table.recompute_method == BLOCK
+    # The layers of stages are not always known.
+    return np.where(block, table.recompute_num_layers < table.deepest, several) if block.any() else several
 
 
 def model_share(model: ModelSpec, engine: Engine) -> float:

@@ -39,7 +39,7 @@ def run_one_by_one(
     order = orders(schedule, pipeline, chunks, micro_batches)[rank]
     stages = sorted(set(order.stage.tolist()))
     flying, waiting, done = (dict.fromkeys(stages, 0) for _ in range(3))
-    sums, fresh, found = set[int](), set[int](), set()
+    sums, fresh, found = set[int](), set[int](), set[tuple[int, ...]]()
     for kind, stage in zip(order.kind.tolist(), order.stage.tolist(), strict=True):
         before = [one for one in stages if done[one] < micro_batches]
         if kind == FORWARD:
