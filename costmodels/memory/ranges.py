@@ -58,7 +58,7 @@ def kinds_of_rows(table: LayoutTable, experts: bool) -> dict[str, Bools]:
 
 
 def _unusual_recompute(table: LayoutTable) -> Bools:
-    """Rows that repeat several layers from one input, or recompute some layers of a stage and not the others."""
+    """Rows that repeat several layers from one input, or recompute some layers of a stage but not all."""
     several: Bools = table.recompute_num_layers > 1
     block = table.recompute_method == BLOCK
     # The layers of stages are not always known.
