@@ -128,7 +128,7 @@ def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool) -> Te
     Args:
         fast: sums of K may lose digits.
     """
-    if not left.elements.is_cuda:
+    if left.elements.device.type != "cuda":
         product = left.elements.float() @ right.elements.float().t()
         return (product / (left.scale * right.scale)).to(dtype)
     result: Tensor = torch._scaled_mm(

@@ -68,21 +68,40 @@ def tiled(exponents_RB: Tensor) -> Tensor:
 
 def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tensor:
     """left [I, K] times right [J, K] on its side: [I, J]."""
-    if not left.elements.is_cuda:
+    if left.elements.device.type != "cuda":
         return (wide(left) @ wide(right).t()).to(dtype)
+    factors = tiled(left.exponents), tiled(right.exponents)
+    result: Tensor = mxfp8_product(left.elements, right.elements.t(), *factors, dtype)
+    return result
+
+
+# PyTorch 2.11 compiles an operator of its own that takes E8M0 without heed of how operands lie in memory, and
+# the kernel takes rows times columns alone. Operators of others get operands as in eager code.
+@torch.library.custom_op("planner::mxfp8_product", mutates_args=())
+def mxfp8_product(
+    left_IK: Tensor, right_KJ: Tensor, left_factors: Tensor, right_factors: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The product of two matrices in 8 bits, by the kernel of a GPU: [I, J]."""
     kind, layout = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     result: Tensor = F.scaled_mm(
-        left.elements,
-        right.elements.t(),
-        tiled(left.exponents),
+        left_IK,
+        right_KJ,
+        left_factors,
         kind,
-        tiled(right.exponents),
+        right_factors,
         kind,
         swizzle_a=layout,
         swizzle_b=layout,
         output_dtype=dtype,
     )
     return result
+
+
+@mxfp8_product.register_fake
+def _(
+    left_IK: Tensor, right_KJ: Tensor, left_factors: Tensor, right_factors: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return left_IK.new_empty(len(left_IK), right_KJ.shape[1], dtype=dtype)
 
 
 def _on_side(matrix_RK: Tensor) -> Narrow:

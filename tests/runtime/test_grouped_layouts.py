@@ -1,4 +1,4 @@
-"""What grouped products of compiled layers get on a GPU, whose kernel has rules about it."""
+"""What grouped and scaled products of compiled layers get on a GPU, whose kernels have rules about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from costmodels import ModelSpec
 from runtime.dryrun.run import trace
 from runtime.train import stages
 from tests.support.autograd_functions import drawn
-from tests.support.gpu_lowering import lowered_products, products_of
+from tests.support.gpu_lowering import SCALED, Operand, Product, lowered_products, products_of
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, MODELS, llama
 
@@ -25,6 +25,8 @@ MIXTRAL = llama("mixtral", layers=1, hidden=64, heads=4, kv_heads=2, ffn=96, voc
 
 QWEN3 = MIXTRAL.model_copy(update={"name": "qwen3-moe", "qk_norm": True, "head_dim": 32})
 
+DENSE = MIXTRAL.model_copy(update={"name": "dense", "experts": 0, "top_k": 0, "expert_ffn": 0})
+
 DEEPSEEK = MODELS["deepseek"].model_copy(update={"layers": 1, "dense_layers": 0})
 
 
@@ -33,6 +35,75 @@ def one_layer(name: str, **fields: Any) -> ModelSpec:
 
 
 SELECTIVE = "recompute=selective,recompute_modules="
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["precision=fp8", "precision=fp8,fp8_recipe=tensorwise", "precision=mxfp8"])
+def test_kernels_of_products_in_8_bits_take_what_compiled_layers_give(text: str) -> None:
+    if "mxfp8" not in text:
+        pytest.importorskip("torchao")
+    with lowered_products() as found:
+        trace(DENSE, parse_layout(f"mbs=1,{text}", DENSE), compiled=True)
+    # Seven matrices, each in three products, by the kernel of 8 bits.
+    assert [product.kernel in SCALED for product in found] == [True] * 21
+    assert {product: product.fault for product in found if product.fault} == {}
+
+
+def operand(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Operand:
+    return Operand(shape, strides, offset, dtype)
+
+
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+LEFT, RIGHT = operand((32, 64), (64, 1), E4M3), operand((64, 96), (1, 64), E4M3)
+WHOLE = operand((), (), torch.float32)
+BLOCKS = operand((128 * 4,), (1,), E8M0)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "scales", "fault"),
+    [
+        (LEFT, RIGHT, (WHOLE, WHOLE), ""),
+        (LEFT, RIGHT, (BLOCKS, BLOCKS), ""),
+        (
+            LEFT,
+            RIGHT,
+            (operand((32, 1), (1, 1), torch.float32), operand((1, 96), (96, 1), torch.float32)),
+            "",
+        ),
+        (operand((32, 64), (1, 32), E4M3), RIGHT, (WHOLE, WHOLE), "not rows times columns"),
+        (LEFT, operand((64, 96), (96, 1), E4M3), (WHOLE, WHOLE), "not rows times columns"),
+        (LEFT, operand((64, 90), (1, 64), E4M3), (WHOLE, WHOLE), "no multiple of 16"),
+        (
+            operand((32, 40), (48, 1), E4M3),
+            operand((40, 96), (1, 48), E4M3),
+            (WHOLE, WHOLE),
+            "multiple of 16",
+        ),
+        (operand((32, 64), (72, 1), E4M3), RIGHT, (WHOLE, WHOLE), "rows begin at no multiple of 16 bytes"),
+        (operand((32, 64), (64, 1), E4M3, 8), RIGHT, (WHOLE, WHOLE), "rows begin at no multiple"),
+        (operand((32, 64), (64, 1), E5M2), operand((64, 96), (1, 64), E5M2), (WHOLE, WHOLE), "in E5M2"),
+        (LEFT, RIGHT, (WHOLE,), "not a scale for each operand"),
+        (LEFT, RIGHT, (WHOLE, operand((), (), torch.bfloat16)), "not in fp32"),
+        (LEFT, RIGHT, (operand((1, 32), (32, 1), torch.float32), WHOLE), "for each row of the left"),
+        (LEFT, RIGHT, (operand((32, 1), (2, 1), torch.float32), WHOLE), "do not follow each other"),
+        (LEFT, RIGHT, (operand((64,), (1,), E8M0), BLOCKS), "in whole tiles"),
+    ],
+)
+def test_rules_of_products_in_8_bits(
+    left: Operand, right: Operand, scales: tuple[Operand, ...], fault: str
+) -> None:
+    found = Product(left, right, "_scaled_mm", scales).fault
+    assert fault in found and bool(fault) == bool(found)
+
+
+def test_rules_of_grouped_products() -> None:
+    rows, columns = (operand((96, 64), (1, 96), torch.bfloat16), operand((64, 32), (32, 1), torch.bfloat16))
+    ends = operand((8,), (1,), torch.int32)
+    assert Product(rows, columns, "_grouped_mm", (ends,)).fault == ""
+    dense = rows._replace(strides=(64, 1))
+    assert "any element of a dense dimension" in Product(dense, columns, "_grouped_mm", (ends,)).fault
+    wide = ends._replace(dtype=torch.int64)
+    assert "numbers of 32 bits" in Product(rows, columns, "_grouped_mm", (wide,)).fault
 
 
 @pytest.mark.slow

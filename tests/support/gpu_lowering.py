@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,56 +14,122 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from runtime.dryrun import compiled_layers
+from runtime.model.number_formats import FLOAT8_SIDES, MXFP8_BLOCK
 from runtime.model.routing import ALIGNMENT_BYTES
+from runtime.parallel.mxfp8 import TILE_BLOCKS, TILE_ROWS
 
 GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
+
+SCALED = ("_scaled_mm", "_scaled_mm_v2", "mxfp8_product", "_scaled_grouped_mm")
+
+PRODUCTS = {*GROUPED, *SCALED}
 
 AS_ON_A_GPU = {"pattern_matcher": True, "joint_graph_constant_folding": True}
 """Passes that change which operations have products as their only readers, and that dry runs leave out."""
 
 
 class Operand(NamedTuple):
-    """One matrix, or several of one shape, of a grouped product, as a kernel gets it."""
+    """One matrix, or several of one shape, of a product, or its scales, as a kernel gets it."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    itemsize: int
+    dtype: torch.dtype
 
     @property
     def is_aligned(self) -> bool:
         """Whether the memory begins at a multiple of 16 bytes, and so does each row of it."""
         steps = [self.offset, *(stride for stride in self.strides if stride != 1)]
-        return not any(step * self.itemsize % ALIGNMENT_BYTES for step in steps)
+        return not any(step * self.dtype.itemsize % ALIGNMENT_BYTES for step in steps)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether elements follow each other, the last dimension fastest."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
 
 
 class Product(NamedTuple):
-    """A grouped product, as a kernel gets it."""
+    """A grouped or scaled product, as a kernel gets it."""
 
     left: Operand
     right: Operand
+    kernel: str = "_grouped_mm"
+    further: tuple[Operand, ...] = ()
+    """Scales of the left and of the right operand, or where groups end."""
 
     @property
     def fault(self) -> str:
-        """The rule of CUDA's kernel that the operands break, of groups of any number of rows; none if ''.
-
-        Of [M, R] times [R, N] the groups are parts of R. Each begins at some multiple of the stride of R: at
-        16 bytes, unless that stride is one element. Of [R, K] times [E, K, N] they are rows.
-        """
-        (left, right), rows = self, len(self.left.shape) == len(self.right.shape) == 2
-        for one in self:
+        """The rule of CUDA's kernel that the operands break; none if ''."""
+        for one in self[:2]:
             if one.strides.count(1) == 0 or 1 not in one.strides[-2:]:
                 return "no dimension of a matrix is dense"
             if not one.is_aligned:
                 return "rows begin at no multiple of 16 bytes"
+        if self.kernel in GROUPED:
+            return self._fault_of_groups or (self._fault_of_scaled if self.kernel in SCALED else "")
+        return self._fault_of_scaled or self._fault_of_scales
+
+    @property
+    def _fault_of_groups(self) -> str:
+        """A rule of grouped products that is broken, of groups of any number of rows.
+
+        Of [M, R] times [R, N] the groups are parts of R. Each begins at some multiple of the stride of R: at
+        16 bytes, unless that stride is one element. Of [R, K] times [E, K, N] they are rows.
+        """
+        (left, right), rows = self[:2], len(self.left.shape) == len(self.right.shape) == 2
         if rows and (left.strides[1] == 1 or right.strides[0] == 1):
             return "groups begin at any element of a dense dimension"
+        ends = self.further[-1:]
+        if ends and (ends[0].dtype != torch.int32 or not ends[0].is_contiguous):
+            return "ends of groups are not dense numbers of 32 bits"
         return ""
+
+    @property
+    def _fault_of_scaled(self) -> str:
+        """A rule of products in 8 bits that is broken: cuBLASLt's, for operands of any format."""
+        left, right = self[:2]
+        if left.strides[-1] != 1 or right.strides[-2] != 1:
+            return "not rows times columns"
+        if left.shape[-1] % FLOAT8_SIDES or right.shape[-1] % FLOAT8_SIDES:
+            return "what is summed over, or a column of the result, is no multiple of 16"
+        if left.dtype == right.dtype == torch.float8_e5m2:
+            return "both operands are in E5M2"
+        return ""
+
+    @property
+    def _fault_of_scales(self) -> str:
+        """A rule of scales that is broken: one for each matrix, row or 32 elements."""
+        sides = (self.left.shape[0], self.left.shape[-1]), (self.right.shape[-1], self.right.shape[0])
+        if len(self.further) != 2:
+            return "not a scale for each operand"
+        for scale, (lines, inner), of_lines in zip(self.further, sides, ((-1, 1), (1, -1)), strict=True):
+            count = math.prod(scale.shape)
+            if scale.dtype == torch.float8_e8m0fnu:
+                blocks = -(-inner // MXFP8_BLOCK)
+                wanted = _filled(lines, TILE_ROWS) * _filled(blocks, TILE_BLOCKS)
+                if inner % MXFP8_BLOCK or count != wanted:
+                    return "not a scale for each 32 elements, in whole tiles"
+            elif scale.dtype != torch.float32:
+                return "a scale is not in fp32"
+            elif count != 1 and scale.shape != tuple(lines if side == -1 else 1 for side in of_lines):
+                return "not a scale for each row of the left and column of the right operand"
+            if not scale.is_contiguous:
+                return "scales do not follow each other"
+        return ""
+
+
+def _filled(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 @contextmanager
 def lowered_products() -> Iterator[list[Product]]:
-    """The grouped products of all graphs that dry runs compile while this lasts."""
+    """The grouped and scaled products of all graphs that dry runs compile while this lasts."""
     from torch._inductor.fx_passes import joint_graph
 
     found: list[Product] = []
@@ -70,7 +137,7 @@ def lowered_products() -> Iterator[list[Product]]:
 
     def lowering(graph: fx.GraphModule, tracker: Any) -> Any:
         # Nothing else of a dry run shows what lowering changes: it ends with ATen's operators.
-        if any(_is_grouped(node) for node in graph.graph.nodes):
+        if any(_is_product(node) for node in graph.graph.nodes):
             found.extend(products_of(copy.deepcopy(graph)))
         return plain(graph, tracker)
 
@@ -96,12 +163,12 @@ def _deduced_on_a_cpu(deduce: Callable[[Any, fx.Node], Any]) -> Callable[[Any, f
     return on_a_cpu
 
 
-def _is_grouped(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._opname in GROUPED
+def _is_product(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._opname in PRODUCTS
 
 
 def products_of(graph: fx.GraphModule) -> list[Product]:
-    """The grouped products of a graph of ATen's operators, lowered for the device of its tensors."""
+    """The grouped and scaled products of a graph of ATen operators, lowered for its device."""
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime.hints import DeviceProperties
@@ -109,7 +176,8 @@ def products_of(graph: fx.GraphModule) -> list[Product]:
 
     # What Inductor asks a device for, to split sums: an H100's.
     device = DeviceProperties("cuda", 0, 132, 90, 9, 65536, 2048, 1024, 32)
-    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    inputs = [node.meta["val"] for node in placeholders]
     mode = torch._guards.detect_fake_mode(inputs)
     with (
         V.set_fake_mode(mode),
@@ -119,13 +187,24 @@ def products_of(graph: fx.GraphModule) -> list[Product]:
         compile_fx._recursive_record_original_output_strides(graph)
         compile_fx.fake_tensor_prop(graph, inputs)
         compile_fx._recursive_post_grad_passes(graph, is_inference=False)
-        lowered = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env)
+        lowered = GraphLowering(
+            graph,
+            example_inputs=inputs,
+            shape_env=mode.shape_env,
+            # Operators that Inductor does not know get other operands in backward.
+            is_backward=any(str(node.target).startswith("tangents") for node in placeholders),
+        )
         with V.set_graph_handler(lowered):
             lowered.run(*inputs)
-            products: list[Any] = [one for one in lowered.operations if _kernel(one) in GROUPED]
-            wanted = sum(map(_is_grouped, graph.graph.nodes))
+            products: list[Any] = [one for one in lowered.operations if _kernel(one) in PRODUCTS]
+            wanted = sum(map(_is_product, graph.graph.nodes))
             assert len(products) == wanted, (len(products), wanted)
-            return [Product(*map(_operand, one.inputs[:2])) for one in products]
+            return [_product(one) for one in products]
+
+
+def _product(operation: Any) -> Product:
+    left, right, *further = map(_operand, operation.inputs)
+    return Product(left, right, _kernel(operation), tuple(further))
 
 
 def _kernel(operation: Any) -> str:
@@ -137,4 +216,4 @@ def _kernel(operation: Any) -> str:
 def _operand(node: Any) -> Operand:
     layout = node.get_layout()
     shape, strides = (tuple(int(size) for size in sizes) for sizes in (layout.size, layout.stride))
-    return Operand(shape, strides, int(layout.offset), layout.dtype.itemsize)
+    return Operand(shape, strides, int(layout.offset), layout.dtype)
