@@ -11,8 +11,10 @@ import pytest
 from costmodels.errors import InputError
 from runtime.checkpoint.loader import _check_data
 from runtime.data import IndexedDataset, IndexedWriter
-from runtime.data.datasets import check_ids
+from runtime.data.datasets import build_datasets, check_ids
 from runtime.data.identity import BLOCK_BYTES, BLOCKS, difference, identity
+from runtime.job.job import Job, sample_order
+from runtime.settings.options import DataOptions, TrainingOptions
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
 from tests.support.ranks import checkpoints as work
@@ -89,3 +91,29 @@ def test_every_rank_of_a_tensor_parallel_layout_refuses_such_an_id(pool: WorkerP
     spec = MODELS["gpt2"]
     refused = pool.run(work.refused_ids, 2, spec, parse_layout("gbs=2,tp=2", spec))
     assert all(f"holds token id {spec.vocab}, outside the model's vocabulary" in line for line in refused)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"training": TrainingOptions(seed=5)}, "seed"),
+        ({"data": DataOptions(split="90,10,0")}, "split"),
+        ({"data": DataOptions(data_path=["0.4", "FIRST", "0.6", "SECOND"])}, "blend"),
+    ],
+)
+def test_a_checkpoint_says_all_that_decides_the_order_of_samples(
+    tmp_path: Path, changes: dict[str, Any], name: str
+) -> None:
+    """Another seed, split or blend of the same files gives other samples, and is told apart."""
+    for prefix in ("FIRST", "SECOND"):
+        written(tmp_path / prefix, [[one, one + 1, 7] for one in range(60)])
+
+    def order(**options: Any) -> dict[str, Any]:
+        usual = DataOptions(data_path=["0.5", "FIRST", "0.5", "SECOND"])
+        job = Job(**{"data": usual, **options})
+        words = job.data.data_path or usual.data_path
+        paths = [str(tmp_path / word) if word.isalpha() else word for word in words]
+        return sample_order(job, build_datasets(paths, job.data.split, 4, job.training.seed, 8))
+
+    before, after = order(), order(**changes)
+    assert {key for key in before if before[key] != after[key]} == {name}

@@ -176,6 +176,16 @@ def test_packed_chats_are_trained_as_each_by_itself(
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("name", ["llama", "further-tied"])
+def test_a_batch_without_answers_has_a_loss_of_zero_and_no_gradient(pool: WorkerPool, name: str) -> None:
+    spec = {**MODELS, **FORMS}[name]
+    prompts, starts = np.full((4, spec.seq + 1), ~3), np.zeros((4, spec.seq + 1), np.int64)
+    [(losses, found)] = pool.run(of_packed, 1, spec, parse_layout("gbs=4", spec), prompts, starts)
+    assert losses == [0.0, 0.0]
+    assert not any(gradient.any() for gradient in found.values())
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["further", "further-tied"])
 def test_packed_chats_predict_no_further_token_of_another(
     pool: WorkerPool, tmp_path: Path, name: str

@@ -17,7 +17,7 @@ from runtime.data.blend import BlendedDataset
 from runtime.data.datasets import build_datasets, build_separate_datasets, check_vocabulary
 from runtime.data.indexed_dataset import IndexedDataset
 from runtime.data.indexed_writer import IndexedWriter
-from runtime.data.samples import SampleDataset, sample_index, split_sequences
+from runtime.data.samples import Epochs, SampleDataset, count_epochs, sample_index, split_sequences
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "megatron_index_golden.json"
 
@@ -295,3 +295,20 @@ def test_ids_outside_the_vocabulary_are_found(tmp_path: Path) -> None:
         writer.add_document([3, -1, 2])
     with pytest.raises(InputError, match="token id -1"):
         check_vocabulary(build_datasets([str(tmp_path / "negative")], "1", 2, 1, 1), 10)
+
+
+@pytest.mark.parametrize(
+    ("samples", "epochs"),
+    [
+        # Megatron's rule: a last epoch of which less than 80 % is used is shuffled apart.
+        (101, Epochs(2, 100, True)),
+        (179, Epochs(2, 100, True)),
+        (180, Epochs(2, 100, False)),
+        (200, Epochs(2, 100, False)),
+        (201, Epochs(3, 200, True)),
+        (None, Epochs(1, 0, False)),
+    ],
+)
+def test_epochs_are_counted_as_in_megatron(samples: int | None, epochs: Epochs) -> None:
+    # 1001 tokens hold 100 samples of 10 and the token after the last one; two epochs hold 200.
+    assert count_epochs(1001, 10, samples) == epochs

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from costmodels import Router
 from costmodels.errors import InputError
 from runtime.data.tokenizers import ByteTokenizer, gpt2_tokenizer
 from runtime.generation.generator import Generator, Sampling
@@ -59,6 +60,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one_group = OUR_MODELS["llama"].model_copy(update={"kv_heads": 1})
     model_files.write_checkpoint(one_group, folder / "one_group")
     return folder
+
+
+def test_experts_take_in_all_tokens_of_a_text(tmp_path: Path) -> None:
+    """A limited capacity is of training: what it drops depends on tokens that come later."""
+    texts = []
+    for factor in (0.0, 0.25):
+        router = Router(capacity_factor=factor)
+        spec = OUR_MODELS["mixtral"].model_copy(update={"router": router})
+        model_files.write_checkpoint(spec, tmp_path / str(factor))
+        texts.append(model_files.generated(str(tmp_path / str(factor)), PROMPTS, TOKENS, Split()))
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(

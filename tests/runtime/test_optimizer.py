@@ -165,6 +165,12 @@ def test_muon_has_the_settings_of_pytorch(pool: WorkerPool, settings: dict[str, 
     assert max(differences.values()) < 1e-6
 
 
+def test_muon_updates_modules_that_predict_further_tokens_as_layers(pool: WorkerPool) -> None:
+    [differences] = rule_differences(pool, "further-tied", "optimizer=muon")
+    assert max(differences.values()) < 1e-6
+    assert {name for name in differences if name.startswith("mtp.0.") and "norm" not in name}
+
+
 def test_came_has_the_settings_of_the_paper_and_of_mindformers(pool: WorkerPool) -> None:
     settings = {"came_beta1": 0.5, "came_decay_rate": 0.3, "came_beta3": 0.7, "came_clip_threshold": 0.25}
     [differences] = rule_differences(pool, "llama", "optimizer=came", **settings)

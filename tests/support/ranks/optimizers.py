@@ -138,7 +138,7 @@ def _reference(
         matrices = {
             n: p
             for n, p in weights.items()
-            if n.startswith("layers.") and p.ndim == 2 and not n.endswith(NO_MATRICES)
+            if n.startswith(("layers.", "mtp.")) and p.ndim == 2 and not n.endswith(NO_MATRICES)
         }
         rest = {n: p for n, p in weights.items() if n not in matrices}
         adjust = "match_rms_adamw" if options.muon_scale_mode == "spectral" else "original"
