@@ -112,6 +112,17 @@ def test_short_and_missing_files_are_named(copy: Path, name: str) -> None:
     assert missing in refusal(copy)
 
 
+def test_a_checkpoint_whose_successor_never_came_is_put_back(tmp_path: Path) -> None:
+    """Also by a run that only writes here, and so looks for none to load."""
+    for iteration in (1, 2):
+        target = write(tmp_path, iteration, b"contents")
+    target.rename(target.with_name(target.name + folders.REPLACED_SUFFIX))
+    assert checkpoint.iterations(tmp_path) == [1]
+    checkpoint.clear_folder(tmp_path)
+    assert checkpoint.iterations(tmp_path) == [1, 2]
+    assert checkpoint.verify(target).files.keys() == {"file", "run.json"}
+
+
 def test_a_run_is_told_to_go_on_from_the_last_good_checkpoint_before(tmp_path: Path) -> None:
     for iteration in (1, 2, 3, 5):
         write(tmp_path, iteration, b"contents")

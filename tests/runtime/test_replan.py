@@ -45,6 +45,17 @@ def test_other_ranks_get_a_plan_of_the_same_batch(before: int, after: int, local
     assert again.model == plan.model and again.cluster.device == plan.cluster.device and again.fits
 
 
+def test_other_ranks_round_as_those_before_did() -> None:
+    """Formats of sums and of products in 8 bits are none of the usual ones."""
+    pins = ("precision=fp8", "fp8_recipe=tensorwise", "fp8_param_gather=True", "gradient_reduction=bf16")
+    plan = plan_of("gpt2-124m", 8, *pins, "zero=1")
+    names = ("precision", "fp8_recipe", "fp8_param_gather", "gradient_reduction")
+    before, after = (
+        [getattr(one.layout, name) for name in names] for one in (plan, plan_for_ranks(plan, 4, 4, TRAINING))
+    )
+    assert before == after == ["fp8", "tensorwise", True, "bf16"]
+
+
 def test_the_micro_batch_stays_where_a_loss_is_counted_in_it() -> None:
     plan = plan_of("mixtral-8x7b", 32, "mbs=2")
     assert plan_for_ranks(plan, 16, 8, BALANCED).layout.micro_batch_size == 2
