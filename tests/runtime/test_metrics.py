@@ -301,6 +301,7 @@ def test_figures_of_a_log_line_are_of_the_steps_since_the_last_one(monkeypatch: 
             step_of(4.0, 9.0, 3.0, False, [1.0, 2.0]),
             step_of(math.inf, math.inf, 4.0, True, [math.inf, math.inf]),
             step_of(math.nan, math.nan, 4.0, True, [math.nan, math.nan]),
+            step_of(3.0, 2.5, 4.0, False, [2.0, 4.0]),
             step_of(2.0, 1.5, 5.0, False, [3.0, 6.0]),
         ],
         profiled_s=[9.0],
@@ -313,11 +314,11 @@ def test_figures_of_a_log_line_are_of_the_steps_since_the_last_one(monkeypatch: 
         recorder=SimpleNamespace(step=lambda *arguments: told.append(arguments)),
         _tell_step=lambda metrics, sequences: None,
     )
-    # Three steps of 2 s each, and a profiled one that the clock has left out.
-    Loop.log(run, 6.0)
+    # Four steps of 2 s each, and a profiled one that the clock has left out.
+    Loop.log(run, 8.0)
     [(metrics, consumed, batch)] = told
     assert (consumed, batch) == (132, 9)
-    sequences_per_s = (132 - 100) / 4 / 2.0
+    sequences_per_s = (132 - 100) / 5 / 2.0
     flops = flops_per_sequence(SPEC) * sequences_per_s / 8
     assert metrics == {
         "iteration": 14,
