@@ -2,9 +2,8 @@
 
 python -m benchmarks.closed_memory [--rows N] [--seed S] [--minutes M] [--only JOB]... [--write] [--json]
 
-Legal layouts are drawn from the searches of some jobs, whether they fit or not. The jobs have few layers: the
-peak of a rank is linear in them. Compared are bytes of tensors on the fullest pipeline rank, of the two that
-are the fullest by closed forms, the first and the last one.
+Legal layouts are drawn from the searches of some jobs, whether they fit or not. Compared are bytes of tensors
+on the fullest pipeline rank, of the two that are the fullest by closed forms, the first and the last one.
 
 Decisions are those at limits between 80 and 120 % of what a layout takes, all of them equally likely.
 Admitted are layouts whose upper end fits and whose dry run does not; rejected are those the other way round.
@@ -57,10 +56,10 @@ class Job(NamedTuple):
     """Of the model, in the place of those of the catalogue."""
 
     def spec(self) -> ModelSpec:
-        """The model, with few layers."""
+        """The model."""
         known = resolve_model(self.model).model_dump()
         router = {**known["router"], **self.fields.get("router", {})}
-        return ModelSpec.model_validate({**known, "layers": 8, **self.fields, "router": router})
+        return ModelSpec.model_validate({**known, **self.fields, "router": router})
 
 
 LORA = {"rank": 16, "alpha": 32.0}

@@ -404,13 +404,21 @@ def stage_copy_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks
 
 
 def _played_bytes(
-    engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks, parameters: Floats
+    engine: Engine,
+    table: LayoutTable,
+    sizes: UnitSizes,
+    ranks: Ranks,
+    parameters: Floats,
+    gradients: Floats,
+    again: Floats,
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """Bytes at the fullest moment of ranks with several stages, [n, k]: of activations, logits, gradients and
     parameters.
 
     Args:
         parameters: their bytes if all stages are gathered, [n, k].
+        gradients: bytes of those of all stages, [n, k].
+        again: what the backward pass of a layer has besides, [n, k].
     """
     chunks = table.virtual_pipeline_parallel[:, None]
     kept: Floats = np.zeros(())
@@ -420,7 +428,6 @@ def _played_bytes(
     output = sizes.layer_output[:, None]
     head = ranks.last * (sizes.kept_logits - sizes.layer_output)[:, None]
     every = rank_parameters(sizes, ranks)
-    _, gradients, _ = model_states(engine, table, sizes, ranks, every)
     own = np.maximum(every[0] + every[1], 1.0)
     first, last = (
         at * size[:, None] / own * gradients
@@ -438,7 +445,6 @@ def _played_bytes(
     )
     later = ~table.keeps_whole & (not sizes.experts.any())
     alive = schedule_moments.fullest(table, ranks, each, later)
-    again = recomputation_bytes(table, sizes, ranks)
     activations = alive.flights * each.flights + alive.waits * each.waits + again
     chunk = ranks.last * (sizes.logits - sizes.kept_logits)[:, None]
     logits = alive.head_flights * head + chunk - np.minimum(passing_logits(engine, sizes, ranks), again)
@@ -507,7 +513,7 @@ def stage_memory(
         if moment is None:
             played = schedule_moments.played(table, ranks)
             if played.any():
-                own = _played_bytes(engine, table, sizes, ranks, parameters)
+                own = _played_bytes(engine, table, sizes, ranks, parameters, every_gradient, again)
                 activations, logits, gradients, parameters = (
                     np.where(played, each, other)
                     for each, other in zip(own, (activations, logits, gradients, parameters), strict=True)
