@@ -17,16 +17,16 @@ from benchmarks.gpu_kinds.attempts import (
     Machine,
     Result,
     attempt,
-    commands,
     hung,
     left_by,
     reason,
 )
 from benchmarks.gpu_kinds.inputs import write_inputs
 from benchmarks.gpu_kinds.kinds import Kind, read_expected, read_kinds
+from benchmarks.gpu_kinds.plans import plans
 from benchmarks.gpu_kinds.report import largest, memory_words
-from costmodels.catalogue import load_device
 from planner import suggest
+from runtime.job.prediction import predicted_peak
 
 TRAIN, KINDS = read_kinds()
 
@@ -125,8 +125,7 @@ def test_peaks_of_a_gpu_are_read_beside_those_of_the_plan(tmp_path: Path) -> Non
     found = left_by(tmp_path, on_gpu=True, is_of_plan=True)
     assert found["losses"] == (6.0, 5.0, 4.0) and len(found["norms"]) == 3
     assert (found["allocated"], found["reserved"]) == (15, 20)
-    stage = plan.estimate.memory[0]
-    assert found["predicted"] == stage.total - stage.overhead
+    assert found["predicted"] == predicted_peak(plan).value
     result = Result(True, 1.0, **found)
     assert memory_words(result)[0].startswith("peak GiB: predicted ")
     assert "predicted" not in left_by(tmp_path, on_gpu=True, is_of_plan=False)
@@ -206,26 +205,9 @@ def test_each_kind_that_trains_has_losses_of_a_cpu() -> None:
 
 
 @pytest.mark.slow
-def test_every_kind_is_a_job_that_a_gpu_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_is_a_job_that_a_gpu_runs(tmp_path: Path) -> None:
     """Plans and refusals of a machine with a GPU need none."""
-    from runtime import pretrain
-    from runtime.job.plan_search import search_for_job
-
-    jobs = []
-    monkeypatch.setattr(pretrain, "train", lambda job: jobs.append(job) or 0)
     machine = Machine(tmp_path, tmp_path, write_inputs(tmp_path / "inputs"), TRAIN, on_gpu=True, threads=1)
     for kind in KINDS:
-        for module, *words in commands(kind, AS_IT_IS, machine):
-            if module != "runtime.pretrain":
-                continue
-            loads = "--load" in words
-            if loads:
-                # What an earlier command of the kind writes.
-                at = words.index("--load")
-                del words[at : at + 2]
-            pretrain.app(words, standalone_mode=False)
-            device = load_device("b200" if kind.capability > (9, 0) else "h100")
-            plan = search_for_job(jobs[-1], device, 1, 1, None).plan(0)
-            if not loads:
-                pretrain.check_job(plan, jobs[-1], 1)
+        for plan in plans(kind, machine):
             assert plan.layout.micro_batches == 2, kind.name
