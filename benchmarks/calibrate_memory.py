@@ -28,7 +28,8 @@ HEADER = """\
 # Memory constants fitted to published peaks; not to be edited by hand, but written by
 #   python -m benchmarks.calibrate_memory --rows FILE... --write
 # Priors of each fit are in memory_fits.yaml; it sees half of the rows of its sources. Ranges of the bundled
-# engine's memory are fitted to dry runs, by python -m benchmarks.closed_memory --write.
+# engine's memory (memory_range) were chosen from the errors in benchmarks/results/closed_memory.txt;
+# python -m benchmarks.closed_memory --write fits them to dry runs.
 """
 
 
