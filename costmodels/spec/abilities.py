@@ -53,6 +53,10 @@ class Abilities(Record):
     """None of them: no context parallelism."""
     context_parallel_schedules: tuple[Schedule, ...] = get_args(Schedule)
     """Schedules that go with context parallelism."""
+    uneven_schedules: tuple[Schedule, ...] = get_args(Schedule)
+    """Those whose stages may hold different numbers of layers."""
+    stages_alike: bool = False
+    """All stages hold as many layers but for the first and the last one."""
     offload_activations_schedules: tuple[Schedule, ...] = get_args(Schedule)
     """Schedules that go with offloaded activations."""
     untied_schedules: tuple[Schedule, ...] = ()

@@ -18,7 +18,7 @@ from planner.solve.bounds import floor_of
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.fit import Fit, fit
 from planner.solve.further import further_space
-from planner.solve.offload import offload_space, within_host
+from planner.solve.offload import offload_space, solved_within_host, within_host
 from planner.solve.solutions import solutions, worth_of_further
 from planner.space.grid import Space
 
@@ -52,7 +52,7 @@ def _ranked(problem: Problem, pinned: Sequence[Problem], space: Space, started: 
     floor = floor_of(model, cluster, engine, space, problem.objective)
     rows = contenders(problem, space, every, floor)
     prices = price(model, cluster, engine, space.table.take(rows))
-    added = solutions(problem, space, found, floor, prices)
+    added = solved_within_host(problem, solutions(problem, space, found, floor, prices))
     for one in pinned:
         added += _further(one, space, found, [prices, *added])
     if len(rows) < len(every):
@@ -102,7 +102,7 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
         floor = floor_of(model, cluster, engine, space, problem.objective)
         rows = floor.rows_below(np.flatnonzero(fits.rows), worth.last)
         prices = price(model, cluster, engine, space.table.take(rows))
-        solved = solutions(problem, space, fits, floor, prices, so_far)
+        solved = solved_within_host(problem, solutions(problem, space, fits, floor, prices, so_far))
         prices = prices.take(worth(prices.table, prices.step_time_s))
         added += [part for part in (prices, *solved) if len(part)]
     return added

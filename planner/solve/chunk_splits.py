@@ -44,6 +44,8 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
         worth: whether rows that take so many seconds would be among the first.
     """
     where = problem.model, problem.cluster, problem.constants
+    if problem.engine.runs.stages_alike:
+        return None
     first = _best(problem, concatenate_prices(parts), NEAR * worth.last)
     if not len(first):
         return None
@@ -74,7 +76,8 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
 def _best(problem: Problem, prices: Prices, last: float) -> Prices:
     """The best plans with pipelines, of those whose slowness is not above `last`."""
     slow = slowness(problem.objective, prices.table.global_batch_size, prices.step_time_s)
-    rows = np.flatnonzero((prices.table.pipeline_parallel > 1) & (slow <= last))
+    able = prices.table.runs(*problem.engine.runs.uneven_schedules) & (prices.table.pipeline_parallel > 1)
+    rows = np.flatnonzero(able & (slow <= last))
     return prices.take(rows[np.argsort(slow[rows], kind="stable")[:ROWS]])
 
 

@@ -9,6 +9,8 @@ from itertools import accumulate
 import numpy as np
 
 from costmodels.memory.host import host_bytes
+from costmodels.pricing import Prices
+from costmodels.spec.table import Bools, LayoutTable
 from planner.problem import Problem
 from planner.solve.concatenation import concatenate_tables
 from planner.space.grid import Space
@@ -50,26 +52,41 @@ def offload_space(problem: Problem, space: Space) -> tuple[list[Problem], Space]
 
 def within_host(problem: Problem, space: Space) -> Space:
     """`space` without the layouts whose share of the host's memory is too small for what they keep there."""
-    device = problem.cluster.device
-    held = host_bytes(problem.model, problem.engine.for_device(device), space.table)
-    rows = np.flatnonzero(held <= device.host_memory_bytes)
+    held = _fits_host(problem, space.table)
+    rows = np.flatnonzero(held)
     if len(rows) == len(held):
         return space
     return replace(
         space,
         table=space.table.take(rows),
-        family=space.family[rows],
         states=space.states[rows],
         work=space.work[rows],
         illegal={**space.illegal, HOST_MEMORY: len(held) - len(rows)},
     )
 
 
+def solved_within_host(problem: Problem, solved: Sequence[Prices]) -> list[Prices]:
+    """Prices without the layouts whose share of the host's memory is too small for what they keep there."""
+    kept = [
+        some.take(_fits_host(problem, some.table))
+        if some.table.offload_optimizer.any() or some.table.offload_activations.any()
+        else some
+        for some in solved
+    ]
+    return [some for some in kept if len(some)]
+
+
+def _fits_host(problem: Problem, table: LayoutTable) -> Bools:
+    device = problem.cluster.device
+    held = host_bytes(problem.model, problem.engine.for_device(device), table)
+    result: Bools = held <= device.host_memory_bytes
+    return result
+
+
 def union(spaces: Sequence[Space]) -> Space:
     """The layouts of all spaces, in order."""
     return Space(
         table=concatenate_tables([space.table for space in spaces]),
-        family=_apart([space.family for space in spaces]),
         states=_apart([space.states for space in spaces]),
         work=_apart([space.work for space in spaces]),
         considered=sum(space.considered for space in spaces),

@@ -23,7 +23,6 @@ from costmodels.spec.table import (
     FULL,
     NONE,
     RECOMPUTE_MODULES,
-    SCHEDULES,
     SELECTIVE,
     UNIFORM,
     Bools,
@@ -35,12 +34,9 @@ from costmodels.spec.table import (
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins
 from planner.solve.bounds import Floor, Worth, rows_worth
-from planner.solve.concatenation import concatenate_prices, concatenate_tables
+from planner.solve.concatenation import concatenate_prices
 from planner.solve.fit import Fit
 from planner.space.grid import Space
-
-SPLIT = [SCHEDULES.index(schedule) for schedule in SPLIT_BACKWARD]
-
 
 MODULE_SETS: tuple[int, ...] = tuple(
     code_of("recompute_modules", modules)
@@ -81,40 +77,46 @@ def least_recompute(
         plain_alone: the space lists layouts that recompute nothing alone.
         fewer: a step may have fewer micro batches.
     """
-    table, family, fits = space.table, space.family, found.rows
-    bases = np.flatnonzero(found.states & ~fits)
+    table = space.table
+    bases = np.flatnonzero(found.states & ~found.rows)
     bases = bases[table.column("recompute", bases) == NONE]
     if not len(bases) or not {"selective", "full"} & set(kinds):
         return None
-    fitting = np.zeros(int(family.max()) + 1, dtype=bool)
-    fitting[family[fits]] = True
-
-    def could_fit(rows: Ints) -> Bools:
-        """Whether rows could fit with the micro batches that they have."""
-        if plain_alone or "full" not in kinds:
-            return np.ones(len(rows), dtype=np.bool_)
-        # Of whole layers, which split backward does not recompute, the enumerated ones tell whether any fit.
-        return fitting[family[rows]] | np.isin(table.column("schedule", rows), SPLIT)
-
-    if not fewer:
-        bases = bases[could_fit(bases)]
-    bases = rows_worth(model, cluster, engine, table, bases, worth, floor)
-    plain = table.take(bases)
+    plain = table.take(rows_worth(model, cluster, engine, table, bases, worth, floor))
+    # What is enumerated has the most micro batches.
+    groups = [(plain, plain_alone)]
+    if fewer:
+        groups.append((with_fewest_micro_batches(plain), True))
     priced: list[Prices] = []
-    if fewer:
-        # In a step of fewer micro batches even others fit.
-        plain = concatenate_tables([plain.take(could_fit(bases)), with_fewest_micro_batches(plain)])
-    most = with_most_recompute(model, engine, plain, kinds)
-    plain = plain.take(_peak(model, cluster, engine, most) <= cluster.memory_bytes)
-    if not len(plain):
-        return None
-    prices = price(model, cluster, engine, plain)
-    good = worth(plain, prices.step_time_s)
-    if fewer:
+    for some, usual in groups:
+        some = some.take(_able(model, cluster, engine, some, kinds))
+        if not len(some):
+            continue
+        prices = price(model, cluster, engine, some)
+        good = worth(some, prices.step_time_s)
         fit = good & (prices.peak_memory_bytes <= cluster.memory_bytes)
-        priced, good = [prices.take(fit)], good & ~fit
-    priced.append(fastest_that_fit(model, cluster, engine, plain.take(good), kinds, usual=plain_alone)[1])
-    return concatenate_prices(priced)
+        priced.append(prices.take(fit))
+        solved = some.take(good & ~fit)
+        priced.append(fastest_that_fit(model, cluster, engine, solved, kinds, usual)[1])
+    return concatenate_prices(priced) if priced else None
+
+
+def _able(
+    model: ModelSpec, cluster: Cluster, engine: Engine, plain: LayoutTable, kinds: Collection[Recompute]
+) -> Bools:
+    """Rows that fit with some recomputation of all layers, [n].
+
+    Whole layers, or all modules, keep least; but what they recompute is there at once, so that small models
+    may fit with a single module alone.
+    """
+    most = with_most_recompute(model, engine, plain, kinds)
+    fits: Bools = _peak(model, cluster, engine, most) <= cluster.memory_bytes
+    for kind, modules in recompute_sets(model, engine, kinds):
+        if kind == SELECTIVE and (modules & (modules - 1)) == 0:
+            rest = np.flatnonzero(~fits)
+            some = with_recompute(plain.take(rest), kind, modules)
+            fits[rest] = _peak(model, cluster, engine, some) <= cluster.memory_bytes
+    return fits
 
 
 def with_fewest_micro_batches(table: LayoutTable) -> LayoutTable:

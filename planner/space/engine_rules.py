@@ -169,6 +169,12 @@ def _rules(engine: Engine, precision: str) -> Iterator[Rule]:
     for rule, schedules, where, when in (
         ("engine_schedule_context", runs.context_parallel_schedules, _in_context, " with context_parallel"),
         (
+            "engine_schedule_uneven",
+            runs.uneven_schedules,
+            lambda d: d.deepest * d.stages != d.layers,
+            " with stages of unequal layers",
+        ),
+        (
             "engine_schedule_offload",
             runs.offload_activations_schedules,
             lambda d: d.offload_activations,

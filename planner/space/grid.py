@@ -73,8 +73,6 @@ class Space:
     """The legal layouts and an account of the others."""
 
     table: LayoutTable
-    family: Places
-    """Of each row: rows of one family differ in what they recompute only."""
     states: Places
     """Of each row: rows of one number differ in sequences, sequence parallelism and what they recompute only,
     and all have one micro batch or all several, so that they hold the same parameters, gradients and
@@ -225,7 +223,6 @@ def build(
     legal = np.broadcast_to(legal, degrees.shape)
     where, shape = places_of(legal), legal.shape
     table = _table(model, degrees, legal, where, precision, pins)
-    family = flat_places((*shape[:4], 1, shape[5]), where)
     states = flat_places((*shape[:2], 1, 1, 1, shape[5]), where)
     work = flat_places((*shape[:4], 1, 1), where)
     alone = degrees.micro_batches == 1
@@ -233,7 +230,7 @@ def build(
         # With one micro batch gradients may be reduced before they are whole.
         states = 2 * states
         states += alone.ravel().take(flat_places(alone.shape, where))
-    return Space(table, family, states, work, considered, illegal)
+    return Space(table, states, work, considered, illegal)
 
 
 def _rules(pins: Pins, further: Sequence[Rule]) -> list[Rule]:

@@ -49,16 +49,17 @@ def test_json_has_every_stage_with_its_composition(planner_command: Command, pla
 
 @pytest.mark.slow
 def test_tables_show_a_row_for_each_stage(
-    planner_command: Command, plan: Path, monkeypatch: pytest.MonkeyPatch
+    planner_command: Command, plan: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
+    # Other tests keep traces of the same plan.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code, out, err = planner_command("dryrun", "--plan", plan, "--no-compile")
     assert code == 0
-    assert err.splitlines() == [
-        "planner: loading PyTorch",
-        "planner: tracing stage 1 of 2",
-        "planner: tracing stage 2 of 2",
-    ]
+    first, *_, last = err.splitlines()
+    assert first == "planner: loading PyTorch"
+    # One after the other, or both at a time.
+    assert last in {f"planner: {doing} pipeline rank 2 of 2" for doing in ("tracing", "traced")}
     lines = [line.split() for line in out.splitlines()]
     assert "eager layers on a100-80g" in out
     heads = [line for line in lines if line[:1] == ["pp"]]

@@ -36,10 +36,10 @@ def run(command: list[str], code: Path, folder: Path) -> str:
 
 
 def check_trace(out: str) -> None:
-    """The memory that is planned is the memory that is traced."""
+    """The memory that is planned (its upper end, of a tiny model) is near what is traced."""
     for rank in json.loads(out)["ranks"]:
         planned, traced = rank["estimate"]["bytes"], rank["peak"]["bytes"]
-        assert math.isclose(planned, traced, rel_tol=0.01, abs_tol=2**20)
+        assert math.isclose(planned, traced, rel_tol=0.05, abs_tol=4 * 2**20)
 
 
 def check_training(folder: Path) -> None:

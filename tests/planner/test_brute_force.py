@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from costmodels import Layout, ModelSpec, even_split
 from costmodels.pricing import peak_memory, price
+from costmodels.spec.constants import MemoryRangeConstants
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.record import GIB
 from costmodels.spec.table import ARRAY_FIELDS, RECOMPUTE_MODULES, LayoutTable, code_of
@@ -25,8 +26,9 @@ from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
 from planner.space.grid import micro_batch_sizes
 from planner.space.rules import RULES, first_violation
 
-# Under another name, so that closed forms alone say what fits: exact bytes have tests of their own.
-ENGINE = resolve_engine(DEFAULT_ENGINE).model_copy(update={"name": "closed-forms"})
+# Without ranges of memory: they are wider where more is recomputed, so that of two layouts the one that keeps
+# less may need more. What is solved is then the best but for the width of a range.
+ENGINE = resolve_engine(DEFAULT_ENGINE).model_copy(update={"memory_range": MemoryRangeConstants()})
 
 REDUNDANT = [rule for rule in RULES if rule.redundant]
 
@@ -213,7 +215,8 @@ def test_the_search_finds_what_brute_force_finds(
     where = model, cluster, ENGINE
     table = LayoutTable.of(found.legal)
     memory = peak_memory(*where, table)
-    limit = float(np.quantile(memory, share)) / GIB
+    # Sums of other rows may differ in the last digit.
+    limit = float(np.quantile(memory, share)) * (1 + 1e-12) / GIB
     result = search(
         model,
         world_size=world,

@@ -77,7 +77,8 @@ def test_no_split_that_fits_has_a_faster_slowest_stage(
     )
     every, alone = every_split(layout, layers), LayoutTable.of([layout])
     cluster = CLUSTERS[pipeline]
-    limit = float(np.quantile(peak_memory(model, cluster, ENGINE, every), share))
+    # Sums of other rows may differ in the last digit.
+    limit = float(np.quantile(peak_memory(model, cluster, ENGINE, every), share)) * (1 + 1e-12)
     cluster = cluster.model_copy(update={"memory_bytes": limit})
     fits = peak_memory(model, cluster, ENGINE, every) <= limit
     best = slowest(model, cluster, every)[fits].min()

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.oldest, pytest.mark.slow]
 
 FAMILIES = {**MODELS, **FORMS}
 
-ODD = ("mixtral", "deepseek", "sigmoid", "sinks", "windows", "capped", "delta", "chunks")
+ODD = ("deepseek", "sinks", "capped", "delta")
 """Those that are not compiled in tests of their own."""
 
 

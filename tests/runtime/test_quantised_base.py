@@ -186,10 +186,11 @@ def test_only_matrices_of_layers_are_in_4_bits() -> None:
         ({"tensor_parallel": 2, "sequence_parallel": True}, False),
     ],
 )
-def test_memory_in_closed_form_is_near_that_of_a_trace(fields: dict[str, Any], compiled: bool) -> None:
+def test_the_range_of_memory_holds_that_of_a_trace(fields: dict[str, Any], compiled: bool) -> None:
     spec = quantised(load_model("llama3-8b"), layers=8, seq=2048, lora=None)
     layout = Layout.model_validate({"layers_per_stage": (8,), "global_batch_size": 2} | fields)
     traced = trace(spec, layout, compiled=compiled).peak.total
     found = planner.evaluate(layout, model=spec, device="h100").memory[0]
-    planned = found.total - found.reserve - found.context - found.communicators
-    assert planned == pytest.approx(traced, rel=0.1)
+    planned = found.total - found.doubt - found.reserve - found.context - found.communicators
+    assert found.doubt < 0.15 * planned
+    assert planned - found.doubt <= traced <= planned + found.doubt
