@@ -54,6 +54,10 @@ USUAL = code_of("recompute_modules", ("core_attention",))
 """The modules that are enumerated."""
 
 
+NEAR = 1.02
+"""Share of a device's memory up to which other modules are tried where the most recomputation exceeds it."""
+
+
 def least_recompute(
     model: ModelSpec,
     cluster: Cluster,
@@ -107,13 +111,16 @@ def _able(
     """Rows that fit with some recomputation of all layers, [n].
 
     Whole layers, or all modules, keep least; but what they recompute is there at once, so that small models
-    may fit with a single module alone.
+    may fit with other modules alone.
     """
     most = with_most_recompute(model, engine, plain, kinds)
-    fits: Bools = _peak(model, cluster, engine, most) <= cluster.memory_bytes
+    held = _peak(model, cluster, engine, most)
+    fits: Bools = held <= cluster.memory_bytes
+    near = held <= NEAR * cluster.memory_bytes
     for kind, modules in recompute_sets(model, engine, kinds):
-        if kind == SELECTIVE and (modules & (modules - 1)) == 0:
-            rest = np.flatnonzero(~fits)
+        rest = np.flatnonzero(near & ~fits)
+        # Schedules that split backward do not recompute whole layers.
+        if len(rest) and kind == SELECTIVE:
             some = with_recompute(plain.take(rest), kind, modules)
             fits[rest] = _peak(model, cluster, engine, some) <= cluster.memory_bytes
     return fits

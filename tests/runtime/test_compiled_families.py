@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.oldest, pytest.mark.slow]
 
 FAMILIES = {**MODELS, **FORMS}
 
-ODD = ("deepseek", "sinks", "capped", "delta")
+ODD = ("sinks", "capped", "delta")
 """Those that are not compiled in tests of their own."""
 
 
