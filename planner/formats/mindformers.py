@@ -8,6 +8,7 @@ mindformers/trainer/base_trainer.py, layers of stages those of mindformers/model
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 from typing import Any
 
 from costmodels.catalogue import load_model
@@ -32,6 +33,9 @@ from planner.formats.reading import Problems, Reading
 from planner.formats.roles import name_others
 from planner.formats.source import Source, Surroundings
 from planner.inputs.model import resolve_model
+
+MOST_CHUNKS = 64
+"""Chunks of a pipeline rank whose lists are looked for."""
 
 PARALLEL, RECOMPUTE, OPTIMIZER = "parallel_config", "recompute_config", "parallel.parallel_optimizer_config"
 
@@ -321,16 +325,20 @@ def _layers_of_stages(keys: Keyed, path: str, pipeline: int) -> bool | int:
     """True for all layers, or layers of each stage that recompute; of unequal ones the most."""
     entry = keys.first(path)
     if entry is None:
-        return False
-    if entry.items is None:
+        # With several chunks, a list for each.
+        chunks = takewhile(bool, (keys.first(f"{path}.{chunk}") for chunk in range(MOST_CHUNKS)))
+        words = [word for chunk in chunks if chunk is not None for word in chunk.items or (chunk.text,)]
+    elif entry.items is None:
         if re.fullmatch(r"[0-9]{1,4}", entry.text):
             return int(entry.text)
         return keys.switch(path)
-    if not all(re.fullmatch(r"[0-9]{1,4}", word) for word in entry.items):
+    else:
+        words = list(entry.items)
+    if not words or not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words):
         return False
-    counts = [int(word) for word in entry.items]
+    counts = [int(word) for word in words]
     if len(set(counts)) > 1:
-        text = f"[{entry.text}] differ by stage; {max(counts)} layers of every stage are priced"
+        text = f"[{','.join(words)}] differ by stage; {max(counts)} layers of every stage are priced"
         keys.add("note", text, path)
     return max(counts, default=0)
 
