@@ -44,7 +44,7 @@ TARGET = Path(costmodels.catalogue.__file__).with_name("calibrated_memory.yaml")
 
 
 class Job(NamedTuple):
-    """What layouts are drawn from."""
+    """A model and its devices, from which layouts are drawn."""
 
     model: str
     world_size: int
@@ -53,7 +53,7 @@ class Job(NamedTuple):
     """The largest global batch."""
     pins: tuple[str, ...] = ()
     fields: Mapping[str, Any] = {}
-    """Of the model, in the place of those of the catalogue."""
+    """Fields of the model that replace those of the catalogue."""
 
     def spec(self) -> ModelSpec:
         """The model."""
@@ -145,7 +145,7 @@ class Compared(NamedTuple):
 
     @property
     def upper(self) -> float:
-        """The same of the upper end of the range."""
+        """The relative error of the upper end of the range."""
         return (self.drawn.closed + self.drawn.doubt) / self.traced - 1
 
 

@@ -47,7 +47,7 @@ class Form:
     name: str
     variables: Mapping[str, str] = field(default_factory=dict)
     flags: str = ""
-    """Of its training commands."""
+    """Arguments of the training commands."""
 
 
 AS_IT_IS = Form("as it is")
@@ -56,12 +56,12 @@ SECOND_TRIES = (
     Form("CUDA_LAUNCH_BLOCKING=1", {"CUDA_LAUNCH_BLOCKING": "1"}),
     Form("not compiled", flags="--no-compile"),
 )
-"""What tells where a failure is from: each kernel waited for, and no kernel that a compiler wrote."""
+"""Second tries, which tell where a failure is from: waiting for each kernel, and with no compiled kernels."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What all attempts share."""
+    """The machine and the folders that all attempts share."""
 
     output: Path
     """Folder of logs, metrics and plans."""
@@ -72,14 +72,14 @@ class Machine:
     """Flags of every training command."""
     on_gpu: bool
     threads: int
-    """Of each process: to compute on a CPU, and to compile."""
+    """Threads of each process: to compute on a CPU, and to compile."""
     compiles: bool = False
     """Whether layers are compiled on a CPU, too."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of an attempt."""
+    """The outcome of an attempt."""
 
     ran: bool
     seconds: float
@@ -89,7 +89,7 @@ class Result:
     """Whether a command would not begin: with what it was given, or on this device."""
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
-    """Of the gradients."""
+    """Norms of the gradients."""
     predicted: float | None = None
     """Bytes at the peak, by the plan; None where nothing was planned, or the device is no GPU."""
     allocated: int | None = None
@@ -229,7 +229,7 @@ def reason(text: str) -> str:
 
 
 def hung(text: str) -> str:
-    """What a process said last, and where its threads were when it was ended."""
+    """The last words of a process, and where its threads were when it was ended."""
     before, _, trace = text.partition("Fatal Python error: Aborted")
     lines = [line.strip() for line in before.splitlines() if line.strip()]
     own = re.search(r"^Current thread .*\n\s*(File .*)", trace, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What the jobs read: configurations, tokens, and a Hugging Face model. The same on every machine."""
+"""The inputs of the jobs: configurations, tokens, and a Hugging Face model. The same on every machine."""
 
 from __future__ import annotations
 

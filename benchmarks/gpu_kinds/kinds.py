@@ -37,7 +37,7 @@ class Kind(Record):
         return not any(command.startswith("alone ") for command in self.do)
 
     def missing(self, capability: tuple[int, int] | None) -> str:
-        """What a device lacks for this kind; nothing if ''.
+        """The ability that a device lacks for this kind; '' if none.
 
         Args:
             capability: compute capability of the GPU; None of a CPU.

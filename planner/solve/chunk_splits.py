@@ -13,12 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from costmodels.pricing import Prices, price
-from costmodels.spec.layout import V_SCHEDULES
-from costmodels.spec.table import SCHEDULES, Ints, LayoutTable, numbered_splits
+from costmodels.spec.layout import Layout
+from costmodels.spec.table import Ints, LayoutTable, numbered_splits
 from planner.objective import slowness
 from planner.problem import Problem
 from planner.solve.bounds import Worth
 from planner.solve.concatenation import concatenate_prices
+from planner.solve.recompute import first_of_each
 
 ROWS = 12
 """Plans whose layers are moved."""
@@ -60,13 +61,14 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
         seconds = np.where(
             prices.peak_memory_bytes <= problem.cluster.memory_bytes, prices.step_time_s, np.inf
         )
-        order = np.lexsort((seconds, row))
-        order = order[np.flatnonzero(np.diff(row[order], prepend=-1))]
+        order = first_of_each(row, seconds)
         better = order[seconds[order] < now.step_time_s[row[order]] * (1 - GAIN)]
         open_rows = row[better]
         if not len(open_rows):
             break
-        kept = np.setdiff1d(np.arange(len(now)), open_rows, assume_unique=True)
+        moved = np.zeros(len(now), dtype=np.bool_)
+        moved[open_rows] = True
+        kept = np.flatnonzero(~moved)
         back = np.argsort(np.concatenate([kept, open_rows]))
         now = concatenate_prices([now.take(kept), prices.take(better)]).take(back)
     found = (now.step_time_s < before) & worth(now.table, now.step_time_s)
@@ -86,10 +88,9 @@ def _moves(table: LayoutTable, rows: Ints) -> tuple[Ints, list[tuple[int, ...]]]
     row: list[int] = []
     splits: list[tuple[int, ...]] = []
     for each in rows.tolist():
-        split, pipeline = table.splits[table.split[each]], int(table.pipeline_parallel[each])
-        is_v = SCHEDULES[table.schedule[each]] in V_SCHEDULES
-        for source, target in _pairs(split, pipeline, is_v):
-            moved = list(split)
+        layout = table.layout(each)
+        for source, target in _pairs(layout):
+            moved = list(layout.layers_per_stage)
             moved[source] -= 1
             moved[target] += 1
             row.append(each)
@@ -97,14 +98,11 @@ def _moves(table: LayoutTable, rows: Ints) -> tuple[Ints, list[tuple[int, ...]]]
     return np.array(row, dtype=np.int64), splits
 
 
-def _pairs(split: tuple[int, ...], pipeline: int, is_v: bool) -> Iterator[tuple[int, int]]:
+def _pairs(layout: Layout) -> Iterator[tuple[int, int]]:
     """Stages that a layer may leave, and stages that may take it."""
-    stages = len(split)
-    places: dict[int, list[int]] = {}
-    for stage in range(stages):
-        rank = min(stage, stages - 1 - stage) if is_v else stage % pipeline
-        places.setdefault(rank, []).append(stage)
-    ends = (0, stages - 1)
+    split, pipeline = layout.layers_per_stage, layout.pipeline_parallel
+    places = {rank: layout.stages_of(rank) for rank in range(pipeline)}
+    ends = (0, len(split) - 1)
     # The first and the last stage have work of their own.
     largest = {
         rank: max(own, key=lambda stage: (split[stage], stage in ends)) for rank, own in places.items()

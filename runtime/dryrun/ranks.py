@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 from costmodels import Layout, ModelSpec
 from costmodels.catalogue.local_machine import available_cores, available_memory
 from runtime.dryrun.alike import alike_ranks
+from runtime.dryrun.collector import collector_off
 from runtime.dryrun.kept_traces import keep_trace, kept_trace, trace_name
 from runtime.dryrun.memory_trace import DeviceKind, MemoryTrace
 from runtime.processes.pools import pool_guard, spawn_context
@@ -80,18 +79,6 @@ def _traced(job: Callable[..., MemoryTrace], ranks: Sequence[int], tell: Tell) -
         except BrokenProcessPool:
             raise RuntimeError("a process of the dry run died; it may have been out of memory") from None
         return found
-
-
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """Leave garbage alone meanwhile: to look through all that is imported takes a fifth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _of(number: int, count: int) -> str:

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
+from runtime.dryrun.collector import collector_off
 from runtime.dryrun.compiled_layers import compiled_layers
 from runtime.dryrun.course import BUILD, Course, UnlikeError, of_more_layers
 from runtime.dryrun.experts import even_load
@@ -234,14 +235,9 @@ def frozen_objects() -> Iterator[None]:
 @contextmanager
 def collector_pause() -> Iterator[None]:
     """Leave cycles alone, as the loop of the runtime does."""
-    was_on = gc.isenabled()
     gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextmanager
