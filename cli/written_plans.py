@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from planner.formats.export import Export
 from planner.formats.nearest import differences
+from planner.formats.writing.export import Export
 from planner.plan import Plan
 
 

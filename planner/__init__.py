@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from planner.explanation.explanation import Explanation, explain
     from planner.formats.check import Check, check
     from planner.formats.conversion import Conversion, convert_config
-    from planner.formats.export import Export
     from planner.formats.targets import export
+    from planner.formats.writing.export import Export
     from planner.plan import Plan
     from planner.ranking.result import SearchResult
     from planner.report.figures import plan_figures
@@ -60,7 +60,7 @@ _NAMES = {
     "planner.explanation.explanation": ("Explanation", "explain"),
     "planner.formats.check": ("Check", "check"),
     "planner.formats.conversion": ("Conversion", "convert_config"),
-    "planner.formats.export": ("Export",),
+    "planner.formats.writing.export": ("Export",),
     "planner.formats.targets": ("export",),
     "planner.plan": ("Plan",),
     "planner.ranking.result": ("SearchResult",),

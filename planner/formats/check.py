@@ -16,11 +16,11 @@ from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
 from planner import advice
 from planner.api import search_problem
+from planner.formats.facts.layout_fields import Places
+from planner.formats.facts.reading import ConfigProblem, Problems, Reading, Severity, verdict
 from planner.formats.files import read_files
-from planner.formats.layout_fields import Places
-from planner.formats.mindformers_dynamic import keys_of_layout
-from planner.formats.nemo import keys_of_flags
-from planner.formats.reading import ConfigProblem, Problems, Reading, Severity, verdict
+from planner.formats.mindformers.dynamic import keys_of_layout
+from planner.formats.nemo.reader import keys_of_flags
 from planner.formats.targets import TARGETS
 from planner.inputs.cluster import ClusterKeywords
 from planner.inputs.keywords import keywords

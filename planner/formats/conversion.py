@@ -14,11 +14,11 @@ from planner.formats.check import (
     plan_as_it_stands,
     problem_of_reading,
 )
-from planner.formats.export import Export, flag_lines
+from planner.formats.facts.flag_catalogue import known_flags
+from planner.formats.facts.reading import Problems, Reading, verdict
 from planner.formats.files import read_files
-from planner.formats.flag_catalogue import known_flags
-from planner.formats.reading import Problems, Reading, verdict
 from planner.formats.targets import export
+from planner.formats.writing.export import Export, flag_lines
 from planner.inputs.keywords import keywords
 from planner.plan import Plan
 

@@ -11,30 +11,27 @@ from pathlib import Path
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
-from planner.formats import (
-    deepspeed_config,
-    hugging_face,
-    megatron_keys,
-    mindformers,
-    mindformers_dynamic,
-    nanotron,
-    nemo,
-    torchtitan,
-    trainer_files,
-)
-from planner.formats.definitions import check_definitions, parse_definitions
-from planner.formats.entries import PARSERS, Entries
-from planner.formats.flag_catalogue import known_flags
-from planner.formats.keyed import known_keys
-from planner.formats.launcher import find_launch, known_count
-from planner.formats.megatron import read_megatron
-from planner.formats.overrides import override_entries
-from planner.formats.pages import block_entries, running_entries
-from planner.formats.reading import ConfigProblem, Problems, Reading
-from planner.formats.recipes import recipes
+from planner.formats.facts.definitions import check_definitions, parse_definitions
+from planner.formats.facts.entries import PARSERS, Entries
+from planner.formats.facts.flag_catalogue import known_flags
+from planner.formats.facts.keyed import known_keys
+from planner.formats.facts.launcher import find_launch, known_count
+from planner.formats.facts.pages import block_entries, running_entries
+from planner.formats.facts.reading import ConfigProblem, Problems, Reading
+from planner.formats.facts.source import Source, Surroundings
+from planner.formats.hugging_face import deepspeed_config, trainer_files
+from planner.formats.hugging_face import reader as hugging_face
+from planner.formats.megatron.reader import read_megatron
+from planner.formats.mindformers import dynamic as mindformers_dynamic
+from planner.formats.mindformers import reader as mindformers
+from planner.formats.nanotron import reader as nanotron
+from planner.formats.nemo import reader as nemo
+from planner.formats.nemo.overrides import override_entries
+from planner.formats.on_megatron import keys as megatron_keys
+from planner.formats.python.recipes import recipes
 from planner.formats.recognised import refuse_recognised
-from planner.formats.source import Source, Surroundings
-from planner.formats.torchtitan_flags import flag_entries
+from planner.formats.torchtitan import reader as torchtitan
+from planner.formats.torchtitan.flags import flag_entries
 from planner.inputs.model import resolve_model
 
 LARGEST = MIB // 4

@@ -14,9 +14,9 @@ from costmodels.spec.estimate import Estimate
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import GIB, in_seconds
-from planner.formats.export import Export
 from planner.formats.files import read_files
-from planner.formats.model_words import model_parts
+from planner.formats.writing.export import Export
+from planner.formats.writing.model_words import model_parts
 from planner.plan import Plan
 
 SUFFIXES = {"megatron": "sh", "mindspeed": "sh", "torchtitan": "sh", "deepspeed": "json"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from planner.options.command import Command
 
 if TYPE_CHECKING:
-    from planner.formats.flag_catalogue import KnownFlag
+    from planner.formats.facts.flag_catalogue import KnownFlag
 
 INTERNAL = (
     r"--(no-)?("
@@ -105,7 +105,7 @@ def sort_words(
     names = {word.partition("=")[0] for word in words}
     if not any(name.startswith("--") and name not in following for name in names):
         return Pasted(list(words), [], [])
-    from planner.formats.flag_catalogue import known_flags  # Only pasted commands need it.
+    from planner.formats.facts.flag_catalogue import known_flags  # Only pasted commands need it.
 
     known = known_flags()
     batch = _value(words, "--global-batch-size", "--gbs") if turns_samples else None

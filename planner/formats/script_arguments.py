@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodels.dataclass import dataclass
-from planner.formats.flag_catalogue import known_flags
+from planner.formats.facts.flag_catalogue import known_flags
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from costmodels.errors import InputError
 from costmodels.spelling import nearest
-from planner.formats.accelerate_export import export_accelerate
-from planner.formats.bridge_export import export_bridge
-from planner.formats.deepspeed_export import export_deepspeed
-from planner.formats.export import Export
-from planner.formats.megatron_export import export_megatron
-from planner.formats.mindformers_export import export_mindformers
-from planner.formats.nanotron_export import export_nanotron
-from planner.formats.torchtitan_export import export_torchtitan
+from planner.formats.hugging_face.accelerate_export import export_accelerate
+from planner.formats.hugging_face.deepspeed_export import export_deepspeed
+from planner.formats.megatron.export import export_megatron
+from planner.formats.mindformers.export import export_mindformers
+from planner.formats.nanotron.export import export_nanotron
+from planner.formats.nemo.bridge_export import export_bridge
+from planner.formats.torchtitan.export import export_torchtitan
+from planner.formats.writing.export import Export
 from planner.plan import Plan
 
 

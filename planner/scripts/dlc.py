@@ -5,7 +5,7 @@ Source: PAI, "Commands used to submit jobs": `dlc submit pytorchjob --job_file=F
 
 from __future__ import annotations
 
-from planner.formats.written import written
+from planner.formats.writing.written import written
 from planner.scripts.job import JobScript, comments, header, on_signals, shell_word
 
 

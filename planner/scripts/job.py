@@ -10,10 +10,10 @@ from pathlib import Path
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
-from planner.formats.export import Export
 from planner.formats.script_arguments import SCRIPT_STARTS, ScriptStart, passed_on, resuming_flags
 from planner.formats.targets import TARGETS, export
-from planner.formats.written import Shell, words_of, written
+from planner.formats.writing.export import Export
+from planner.formats.writing.written import Shell, words_of, written
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.plan import Plan
 

@@ -14,8 +14,8 @@ import yaml
 
 from costmodels.errors import InputError
 from costmodels.spelling import nearest
-from planner.formats.written import written
-from planner.formats.yaml_dumper import Dumper
+from planner.formats.writing.written import written
+from planner.formats.writing.yaml_dumper import Dumper
 from planner.scripts.job import JobScript, comments, header, on_signals, pairs
 
 KINDS = ("jobset", "pytorchjob", "job")

@@ -6,7 +6,7 @@ Source: MindSpore, "msrun Launching": parameters of the command line.
 from __future__ import annotations
 
 from costmodels.errors import InputError
-from planner.formats.written import words_of
+from planner.formats.writing.written import words_of
 from planner.scripts.job import JobScript, command_lines, header, shell_word
 
 PORT = 8118

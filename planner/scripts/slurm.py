@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from costmodels.errors import InputError
-from planner.formats.written import written
+from planner.formats.writing.written import written
 from planner.scripts.job import (
     PORT,
     SCHEDULER_NAMES,

@@ -14,8 +14,8 @@ from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import Layout
 from planner.api import search_problem
 from planner.formats.check import plan_as_it_stands
+from planner.formats.facts.reading import Problems, Reading
 from planner.formats.files import read_files
-from planner.formats.reading import Problems, Reading
 from planner.formats.scaling import scaled_down
 from planner.inputs.device import resolve_device
 from planner.inputs.engine import DEFAULT_ENGINE

@@ -17,7 +17,7 @@ from costmodels.spelling import nearest
 from planner.formats.nearest import check_expressible, differences
 from planner.formats.script_arguments import SCRIPT_STARTS, ScriptStart, passed_on
 from planner.formats.targets import export
-from planner.formats.written import words_of
+from planner.formats.writing.written import words_of
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.flags import arguments
 from planner.plan import Plan

@@ -10,8 +10,8 @@ import pytest
 from costmodels import ModelSpec
 from costmodels.spec.layout import Layout
 from planner import Plan, evaluate, suggest
-from planner.formats.deepspeed_export import export_deepspeed
 from planner.formats.files import read_files
+from planner.formats.hugging_face.deepspeed_export import export_deepspeed
 from tests.support.commands import Command
 
 MODEL = ModelSpec(name="small", layers=8, hidden=1024, heads=8, vocab=32000, seq=2048)

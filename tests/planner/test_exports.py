@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from costmodels import ModelSpec
 from costmodels.spec.layout import Layout
 from planner import Plan, search
-from planner.formats.export import Export
+from planner.formats.facts.reading import Reading
 from planner.formats.files import read_files
-from planner.formats.model_words import model_parts
-from planner.formats.reading import Reading
 from planner.formats.targets import TARGETS
 from planner.formats.targets import export as export_plan
-from planner.formats.torchtitan_names import less_layers, stage_layers
+from planner.formats.torchtitan.names import less_layers, stage_layers
+from planner.formats.writing.export import Export
+from planner.formats.writing.model_words import model_parts
 from planner.inputs.huggingface.readers import model_fields
 from planner.ranking.result import SearchResult
 from tests.support.models import llama

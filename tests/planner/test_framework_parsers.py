@@ -131,7 +131,7 @@ def test_bridge_has_the_other_fields() -> None:
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
             }
             found |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    from planner.formats.bridge_names import CHUNKS, KEYS, RECIPES
+    from planner.formats.nemo.bridge_names import CHUNKS, KEYS, RECIPES
 
     fields = [
         path.partition(".")[2] for path in (*KEYS.values(), CHUNKS) if path.startswith(("model.", "train."))
@@ -173,7 +173,7 @@ def test_torchtitan_parses_the_flags_and_shares_out_layers_alike(data: st.DataOb
 
 def test_torchtitan_has_the_models_with_their_sizes() -> None:
     installed("tyro")
-    from planner.formats.torchtitan_names import MODELS
+    from planner.formats.torchtitan.names import MODELS
 
     for name, (module, config, _) in MODELS.items():
         registry = installed(f"torchtitan.models.{module}.config_registry")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from costmodels.errors import InputError
+from planner.formats.facts.reading import Reading
 from planner.formats.files import read_files
-from planner.formats.reading import Reading
 
 SCRIPT = """#!/bin/bash
 GPUS=${GPUS:-8}

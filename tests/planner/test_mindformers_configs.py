@@ -8,9 +8,9 @@ import pytest
 
 from planner import check
 from planner.formats.conversion import convert_config
+from planner.formats.facts.reading import Reading
 from planner.formats.files import read_files
-from planner.formats.mindformers_names import CAME_VALUES
-from planner.formats.reading import Reading
+from planner.formats.mindformers.names import CAME_VALUES
 from runtime.settings.options import TrainingOptions
 from tests.support.guides import guide
 

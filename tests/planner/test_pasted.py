@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.formats.flag_catalogue import KnownFlag
+from planner.formats.facts.flag_catalogue import KnownFlag
 from planner.formats.pasted import PastedCommand, PlanningCommand, sort_words
 
 FOLLOWING = {"--global-batch-size": 1, "--bf16": 0, "--train-iters": 1}

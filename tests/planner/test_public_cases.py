@@ -12,8 +12,8 @@ from costmodels.errors import InputError
 from costmodels.spec.layout import Layout
 from planner import check
 from planner.formats.check import name_what_is_missing
+from planner.formats.facts.reading import Problems, Reading, verdict
 from planner.formats.files import read_files
-from planner.formats.reading import Problems, Reading, verdict
 from tests.support import ROOT
 
 FOLDERS = tuple(folder / "shared" / "cases" / "configs" for folder in (ROOT.parent, ROOT.parent.parent))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from planner import check
+from planner.formats.facts.reading import Reading
 from planner.formats.files import read_files
-from planner.formats.reading import Reading
 
 TORCHTITAN = """
 [model]

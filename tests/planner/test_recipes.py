@@ -9,8 +9,8 @@ import pytest
 
 from costmodels.errors import InputError
 from planner import check
+from planner.formats.facts.reading import Reading
 from planner.formats.files import read_files
-from planner.formats.reading import Reading
 
 BRIDGE = """
 SEQUENCE = 4 * 1024

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.formats.launcher import find_launch
-from planner.formats.shell import read_script
+from planner.formats.facts.launcher import find_launch
+from planner.formats.shell.script import read_script
 
 BASH = shutil.which("bash")
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.formats.shell import Script, read_script
-from planner.formats.text import Chars, Closings
+from planner.formats.shell.script import Script, read_script
+from planner.formats.shell.text import Chars, Closings
 
 
 def lines(source: str, **defined: str) -> list[str]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import planner
 from costmodels.errors import InputError
 from planner.formats.targets import TARGETS, export
-from planner.formats.written import words_of, written
+from planner.formats.writing.written import words_of, written
 from planner.plan import Plan
 from planner.scripts.job import JobScript
 from planner.scripts.slurm import time_limit

@@ -1,0 +1,174 @@
+"""Values of a configuration of keys, by path: numbers, switches and words, and what is wrong with them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import cast
+
+from costmodels.catalogue.yaml_files import parse
+from costmodels.dataclass import dataclass
+from costmodels.spelling import nearest
+from planner.formats.facts.definitions import with_definitions
+from planner.formats.facts.entries import Entries, Entry
+from planner.formats.facts.flag_catalogue import GivenFlag, KnownFlag, Role
+from planner.formats.facts.reading import Problems, Severity
+from planner.formats.shell.text import Word
+
+FILE = Path(__file__).with_name("config_keys.yaml")
+
+DECIDING = ("model", "batch", "layout", "special")
+"""Roles of keys that say what is priced."""
+
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+
+
+@cache
+def known_keys(framework: str) -> Mapping[str, Role]:
+    """What keys of a software do to the answer, by path; `*` in a path stands for anything."""
+    groups = parse(FILE.read_text(encoding="utf-8"), FILE.name)[framework]
+    return {path: cast(Role, role) for role, paths in groups.items() for path in str(paths).split()}
+
+
+def defined(entries: Entries, define: Mapping[str, str], framework: str) -> Entries:
+    """The keys of a file of a software with those that the caller gives in their place or beside them."""
+    return with_definitions(entries, define, known_keys(framework))
+
+
+@dataclass
+class Keyed:
+    """The keys of one file."""
+
+    entries: Entries
+    framework: str
+    file: str
+    problems: Problems
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.entries and not self.entries[path].null
+
+    def under(self, *sections: str) -> bool:
+        """Whether any key lies in one of these sections."""
+        return any(path.startswith(f"{section}.") for path in self.entries for section in sections)
+
+    def first(self, *paths: str) -> Entry | None:
+        """The first of these keys that has a value."""
+        return next((self.entries[path] for path in paths if path in self), None)
+
+    def text(self, *paths: str) -> str | None:
+        """The value of the first of these keys that has one."""
+        entry = self.first(*paths)
+        return None if entry is None else resolved_value(entry, self.entries)
+
+    def count(self, *paths: str, least: int = 1) -> int | None:
+        """The whole number of the first of these keys that has a value; another value is a problem."""
+        entry = self.first(*paths)
+        if entry is None or self._is_unknown(entry):
+            return None
+        text = resolved_value(entry, self.entries)
+        number = decimal(text)
+        if number is None or number != math.floor(number) or not least <= number < 1e9:
+            self.add_certain(f"{text!r} is not a whole number from {least}", entry.path)
+            return None
+        return int(number)
+
+    def number(self, *paths: str) -> float | None:
+        """The number of the first of these keys that has a value; another value is a problem."""
+        entry = self.first(*paths)
+        if entry is None or self._is_unknown(entry):
+            return None
+        number = decimal(resolved_value(entry, self.entries))
+        if number is None:
+            self.add_certain(f"{entry.text!r} is not a number", entry.path)
+        return number
+
+    def switch(self, *paths: str, default: bool = False) -> bool:
+        """The truth value of the first of these keys that has one; another value is a problem."""
+        entry = self.first(*paths)
+        if entry is None or self._is_unknown(entry):
+            return default
+        text = resolved_value(entry, self.entries).lower()
+        if text in _TRUE or text in _FALSE:
+            return text in _TRUE
+        self.add_certain(f"{entry.text!r} is neither true nor false", entry.path)
+        return default
+
+    def choice(self, path: str, values: Iterable[str], default: str) -> str:
+        """The word of a key, one of `values`; another one is a problem."""
+        text = self.text(path)
+        if text is None:
+            return default
+        if text.lower() in values:
+            return text.lower()
+        self.add_certain(f"{text!r} is not one of {', '.join(values)}", path)
+        return default
+
+    def line(self, path: str) -> int | None:
+        """Where a key stands; None where it does not."""
+        return self.entries[path].line if path in self.entries else None
+
+    def add(self, severity: Severity, text: str, path: str = "", remedy: str = "") -> None:
+        """A problem with a key."""
+        self.problems.add(severity, text, path, self.line(path), remedy, self.file)
+
+    def add_certain(self, text: str, path: str) -> None:
+        """A fault of a key by itself, whatever the rest of the job is."""
+        self.problems.add("illegal", text, path, self.line(path), "", self.file, certain=True)
+
+    def _is_unknown(self, entry: Entry) -> bool:
+        text = resolved_value(entry, self.entries)
+        if "${" not in text and "{{" not in text:
+            return False
+        remedy = f"write the value out, or give --define {entry.path.lstrip('-')}=VALUE"
+        text = f"{text} depends on what the file does not say"
+        self.add("unknown", text, entry.path, remedy)
+        return True
+
+    def name_unread(self) -> None:
+        """Name values that decide what is priced and that nobody can tell."""
+        for flag in self.flags():
+            if flag.known.role in DECIDING and flag.values:
+                self._is_unknown(self.entries[flag.name])
+
+    def flags(self) -> tuple[GivenFlag, ...]:
+        """All keys with what each does to the answer."""
+        known = known_keys(self.framework)
+        patterns = [(path, role) for path, role in known.items() if "*" in path]
+        found = []
+        for entry in self.entries.values():
+            role = known.get(entry.path) or next(
+                (role for pattern, role in patterns if fnmatchcase(entry.path, pattern)), "unknown"
+            )
+            about = nearest(entry.path, known) if role == "unknown" else ""
+            flag = KnownFlag(entry.path, cast(Role, role), "1", self.framework, about)
+            words = () if entry.null else (Word(entry.text, entry.line),)
+            found.append(GivenFlag(entry.path, words, entry.line, flag))
+        return tuple(found)
+
+
+_REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
+
+
+def resolved_value(entry: Entry, entries: Entries, depth: int = 0) -> str:
+    """The value of a key; one that is another key's (`${model.hidden_size}`) is taken from there."""
+    match = _REFERENCE.fullmatch(entry.text)
+    if match is None or depth > 20:
+        return entry.text
+    dots, name = match.groups()
+    parents = entry.path.split(".")[: -len(dots)] if dots else []
+    other = entries.get(".".join([*parents, name]))
+    return entry.text if other is None else resolved_value(other, entries, depth + 1)
+
+
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
+
+
+def decimal(text: str) -> float | None:
+    """The number that a text is, None where it is none."""
+    cleaned = text.replace("_", "").strip()
+    number = float(cleaned) if len(cleaned) <= 40 and _DECIMAL.fullmatch(cleaned) else math.inf
+    return None if math.isinf(number) else number

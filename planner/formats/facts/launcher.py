@@ -1,0 +1,228 @@
+"""Which command of a script trains, and on how many devices its launcher starts it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
+
+from costmodels.dataclass import dataclass
+from planner.formats.facts.flag_catalogue import known_flags
+from planner.formats.shell.script import Script, read_script
+from planner.formats.shell.text import Word
+
+LAUNCHERS = (
+    "torchrun",
+    "swift",
+    "megatron",
+    "llamafactory-cli",
+    "python",
+    "python3",
+    "srun",
+    "mpirun",
+    "deepspeed",
+    "accelerate",
+    "msrun",
+    "horovodrun",
+)
+
+PER_NODE = (
+    *("--nproc_per_node", "--nproc-per-node", "--local_worker_num", "--num_gpus", "--gpus-per-node"),
+    *("--npus-per-node", "--gres", "--ntasks-per-node"),
+)
+"""Flags of launchers and batch systems that say how many devices a node has; the first given one counts."""
+
+NODES = ("--nnodes", "-N", "--nodes", "--num_nodes", "--num_machines")
+ALL = ("-np", "--np", "--ntasks", "-n", "--num_processes", "--worker_num")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The command that trains."""
+
+    program: str
+    """The file or module that is started."""
+    arguments: tuple[Word, ...]
+    nodes: Word | None
+    per_node: Word | None
+    total: Word | None
+    """Processes of all nodes, where a launcher says it."""
+    cuda_connections: Word | None = None
+    """`CUDA_DEVICE_MAX_CONNECTIONS`."""
+    printed: bool = False
+    """It is the text of another command."""
+    launcher: tuple[Word, ...] = ()
+    """The words before the program: what launches it, and how."""
+    files: Mapping[str, Word] = field(default_factory=dict)
+    """Texts that the script writes into files, by their names."""
+    not_sourced: tuple[Word, ...] = ()
+    """Files that the script reads commands from, and that are not given."""
+
+
+def find_launch(
+    source: str, defined: dict[str, str], beside: Mapping[str, str] | None = None
+) -> Launch | None:
+    """The command of a script, of a page with scripts in it, or of a bare list of arguments, that trains.
+
+    It is the one with most flags that Megatron-LM knows; None where no command has three of them. What is
+    printed counts where nothing else has: scripts print a command, and then run it without its quotes.
+
+    Args:
+        beside: texts of other files by their names, which the script may read commands from.
+    """
+    best: tuple[tuple[bool, int], Launch] | None = None
+    for launch in commands(source, defined, beside):
+        count = known_count(launch)
+        rank = (not launch.printed, count)
+        if count >= 3 and (best is None or rank > best[0]):
+            best = rank, launch
+    return None if best is None else best[1]
+
+
+def known_count(launch: Launch) -> int:
+    """Flags of a command that Megatron-LM or MindSpeed knows."""
+    return len({word.text.partition("=")[0] for word in launch.arguments} & known_flags().keys())
+
+
+def commands(
+    source: str, defined: dict[str, str], beside: Mapping[str, str] | None = None
+) -> Iterator[Launch]:
+    """Every command of a script, of a page with scripts in it, or of a bare list of arguments."""
+    for line, part in _scripts(source):
+        script = read_script("\n" * (line - 1) + part, defined, beside)
+        for command, environment in zip(script.commands, script.environments, strict=True):
+            yield _launch(command, script, environment)
+
+
+_COMMAND = re.compile(rf"\s*(?:{'|'.join(LAUNCHERS)})\b")
+
+
+_HERE = re.compile(r"<<-?\s*[\"'\\]?\w")
+
+
+def _scripts(source: str) -> Iterator[tuple[int, str]]:
+    """Parts of a text that are scripts, and the line on which each begins.
+
+    A page of documentation has scripts that begin with `#!`, and commands that begin with a launcher.
+    """
+    lines = source.split("\n")
+    starts = [
+        at
+        for at, line in enumerate(lines)
+        if re.match(r"\s*#!\s*/", line) and not (at and _HERE.search(lines[at - 1]))  # A script in a script.
+    ]
+    first = next((at for at, line in enumerate(lines) if line.strip()), 0)
+    if starts and starts[0] > first:
+        for at, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+            yield at + 1, "\n".join(lines[at:end])
+        return
+    if lines[first].lstrip().startswith("--"):
+        yield first + 1, "arguments " + re.sub(r"\\?\n", " \\\\\n", "\n".join(lines[first:]).rstrip("\\ \n"))
+        return
+    yield 1, source
+    for at, line in enumerate(lines):
+        if _COMMAND.match(line) and line.rstrip().endswith("\\"):
+            end = at
+            while end < len(lines) and lines[end].rstrip().endswith("\\"):
+                end += 1
+            yield at + 1, "\n".join(lines[at : end + 1])
+
+
+STARTERS = ("swift", "megatron", "llamafactory-cli", "llamafactory", "xtuner", "axolotl")
+"""Programs that start torchrun themselves, told by variables."""
+
+
+def _launch(command: Sequence[Word], script: Script, environment: Mapping[str, Word]) -> Launch:
+    at = _program(command)
+    own = command[:at]
+    starts = at + 1 < len(command) and command[at].text.rpartition("/")[2] in STARTERS
+    if starts:
+        # The program is its first argument: `swift sft`, `megatron pt`.
+        at, own = at + 1, command[: at + 1]
+    nodes, per_node = _counted_by(own, environment, starts)
+    batch = [word for directive in script.directives for word in directive]
+    return Launch(
+        program=command[min(at, len(command) - 1)].text,
+        arguments=tuple(command[at + 1 :]),
+        nodes=_counted(_value(own, NODES) or nodes, _value(batch, NODES)),
+        per_node=_counted(_value(own, PER_NODE) or per_node, _value(batch, PER_NODE)),
+        total=_counted(_value(own, ALL), _value(batch, ALL)),
+        cuda_connections=script.variables.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        printed=command[0].text in ("echo", "printf"),
+        files=script.files,
+        not_sourced=script.not_sourced,
+        launcher=tuple(own),
+    )
+
+
+def _counted_by(
+    own: Sequence[Word], environment: Mapping[str, Word], starts: bool
+) -> tuple[Word | None, Word | None]:
+    """Nodes, and devices of a node, as variables say them or a list (`--include localhost:0,1`)."""
+    if starts:
+        per_node = environment.get("NPROC_PER_NODE")
+        return environment.get("NNODES"), per_node or Word("1", own[0].line)
+    listed = _value(own, ("--include", "-i"))
+    if listed is not None and any(word.text == "deepspeed" for word in own):
+        hosts = [host.partition(":") for host in listed.text.split("@")]
+        slots = {len(numbers.split(",")) for _, colon, numbers in hosts if colon}
+        if len(slots) == 1:
+            return Word(str(len(hosts)), listed.line), Word(str(slots.pop()), listed.line)
+    return None, None
+
+
+def _counted(own: Word | None, batch: Word | None) -> Word | None:
+    """What the launcher says; where that is no number, what the batch system is told."""
+    return own if count_of(own) is not None or (own is not None and batch is None) else batch
+
+
+def _program(command: Sequence[Word]) -> int:
+    """Index of the word that names what is started, launchers left out."""
+    found = 0
+    for at, word in enumerate(command):
+        if word.text.endswith(".py"):
+            return at
+        if word.text in ("-m", "--module") and at + 1 < len(command):
+            found = at + 1
+            if not command[found].text.startswith("torch.distributed"):
+                return found
+    return found
+
+
+def _value(words: Sequence[Word], names: Iterable[str]) -> Word | None:
+    """The value of the first of `names` that is given."""
+    given: dict[str, Word] = {}
+    for at, word in enumerate(words):
+        name, equals, value = word.text.partition("=")
+        if equals:
+            given.setdefault(name, Word(value.rpartition(":")[2] if name == "--gres" else value, word.line))
+        elif re.fullmatch(r"-[A-Za-z][0-9]+", name):
+            given.setdefault(name[:2], Word(name[2:], word.line))
+        elif at + 1 < len(words):
+            given.setdefault(name, words[at + 1])
+    return next((given[name] for name in names if name in given), None)
+
+
+_NODES = re.compile(r"[節节][點点][數数]量[^0-9\n]{0,12}([0-9]{1,4})")
+_DEVICES = re.compile(r"GPU[^0-9\n]{0,3}卡[數数][^0-9\n]{0,6}([0-9]{1,3})")
+
+
+def sizes_on_page(text: str) -> tuple[int | None, int | None]:
+    """Nodes of a job and GPUs of each, as a page of PAI says them beside its command."""
+    found = [pattern.search(text) for pattern in (_NODES, _DEVICES)]
+    nodes, devices = (int(match.group(1)) or None if match else None for match in found)
+    return nodes, devices
+
+
+def world_size(launch: Launch, nodes: int | None = None, per_node: int | None = None) -> int | None:
+    """Devices of all nodes, as far as a launcher says; `nodes` and `per_node` stand for what it does not."""
+    nodes, per_node = count_of(launch.nodes) or nodes, count_of(launch.per_node) or per_node
+    if launch.nodes is None and per_node and launch.total is None:
+        return per_node  # torchrun's default is one node.
+    return nodes * per_node if nodes and per_node else count_of(launch.total)
+
+
+def count_of(word: Word | None) -> int | None:
+    """The number that a word is; of a range of nodes (`1:4`) the largest. None where it is none."""
+    text = "" if word is None else word.text.rpartition(":")[2]
+    return int(text) if re.fullmatch(r"[0-9]{1,6}", text) and int(text) > 0 else None

@@ -1,0 +1,126 @@
+"""`Reading`: what files say of a training job, in the planner's terms, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import field
+from typing import Literal
+
+from costmodels.dataclass import dataclass
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from planner.formats.facts.flag_catalogue import GivenFlag
+
+Severity = Literal["illegal", "unknown", "too_big", "note"]
+"""illegal: the framework refuses it, or would train something else; unknown: the files do not say it;
+too_big: a device has too little memory; note: it runs, and there is something to know."""
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """Something that is wrong with a configuration, and what to write instead."""
+
+    severity: Severity
+    text: str
+    flag: str = ""
+    """The flag or key to blame; empty where it is none alone."""
+    line: int | None = None
+    remedy: str = ""
+    file: str = ""
+    certain: bool = False
+    """It holds whatever the rest of the job is: of a value that is wrong by itself."""
+
+    def describe(self) -> str:
+        """One line: where, what, what instead."""
+        where = ":".join(part for part in (self.file, str(self.line or "")) if part)
+        parts = [f"{where}: " if where else "", f"{self.flag}: " if self.flag else "", self.text]
+        return "".join(parts) + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A job as its files describe it; what they leave out has the framework's default."""
+
+    framework: str
+    """The software that the files are for: its name in `targets.TARGETS`, where it is there."""
+    engine: str
+    """Its name in the catalogue of engines."""
+    file: str
+    """The file that says the layout, of several."""
+    model: ModelSpec | None
+    layout: Layout | None
+    """None where the files do not say one, or none that is consistent."""
+    chooses_layout: bool = True
+    """The files fix a layout; False for tools that look for one themselves."""
+    precision: str | None = None
+    world_size: int | None = None
+    local_world_size: int | None = None
+    device: str | None = None
+    device_memory_gib: float | None = None
+    global_batch_size: int | None = None
+    max_global_batch_size: int | None = None
+    flags: tuple[GivenFlag, ...] = ()
+    """Everything that is given, in order. A key of a file is a flag with its path for a name, such as
+    `parallel_config.data_parallel`."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The flags or keys of the software by the field of `Layout` or `ModelSpec` that they give."""
+    training: Mapping[str, str] = field(default_factory=dict)
+    """What is learned and from which data, as flags of Megatron-LM, which the runtime takes too, with their
+    values: the empty text for a switch."""
+    assumed: tuple[str, ...] = ()
+    """What is taken for granted because no file says it."""
+    problems: tuple[ConfigProblem, ...] = ()
+    memory_is_bound: bool = False
+    """The layout stands for one that needs less: where it does not fit, that one may."""
+
+    @property
+    def by_role(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of the flags by what they do to the answer (`flag_catalogue.Role`)."""
+        found: dict[str, list[str]] = {}
+        for flag in self.flags:
+            found.setdefault(flag.known.role, []).append(flag.name)
+        return {role: tuple(dict.fromkeys(names)) for role, names in found.items()}
+
+
+def verdict(problems: Iterable[ConfigProblem]) -> tuple[bool | None, tuple[ConfigProblem, ...]]:
+    """Whether a job is legal, and the problems that count; None where a fact of the job is not known.
+
+    All readers pass through here: beside a fact that is not known nothing is illegal but what is wrong by
+    itself, since other faults rest on what was taken in the place of that fact.
+    """
+    found = tuple(problems)
+    open_facts = any(problem.severity == "unknown" for problem in found)
+    kept = tuple(
+        problem for problem in found if problem.certain or not (open_facts and problem.severity == "illegal")
+    )
+    if any(problem.severity == "illegal" for problem in kept):
+        return False, kept
+    return (None if open_facts else True), kept
+
+
+@dataclass
+class Problems:
+    """Problems as they are met while a file is read."""
+
+    file: str
+    found: list[ConfigProblem] = field(default_factory=list)
+
+    def add(
+        self,
+        severity: Severity,
+        text: str,
+        flag: str = "",
+        line: int | None = None,
+        remedy: str = "",
+        file: str = "",
+        certain: bool = False,
+    ) -> None:
+        """Keep one more, of this file unless another is named; the same one is kept once."""
+        problem = ConfigProblem(severity, text, flag, line, remedy, file or self.file, certain)
+        if problem not in self.found:
+            self.found.append(problem)
+
+    @property
+    def fatal(self) -> bool:
+        """Whether something keeps a layout from being known or legal."""
+        return any(problem.severity in ("illegal", "unknown") for problem in self.found)

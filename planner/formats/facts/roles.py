@@ -1,0 +1,68 @@
+"""What flags and keys do to the answer, said of those where somebody should know."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from planner.formats.facts.flag_catalogue import GivenFlag
+from planner.formats.facts.reading import Problems
+
+NOT_SUPPORTED = "not supported: it makes another model or job of it than the one that is priced"
+NOT_PRICED = "not priced: it changes memory or time, and the estimates are without it"
+
+_DECIDES = re.compile(
+    r"parallel|pipeline|shard|ulysses|fsdp|zero|(?<![a-z])(tp|pp|cp|sp|ep|etp|dp|vpp)(?![a-z])|n?nodes?(?![a-z])"
+    r"|num_?gpus|devices|bf16|fp16|fp8|fp4|fp32|dtype|precision|quant|[48]_?bit|batch|accumulation|seq(?![a-z])"
+    r"|seq_?len|sequence|max_len|max_.*length|cutoff|block_size|recompute|gradient_checkpoint|activation_checkpoint"
+    r"|offload|lora|adapter|peft|dora|galore|freeze|layers?(?![a-z])|hidden|heads?(?![a-z])|ffn|intermediate|vocab"
+    r"|head_dim|experts?(?![a-z])|top_?k|mamba|optimizer"
+)
+"""Words in names that say parallelism, precision, batches, sequences, recomputation, adapters or a model."""
+
+_ASIDE = re.compile(
+    r"eval|valid|test|log|save|load|path|(?<![a-z])dirs?(?![a-z])|file|wandb|tensorboard|profil|monitor|metric|tokenizer"
+    r"|dataset|data(?![a-z_]*parallel)|template|timeout|worker|debug|port|address|endpoint|host|seed|lr(?![a-z])"
+    r"|init|dropout|overlap|fusion|prefetch|bucket|temperature|generat|sampl|reward|rollout|inference"
+)
+"""Words in names that say something of logs, files and data, whatever else they name."""
+
+_OFF = ("false", "no", "off", "none", "null", "0", "")
+
+
+def decides(name: str, text: str) -> bool:
+    """Whether a key that nobody knows could decide what is priced, by its name and its value."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("-").replace("-", "_")
+    off = text.strip().lower() in _OFF
+    return not off and bool(_DECIDES.search(words)) and not _ASIDE.search(words)
+
+
+def name_others(given: Iterable[GivenFlag], problems: Problems, unknown: str, file: str = "") -> None:
+    """What is to be said of each flag or key that says nothing to the planner.
+
+    One that could decide what is priced makes that not known; the others are notes.
+
+    Args:
+        unknown: what is said of those that nobody knows.
+        file: where they stand, where that is not the file of `problems`.
+    """
+    named = {problem.flag for problem in problems.found}
+    for flag in given:
+        if flag.name in named:
+            continue  # Something more is said of it.
+        # A switch of a command has no value where it is on.
+        text = flag.text if flag.values or not flag.name.startswith("-") else "true"
+        where = flag.name, flag.line
+        leave_out = f"give --define {flag.name.lstrip('-')}= where it changes nothing that is priced"
+        if flag.known.role == "unsupported":
+            if text.strip().lower() in _OFF:
+                problems.add("note", NOT_SUPPORTED, *where, file=file)
+            else:
+                problems.add("unknown", NOT_SUPPORTED, *where, leave_out, file)
+        elif flag.known.role == "unpriced":
+            problems.add("note", NOT_PRICED, *where, file=file)
+        elif flag.known.role == "unknown" and decides(flag.name, text):
+            about = f" ({flag.known.about})" if flag.known.about else ""
+            problems.add("unknown", f"{unknown}{about}, and by its name it decides", *where, leave_out, file)
+        elif flag.known.role == "unknown":
+            problems.add("note", unknown, *where, flag.known.about, file)

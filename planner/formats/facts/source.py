@@ -1,0 +1,41 @@
+"""What is known of a job besides the file that is read: what the caller says and what other files say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+
+from costmodels.dataclass import dataclass
+from costmodels.spec.model import ModelSpec
+from planner.formats.facts.entries import Entries
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file."""
+
+    file: str
+    text: str
+    entries: Entries = field(default_factory=dict)
+    """Its keys, where it is made of keys."""
+    page: bool = False
+    """It is a page on which a configuration stands."""
+    others: tuple[tuple[str, str], ...] = ()
+    """Names and texts of further files, of programs that are given together."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The rest of the job."""
+
+    world_size: int | None = None
+    local_world_size: int | None = None
+    described: str | None = None
+    """The file that describes the model."""
+    model: ModelSpec | None = None
+    """That model."""
+    define: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the files that a script reads commands from, by their names."""
+    files: tuple[str, ...] = ()
+    """The files that are read."""

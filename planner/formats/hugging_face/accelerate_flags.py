@@ -1,0 +1,47 @@
+"""Flags of `accelerate launch` as the keys of its YAML (accelerate/commands/launch.py)."""
+
+from __future__ import annotations
+
+from planner.formats.facts.entries import Entries, Entry
+from planner.formats.facts.launcher import Launch
+
+_SWITCHES = {
+    "use_fsdp": "FSDP",
+    "use_deepspeed": "DEEPSPEED",
+    "use_megatron_lm": "MEGATRON_LM",
+    "multi_gpu": "MULTI_GPU",
+}
+"""Flags by the kind of job that they ask for."""
+
+_DEEPSPEED = (
+    *("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device"),
+    *("gradient_accumulation_steps", "gradient_clipping", "zero3_init_flag", "zero3_save_16bit_model"),
+)
+
+
+def accelerate_entries(launch: Launch | None) -> Entries:
+    """The keys that a command of `accelerate launch` gives; none of another launcher's."""
+    words = [] if launch is None else [*launch.launcher]
+    at = next((at for at, word in enumerate(words) if word.text.rpartition("/")[2] == "accelerate"), None)
+    if at is None:
+        at = next((at for at, word in enumerate(words) if word.text == "accelerate.commands.launch"), None)
+    if at is None:
+        return {}
+    found: Entries = {}
+    rest = words[at + 1 :]
+    for place, word in enumerate(rest):
+        if not word.text.startswith("--"):
+            continue
+        name, equals, value = word.text[2:].partition("=")
+        name = name.replace("-", "_")
+        following = rest[place + 1].text if place + 1 < len(rest) else "--"
+        text = value if equals else "true" if following.startswith("--") else following
+        if name in _SWITCHES:
+            if text.lower() != "false":
+                found["distributed_type"] = Entry("distributed_type", _SWITCHES[name], word.line)
+            continue
+        path = f"fsdp_config.{name}" if name.startswith("fsdp_") else name
+        path = f"deepspeed_config.{name}" if name in _DEEPSPEED else path
+        path = f"parallelism_config.{name}" if name.startswith("parallelism_config_") else path
+        found[path] = Entry(path, text, word.line)
+    return found

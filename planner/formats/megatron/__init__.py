@@ -1,0 +1,1 @@
+"""Megatron-LM and MindSpeed: scripts read and judged, and flags written."""

@@ -1,0 +1,98 @@
+"""Names that flags of Megatron-LM had before, or have in code that is built on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from planner.formats.facts.flag_catalogue import GivenFlag, known_flags
+from planner.formats.facts.reading import Problems
+from planner.formats.megatron.mindspeed_layers import dense_layers
+from planner.formats.shell.text import Word
+
+ALIASES = {
+    "--encoder-num-layers": "--num-layers",
+    "--encoder-seq-length": "--seq-length",
+    "--padded-vocab-size": "--vocab-size",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--activations-checkpoint-method": "--recompute-method",
+    "--activations-checkpoint-num-layers": "--recompute-num-layers",
+    "--checkpoint-num-layers": "--recompute-num-layers",
+    "--moe-intermediate-size": "--moe-ffn-hidden-size",
+    "--shared-moe-ffn-hidden-size": "--moe-shared-expert-intermediate-size",
+    "--qk-nope-head-dim": "--qk-head-dim",
+    "--qk-rope-head-dim": "--qk-pos-emb-head-dim",
+    "--multi-head-latent-attention": "--multi-latent-attention",
+    "--intermediate-size": "--ffn-hidden-size",
+    "--topk": "--moe-router-topk",
+    "--moe-topk": "--moe-router-topk",
+    "--cpu-optimizer": "--optimizer-cpu-offload",
+    "--num-key-value-heads": "--num-query-groups",
+    "--rotary-position-embeddings-theta": "--rotary-base",
+    "--layernorm-epsilon": "--norm-epsilon",
+}
+"""Flags of today by others of the same meaning: those of Megatron-LM 1 to 3, of Megatron-DeepSpeed, of
+MindSpeed-LLM and of Pai-Megatron-Patch."""
+
+IMPLIED = {
+    "--activations-checkpoint-method": ("--recompute-granularity", "full"),
+    "--num-key-value-heads": ("--group-query-attention", ""),
+}
+"""What a flag of that time says besides."""
+
+REFUSED = {
+    "--batch-size": "--micro-batch-size and --global-batch-size",
+    "--warmup": "--lr-warmup-fraction",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+}
+"""Flags that the parser knows to refuse them, and what it names instead (arguments.py, `validate_args`)."""
+
+
+def with_todays_names(given: Mapping[str, GivenFlag], problems: Problems) -> dict[str, GivenFlag]:
+    """The flags with those of today for others of the same meaning; where both are given, today's count.
+
+    A flag that stands for another keeps its own name and line for messages.
+    """
+    found = dict(given)
+    for name, today in ALIASES.items():
+        if name in given and today not in given:
+            found[today] = dataclasses.replace(given[name], known=known_flags()[today])
+    for name, (today, text) in IMPLIED.items():
+        if name in given and today not in given:
+            found[today] = _made(given[name], today, text)
+    _shared_experts(found)
+    _dense_layers(found)
+    for name, instead in REFUSED.items():
+        if name in given and "--deepspeed" not in given:
+            problems.add(
+                "illegal", "is refused since Megatron-LM 2.0", name, given[name].line, f"use {instead}"
+            )
+    return found
+
+
+def _made(flag: GivenFlag, name: str, text: str) -> GivenFlag:
+    """Another flag on the line of one that means it."""
+    values = (Word(text, flag.line),) if text else ()
+    return GivenFlag(flag.name, values, flag.line, known_flags()[name])
+
+
+def _shared_experts(found: dict[str, GivenFlag]) -> None:
+    """So many experts of the same width that every token uses (MindSpeed-LLM, Pai-Megatron-Patch)."""
+    flag = found.get("--n-shared-experts") or found.get("--num-shared-experts")
+    width = found.get("--moe-ffn-hidden-size") or found.get("--ffn-hidden-size")
+    name = "--moe-shared-expert-intermediate-size"
+    if flag is None or width is None or name in found:
+        return
+    if all(one.text.isdigit() and len(one.text) < 8 for one in (flag, width)) and int(flag.text):
+        found[name] = _made(flag, name, str(int(flag.text) * int(width.text)))
+
+
+def _dense_layers(found: dict[str, GivenFlag]) -> None:
+    """Leading layers without experts (MindSpeed-LLM)."""
+    flag, layers, name = found.get("--first-k-dense-replace"), found.get("--num-layers"), "--moe-layer-freq"
+    if flag is None or layers is None or not re.fullmatch(r"[0-9]{1,5}", layers.text):
+        return
+    listed = dense_layers(flag.text, found[name].text if name in found else None, int(layers.text))
+    if listed is not None:
+        found[name] = _made(flag, name, listed)

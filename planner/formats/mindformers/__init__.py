@@ -1,0 +1,1 @@
+"""MindFormers: configurations of both of its formats read and written."""

@@ -1,0 +1,410 @@
+"""Configurations of MindFormers (MindSpore Transformers) for the static graph.
+
+Defaults are those of mindformers/tools/register/template.py, the batch that of
+mindformers/trainer/base_trainer.py, layers of stages those of mindformers/models/utils.py
+(`set_layer_stage_recompute`).
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import takewhile
+from typing import Any
+
+from costmodels.catalogue import load_model
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from costmodels.spec.record import GIB
+from planner.formats.facts.entries import Entries, Entry
+from planner.formats.facts.keyed import Keyed, defined
+from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
+from planner.formats.facts.reading import Problems, Reading
+from planner.formats.facts.roles import name_others
+from planner.formats.facts.source import Source, Surroundings
+from planner.formats.mindformers.model import read_model
+from planner.formats.mindformers.names import (
+    CAME,
+    CONTEXT_ALGORITHMS,
+    EXCERPTS,
+    FORMATS,
+    KEEP_LESS,
+    OPTIMIZERS,
+    SCHEDULES,
+    STATIC_KEYS,
+)
+from planner.inputs.model import resolve_model
+
+MOST_CHUNKS = 64
+"""Chunks of a pipeline rank whose lists are looked for."""
+
+PARALLEL, RECOMPUTE, OPTIMIZER = "parallel_config", "recompute_config", "parallel.parallel_optimizer_config"
+
+OLDER_NPU_GIB = 32.0
+"""Memory of an Ascend 910 of the first generation; a configuration that may use more is for a later one."""
+
+
+def recognises(entries: Entries) -> bool:
+    """Whether keys are those of a configuration for the static graph."""
+    return any(
+        f"{PARALLEL}.{name}" in entries for name in ("model_parallel", "pipeline_stage", "data_parallel")
+    )
+
+
+def read_static(source: Source, around: Surroundings) -> Reading:
+    """The job that a configuration for the static graph describes."""
+    problems = Problems(source.file)
+    assumed: list[str] = []
+    entries, excerpt = _completed(source, assumed)
+    keys = Keyed(defined(entries, around.define, "mindformers"), "mindformers", source.file, problems)
+    flags = tuple(flag for flag in keys.flags() if flag.line)
+    places = Places(STATIC_KEYS, {path: entry.line for path, entry in keys.entries.items() if entry.line})
+    model = around.model
+    if model is None:
+        model = _published(excerpt, keys, assumed) or read_model(keys, problems, assumed)
+    world, per_node = launched_devices(source.text)
+    memory = device_memory_gib(keys)
+    degrees = _degrees(keys, model)
+    known = keys.first(f"{PARALLEL}.data_parallel", f"{PARALLEL}.model_parallel") is not None
+    shards = degrees["tensor_parallel"] * degrees["pipeline_parallel"] * degrees["context_parallel"]
+    said = around.world_size or world or (degrees["data_parallel"] * shards if known else None)
+    layout = None
+    if model is not None and said is not None:
+        layout = _layout(keys, model, degrees, said, places)
+        if layout is not None:
+            _name_unpriced(keys, model, layout)
+    keys.name_unread()
+    name_others(flags, problems, "is no key of MindFormers that is known here")
+    device = "ascend-910" if memory is not None and memory <= OLDER_NPU_GIB else "ascend-910b"
+    flash = keys.switch("model.model_config.use_flash_attention")
+    return Reading(
+        framework="mindformers",
+        engine="mindformers-flash" if flash else "mindformers",
+        file=source.file,
+        model=model,
+        layout=layout,
+        precision=_precision(keys),
+        world_size=said,
+        local_world_size=around.local_world_size or per_node,
+        device=device,
+        device_memory_gib=memory,
+        global_batch_size=None if layout is None else layout.global_batch_size,
+        flags=flags,
+        names=STATIC_KEYS,
+        training=_training(keys),
+        assumed=tuple(assumed),
+        problems=tuple(problems.found),
+        memory_is_bound=_scheduler(keys) in KEEP_LESS,
+    )
+
+
+def _completed(source: Source, assumed: list[str]) -> tuple[Entries, str]:
+    """The keys, with those of the published file that a page quotes in part, and that model's name."""
+    if not source.page:
+        return source.entries, ""
+    for name, (model, rest) in EXCERPTS.items():
+        if name in source.text:
+            added = {
+                path: Entry(path, value, 0) for path, value in rest.items() if path not in source.entries
+            }
+            if added:
+                said = ", ".join(f"{path}: {entry.text}" for path, entry in added.items())
+                assumed.append(f"{said} (as in the published {name}, which the page quotes in part)")
+            return {
+                **source.entries,
+                **added,
+            }, "" if "model.model_config.num_layers" in source.entries else model
+    return source.entries, ""
+
+
+def _published(name: str, keys: Keyed, assumed: list[str]) -> ModelSpec | None:
+    if not name:
+        return None
+    seq = keys.count("model.model_config.seq_length")
+    assumed.append(f"the model is {name} (the page gives no sizes)")
+    return resolve_model(load_model(name), seq)
+
+
+_DISTRIBUTE = re.compile(
+    r"run_distribute\.sh[^\n]{0,300}?\[\s*([0-9]{1,5})\s*,\s*([0-9]{1,5})\s*\]\s+(?:\w+)\s+([0-9]{1,6})\b"
+)
+_LAUNCHER = re.compile(
+    r"(?:msrun_launcher|run_singlenode|run_mindformer)\.(?:sh|py)[^\n]{0,400}?[\"']\s+([0-9]{1,6})(?:\s+([0-9]{1,4}))?\b"
+)
+_MSRUN = re.compile(
+    r"msrun[^\n]{0,200}?--worker_num[= ]([0-9]{1,6})[^\n]{0,100}?--local_worker_num[= ]([0-9]{1,4})"
+)
+
+
+def launched_devices(text: str) -> tuple[int | None, int | None]:
+    """Devices of the job and of one node, as a launcher's command on the page says."""
+    match = _DISTRIBUTE.search(text)
+    if match is not None:
+        first, end, world = map(int, match.groups())
+        return world or None, (end - first) if end > first else None
+    for pattern in (_MSRUN, _LAUNCHER):
+        match = pattern.search(text)
+        if match is not None:
+            world, local = int(match.group(1)), int(match.group(2) or 0)
+            return world or None, local or None
+    return None, None
+
+
+def device_memory_gib(keys: Keyed) -> float | None:
+    """GiB of a device that the job may use (`max_device_memory`, such as 31GB)."""
+    entry = keys.first("context.max_device_memory")
+    if entry is None:
+        return None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*[Gg][Bb]?", entry.text)
+    if match is None or not 0 < float(match.group(1)) < 1e5:
+        keys.add("illegal", f"{entry.text!r} is no memory such as 31GB", entry.path)
+        return None
+    return float(match.group(1))
+
+
+def _precision(keys: Keyed) -> str:
+    return FORMATS.get(keys.text("model.model_config.compute_dtype") or "float16", "fp16")
+
+
+def _degrees(keys: Keyed, model: ModelSpec | None) -> dict[str, Any]:
+    """Fields of `Layout` that do not depend on the number of devices."""
+    degrees: dict[str, Any] = {
+        field: keys.count(STATIC_KEYS[field]) or 1
+        for field in ("data_parallel", "tensor_parallel", "pipeline_parallel", "context_parallel")
+    }
+    if model is not None and model.experts:
+        degrees["expert_parallel"] = keys.count(STATIC_KEYS["expert_parallel"]) or 1
+        degrees["expert_tensor_parallel"] = degrees["tensor_parallel"]
+    degrees["sequence_parallel"] = keys.switch(STATIC_KEYS["sequence_parallel"])
+    if degrees["context_parallel"] > 1:
+        name = keys.choice(STATIC_KEYS["context_parallel_form"], CONTEXT_ALGORITHMS, "colossalai_cp")
+        ring = name == "colossalai_cp" and keys.switch("model.model_config.use_ring_attention")
+        degrees["context_parallel_form"] = "ring" if ring else CONTEXT_ALGORITHMS[name]
+    degrees |= {"zero_stage": _zero(keys), "offload_activations": keys.switch("swap_config.swap")}
+    sharded = STATIC_KEYS["zero_replicas"]
+    shards = keys.count(sharded) if degrees["zero_stage"] and keys.text(sharded) != "-1" else None
+    ranks = degrees["data_parallel"] * degrees["context_parallel"]
+    if shards and ranks % shards == 0:
+        degrees["zero_replicas"] = ranks // shards
+    return degrees
+
+
+def _zero(keys: Keyed) -> int:
+    """The stage of ZeRO that MindSpore's optimizer parallelism is like in memory."""
+    if not keys.switch(STATIC_KEYS["zero_stage"]):
+        if keys.switch(f"{PARALLEL}.optimizer_shard"):
+            text = "has had no effect since MindFormers 0.7"
+            keys.add(
+                "note", text, f"{PARALLEL}.optimizer_shard", "set parallel.enable_parallel_optimizer: True"
+            )
+        return 0
+    level = keys.text(f"{OPTIMIZER}.optimizer_level")
+    if level is not None:
+        return {"level1": 1, "level2": 2, "level3": 3}.get(level.lower(), 1)
+    if keys.switch(f"{RECOMPUTE}.parallel_optimizer_comm_recompute"):
+        return 3
+    return 2 if keys.switch(f"{OPTIMIZER}.gradient_accumulation_shard") else 1
+
+
+def _layout(
+    keys: Keyed, model: ModelSpec, degrees: dict[str, Any], world: int, places: Places
+) -> Layout | None:
+    problems = keys.problems
+    pipeline = degrees["pipeline_parallel"]
+    _check_sizes(keys, model, degrees)
+    stages = _stages(keys, model, pipeline)
+    whole = degrees_of_world(degrees, world, places, problems)
+    if whole is None or stages is None:
+        return None
+    whole |= stages
+    batches = keys.count(STATIC_KEYS["micro_batches"]) or 1
+    if pipeline > 1 and batches < pipeline:
+        text = f"{batches} micro batches are fewer than the {pipeline} pipeline stages"
+        keys.add("illegal", text, STATIC_KEYS["micro_batches"], f"use at least {pipeline}")
+    if pipeline == 1:
+        # Without a pipeline micro_batch_num is not looked at (base_trainer.py).
+        if batches > 1:
+            keys.add("note", "has no effect without pipeline stages", STATIC_KEYS["micro_batches"])
+        batches = keys.count("runner_config.gradient_accumulation_steps") or 1
+    interleave = keys.count("micro_batch_interleave_num") or 1
+    if interleave > 1:
+        text = f"each micro batch is {interleave} that overlap; they are priced as one"
+        keys.add("note", text, "micro_batch_interleave_num")
+    whole["micro_batch_size"] = (keys.count(STATIC_KEYS["micro_batch_size"]) or 1) * interleave
+    whole["global_batch_size"] = whole["micro_batch_size"] * whole["data_parallel"] * batches
+    whole |= _recompute(keys, pipeline) | {"precision": _precision(keys)}
+    whole |= {"gradient_reduction": "fp32", "optimizer": optimizer_of(keys, STATIC_KEYS["optimizer"])}
+    return build_layout(whole, places, problems)
+
+
+def _check_sizes(keys: Keyed, model: ModelSpec, degrees: dict[str, Any]) -> None:
+    tp, dp = degrees["tensor_parallel"], degrees["data_parallel"]
+    mode = keys.count("parallel.parallel_mode", least=0)
+    sharded = max(tp, degrees["pipeline_parallel"], degrees["context_parallel"]) > 1
+    if mode == 0 and sharded:
+        text = "0 is data parallelism alone; model and pipeline parallelism need semi-automatic (1)"
+        keys.add("illegal", text, "parallel.parallel_mode", "use 1")
+    if not keys.switch(f"{PARALLEL}.vocab_emb_dp", default=True) and model.vocab % tp:
+        text = f"a vocabulary of {model.vocab} does not split over {tp} (vocab_emb_dp is off)"
+        keys.add("illegal", text, "model.model_config.vocab_size", "pad it, or set vocab_emb_dp: True")
+    ep = degrees.get("expert_parallel", 1)
+    if ep > 1 and dp % ep:
+        text = f"expert_parallel {ep} does not divide data_parallel {dp}"
+        keys.add("illegal", text, STATIC_KEYS["expert_parallel"])
+
+
+def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | None:
+    """Chunks, schedule, and layers of the stages."""
+    chunks = keys.count(STATIC_KEYS["virtual_pipeline_parallel"]) or 1
+    if chunks > 1 and not keys.switch("parallel.pipeline_config.pipeline_interleave"):
+        path = STATIC_KEYS["virtual_pipeline_parallel"]
+        keys.add("note", "has no effect without parallel.pipeline_config.pipeline_interleave", path)
+        chunks = 1
+    scheduler = _scheduler(keys)
+    if scheduler not in ("1f1b", "zero_bubble_v"):
+        kept = "less" if scheduler == "gpipe" else "more"
+        keys.add("note", f"is priced as 1f1b, which keeps {kept}", STATIC_KEYS["schedule"])
+    chunks = 2 if scheduler == "zero_bubble_v" else chunks
+    stages = pipeline * chunks
+    if stages > model.layers:
+        text = f"{stages} stages are more than the {model.layers} layers"
+        keys.add("illegal", text, STATIC_KEYS["pipeline_parallel"])
+        return None
+    entry = keys.first("model.model_config.offset")
+    base = model.layers // stages
+    # What does not divide goes to the last stage.
+    listed = [base] * (stages - 1) + [model.layers - base * (stages - 1)]
+    if entry is not None and entry.items is not None:
+        moved = [int(word) if re.fullmatch(r"-?[0-9]{1,4}", word) else None for word in entry.items]
+        if len(moved) != stages or None in moved or chunks > 1:
+            keys.add("illegal", f"[{entry.text}] is not one number for each of {stages} stages", entry.path)
+            return None
+        listed = [base + (offset or 0) for offset in moved]
+    if sum(listed) != model.layers or min(listed) < 1:
+        some = ",".join(map(str, listed[:20]))
+        text = f"the stages have {some} layers, {sum(listed)} together, not {model.layers}"
+        keys.add("illegal", text, "model.model_config.offset")
+        return None
+    schedule = SCHEDULES[scheduler] if chunks == 1 or scheduler == "zero_bubble_v" else "interleaved"
+    return {"virtual_pipeline_parallel": chunks, "schedule": schedule, "layers_per_stage": tuple(listed)}
+
+
+def _scheduler(keys: Keyed) -> str:
+    return keys.choice(STATIC_KEYS["schedule"], SCHEDULES, "1f1b")
+
+
+def _recompute(keys: Keyed, pipeline: int) -> dict[str, Any]:
+    """Whole layers (all of them, or some of each stage), or some operators."""
+    whole = _layers_of_stages(keys, f"{RECOMPUTE}.recompute", pipeline)
+    if whole is True:
+        return {"recompute": "full"}
+    if whole:
+        return {"recompute": "full", "recompute_method": "block", "recompute_num_layers": whole}
+    some = _layers_of_stages(keys, f"{RECOMPUTE}.select_recompute", pipeline)
+    patterns = [path for path in keys.entries if path.startswith(f"{RECOMPUTE}.select_recompute.")]
+    text = keys.text(f"{RECOMPUTE}.select_recompute") or ""
+    modules = _modules(" ".join([*patterns, text]))
+    if not some and not patterns and not modules:
+        return {}
+    degrees: dict[str, Any] = {"recompute": "selective", "recompute_modules": modules or ("activation",)}
+    if not isinstance(some, bool) and some:
+        degrees |= {"recompute_method": "block", "recompute_num_layers": some}
+    return degrees
+
+
+def _modules(patterns: str) -> tuple[str, ...]:
+    """Modules that patterns of operators name (docs, feature_cards/Training_Algorithms)."""
+    named = {
+        "core_attention": r"attention(?!_norm)[\w\\.]*(?:flash|softmax|dropout|core)",
+        "norm": r"norm",
+        "activation": r"feed_forward[\w\\.]*(?:mul|activation|silu|gelu)",
+    }
+    return tuple(module for module, pattern in named.items() if re.search(pattern, patterns))
+
+
+def _layers_of_stages(keys: Keyed, path: str, pipeline: int) -> bool | int:
+    """True for all layers, or layers of each stage that recompute; of unequal ones the most."""
+    entry = keys.first(path)
+    if entry is None:
+        # With several chunks, a list for each.
+        chunks = takewhile(bool, (keys.first(f"{path}.{chunk}") for chunk in range(MOST_CHUNKS)))
+        words = [word for chunk in chunks if chunk is not None for word in chunk.items or (chunk.text,)]
+    elif entry.items is None:
+        if re.fullmatch(r"[0-9]{1,4}", entry.text):
+            return int(entry.text)
+        return keys.switch(path)
+    else:
+        words = list(entry.items)
+    if not words or not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words):
+        return False
+    counts = [int(word) for word in words]
+    if len(set(counts)) > 1:
+        text = f"[{','.join(words)}] differ by stage; {max(counts)} layers of every stage are priced"
+        keys.add("note", text, path)
+    return max(counts, default=0)
+
+
+def _name_unpriced(keys: Keyed, model: ModelSpec, layout: Layout) -> None:
+    """What the estimates are without, in GiB where that is plain arithmetic."""
+    tp = layout.tensor_parallel
+    table = keys.first(f"{PARALLEL}.vocab_emb_dp")
+    if tp > 1 and keys.switch(f"{PARALLEL}.vocab_emb_dp", default=True):
+        rows = model.vocab * model.hidden * (1 - 1 / tp)
+        size = rows * (4 + 12 / layout.zero_shards) / GIB
+        text = f"the whole embedding on every rank, priced as split over {tp}: {size:.2f} GiB more on stage 0"
+        keys.add("note", text, f"{PARALLEL}.vocab_emb_dp" if table else "")
+    path = f"{RECOMPUTE}.recompute_slice_activation"
+    if tp > 1 and layout.recompute == "full" and not layout.sequence_parallel and keys.switch(path):
+        layers, stages = layout.layers_per_stage[0], layout.pipeline_parallel
+        kept = (
+            layout.micro_batch_size
+            * model.seq
+            * model.hidden
+            * 2
+            * layers
+            * min(stages, layout.micro_batches)
+        )
+        saved = kept * (1 - 1 / tp) / GIB
+        text = f"inputs of layers are kept in {tp} slices, priced whole: {saved:.2f} GiB less on stage 0"
+        keys.add("note", text, path)
+    path = f"{RECOMPUTE}.mp_comm_recompute"
+    if tp > 1 and layout.recompute == "full" and not keys.switch(path, default=True):
+        keys.add("note", "collectives of recomputed layers are priced as repeated, and are not", path)
+
+
+def optimizer_of(keys: Keyed, path: str) -> str:
+    """The optimizer of a layout that the key `path` names."""
+    return OPTIMIZERS.get((keys.text(path) or "").lower(), "adam")
+
+
+def came_training(keys: Keyed, section: str) -> dict[str, str | None]:
+    """Parameters of CAME, as flags; a note for each that changes what is learned and has no flag."""
+    for name in ("scale_parameter", "relative_step", "warmup_init"):
+        path = f"{section}.{name}"
+        if keys.switch(path):
+            keys.add("note", "changes learning rates, and no flag says so: rates here are those given", path)
+    return {flag: keys.text(f"{section}.{name}") for name, flag in CAME.items()}
+
+
+def _training(keys: Keyed) -> dict[str, str]:
+    """What is learned, as flags of Megatron-LM, and of the optimizers that it has not."""
+    pairs = {
+        "--seed": keys.text("seed"),
+        "--lr": keys.text("lr_schedule.learning_rate"),
+        "--min-lr": keys.text("lr_schedule.lr_end"),
+        "--lr-warmup-iters": keys.text("lr_schedule.warmup_steps"),
+        "--weight-decay": keys.text("optimizer.weight_decay"),
+    }
+    if optimizer_of(keys, STATIC_KEYS["optimizer"]) == "came":
+        pairs |= came_training(keys, "optimizer")
+    else:
+        pairs |= {
+            "--adam-beta1": keys.text("optimizer.beta1"),
+            "--adam-beta2": keys.text("optimizer.beta2"),
+            "--adam-eps": keys.text("optimizer.eps"),
+        }
+    kind = (keys.text("lr_schedule.type") or "").lower()
+    styles = {"cosine": "cosine", "linear": "linear", "constant": "constant", "polynomial": "linear"}
+    style = next((word for name, word in styles.items() if name in kind), None)
+    if style is not None:
+        pairs["--lr-decay-style"] = style
+    return {name: value for name, value in pairs.items() if value}

@@ -1,0 +1,1 @@
+"""nanotron: configurations read and written."""

@@ -1,0 +1,1 @@
+"""NeMo and Megatron-Bridge: files, recipes and overrides read, and files written."""

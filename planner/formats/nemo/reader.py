@@ -1,0 +1,393 @@
+"""Configurations of NeMo (YAML, and recipes of NeMo 2) and recipes of Megatron-Bridge.
+
+Their keys are Megatron-LM's flags with underscores, which is how they are read: the rules are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from costmodels.errors import InputError
+from costmodels.spec.model import ModelSpec
+from costmodels.spelling import nearest
+from planner.formats.facts.definitions import with_definitions
+from planner.formats.facts.entries import Entries, Entry
+from planner.formats.facts.flag_catalogue import GivenFlag, KnownFlag, known_flags
+from planner.formats.facts.hub_models import model_of
+from planner.formats.facts.keyed import Keyed, resolved_value
+from planner.formats.facts.launcher import Launch
+from planner.formats.facts.reading import ConfigProblem, Problems, Reading
+from planner.formats.facts.source import Source, Surroundings
+from planner.formats.facts.tokenizers import TYPES
+from planner.formats.megatron.names import DEGREE_FLAGS, OPTIMIZERS
+from planner.formats.megatron.reader import read_command
+from planner.formats.nemo.bridge_names import FP8_RECIPES
+from planner.formats.nemo.names import FLAGS, NOT_MEGATRONS, OFF
+from planner.formats.python.recipes import PARALLEL, Recipe, recipes
+from planner.formats.shell.text import Word
+
+
+def recognises(entries: Entries) -> bool:
+    """Whether keys are those of NeMo or Megatron-Bridge."""
+    leaves = {path.rpartition(".")[2] for path in entries}
+    return PARALLEL[0] in leaves and not any(path.startswith("parallel_config.") for path in entries)
+
+
+def read_nemo(source: Source, around: Surroundings) -> Reading:
+    """The job that a YAML file of NeMo, or of overrides of Megatron-Bridge, describes."""
+    bridge = any(path.startswith(("train.", "ddp.")) for path in source.entries)
+    return _read(source, around, source.entries, "megatron-bridge" if bridge else "nemo", (), [])
+
+
+def read_overrides(source: Source, around: Surroundings) -> Reading:
+    """The job of a script that gives keys to a program, without the file whose keys these change."""
+    reading = read_nemo(source, around)
+    problems = Problems(source.file)
+    named = re.search(r"--config-name[= ]+([^\s\\]+)", source.text)
+    line = source.text.count("\n", 0, named.start()) + 1 if named else None
+    text = f"{named.group(1) if named else 'the file'} whose keys the command changes is not given"
+    problems.add("unknown", text, "--config-name" if named else "", line, "give that file too")
+    return dataclasses.replace(reading, problems=(*reading.problems, *problems.found))
+
+
+def recipe_of(source: Source, around: Surroundings) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe of Python files that are given together, and the names of the others.
+
+    It is the one that `--define recipe=NAME` names; of those that no other one calls the first that
+    pre-trains, or the first.
+    """
+    define = {name: value for name, value in around.define.items() if name != "recipe"}
+    found = recipes(((source.file, source.text), *source.others), define)
+    named = around.define.get("recipe", "")
+    if not found:
+        raise InputError(f"file {source.file}: no function in it sets degrees of parallelism")
+    if named and named not in found:
+        raise InputError(
+            f"file {source.file} has no recipe {named!r}; {nearest(named, found) or ', '.join(found)}"
+        )
+    called = {name for recipe in found.values() for name in recipe.calls if name != recipe.name}
+    roots = [name for name in found if name not in called] or [*found]
+    first = next((name for name in roots if "pretrain" in name), roots[0])
+    chosen = found[named or first]
+    return chosen, tuple(name for name in found if name != chosen.name)
+
+
+def read_recipe(source: Source, around: Surroundings) -> Reading:
+    """The job that a recipe in Python describes; raises `InputError` where the file has none."""
+    recipe, others = recipe_of(source, around)
+    assumed = []
+    if recipe.name != "<file>":
+        more = f" of {len(others) + 1}; give --define recipe=NAME for another" if others else ""
+        assumed.append(f"recipe {recipe.name}{more}")
+    bridge = any(path.startswith(("model.", "train.", "ddp.")) for path in recipe.entries)
+    framework = "megatron-bridge" if bridge else "nemo"
+    reading = _read(source, around, recipe.entries, framework, (recipe.name, *recipe.models), assumed)
+    problems = Problems(source.file)
+    _name_inherited(recipe, reading, around.define, problems)
+    placed = [
+        dataclasses.replace(problem, file=recipe.files.get(problem.flag, recipe.file))
+        for problem in reading.problems
+    ]
+    return dataclasses.replace(reading, problems=(*problems.found, *placed))
+
+
+_OWN_BASES = re.compile(r"_?(?:pretrain|sft|peft)_common|\w+_(?:pretrain|sft|finetune)_\w*config")
+"""Functions of Megatron-Bridge that recipes start from (recipes/common.py), which train in bf16."""
+
+_BATCH = {"global_batch_size": "train", "micro_batch_size": "train"}
+_DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def _name_inherited(recipe: Recipe, reading: Reading, define: Mapping[str, str], problems: Problems) -> None:
+    """Name what a recipe takes over from a function that is in none of the files."""
+    leaves = {flag.name.rpartition(".")[2] for flag in reading.flags}
+    leaves |= {name.rpartition(".")[2] for name in define}
+    bridge = reading.framework == "megatron-bridge"
+    for base in recipe.bases:
+        wanted = {leaf: part for leaf, part in _BATCH.items() if part not in recipe.replaced or not bridge}
+        if not bridge or "model" not in recipe.replaced:
+            wanted |= dict.fromkeys((*_DEGREES, "seq_length"), "model" if bridge else "strategy")
+        if bridge and not _OWN_BASES.fullmatch(base.rpartition(".")[2]) and not _is_own(base.module):
+            wanted |= {"mixed_precision": ""}
+        for leaf, part in wanted.items():
+            if leaf in leaves:
+                continue
+            path = f"{part}.{leaf}" if part else leaf
+            remedy = f"give the file of {base} too, or --define {leaf}=VALUE"
+            text = f"comes from {base}(), which is in no file that is given"
+            problems.add("unknown", text, path, base.line, remedy, recipe.file)
+    for function in recipe.changed_by:
+        text = f"{function}() changes the configuration, and is in no file that is given"
+        foreign = function.module and not _is_own(function.module)
+        problems.add(
+            "unknown" if foreign else "note",
+            text,
+            "",
+            function.line,
+            f"give the file of {function} too",
+            recipe.file,
+        )
+
+
+def _is_own(module: str) -> bool:
+    return module.startswith(("megatron.", "nemo.", "nemo_run.", "."))
+
+
+def _read(
+    source: Source,
+    around: Surroundings,
+    entries: Entries,
+    framework: str,
+    models: tuple[str, ...],
+    assumed: list[str],
+) -> Reading:
+    problems = Problems(source.file)
+    define = {name: value for name, value in around.define.items() if name != "recipe"}
+    keys = Keyed(_defined(entries, define), framework, source.file, problems)
+    given, paths = _as_flags(keys, framework)
+    model = around.model or _named_model(models)
+    if around.model is None and model is not None:
+        assumed.append(f"the model is {model.name} of the catalogue")
+    world, local, device = _devices(keys, models)
+    # Its launchers set one connection where Megatron-LM wants one, which it does not with its FSDP.
+    fsdp = any(
+        flag.name in ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2") for flag in given
+    )
+    launch = Launch(framework, (), None, None, None, None if fsdp else Word("1", 0))
+    reading = read_command(
+        given,
+        [],
+        launch,
+        source.file,
+        world_size=around.world_size or world,
+        local_world_size=around.local_world_size or local,
+        model=model,
+        framework="megatron",
+    )
+    found = [_renamed(problem, paths, reading.framework) for problem in reading.problems]
+    shown = tuple(
+        dataclasses.replace(flag, name=paths.get(flag.name, flag.name)) for flag in reading.flags if flag.line
+    )
+    rest = set(keys.entries) - set(paths.values())
+    return dataclasses.replace(
+        reading,
+        framework=framework,
+        engine="nemo",
+        device=device,
+        flags=(*shown, *_others(keys, rest)),
+        names={name: paths.get(flag, flag) for name, flag in DEGREE_FLAGS.items()},
+        assumed=(*assumed, *reading.assumed),
+        problems=(*problems.found, *found),
+    )
+
+
+OTHERS = {"precision", "mixed_precision"}
+"""Keys that say what flags of Megatron-LM say in several words."""
+
+
+def _defined(entries: Entries, define: Mapping[str, str]) -> Entries:
+    """The keys with those that the caller gives, which may be any that a flag of Megatron-LM stands for."""
+    known = {name[2:].replace("-", "_") for name in known_flags()} | set(FLAGS) | set(OFF)
+    known |= OTHERS
+    return with_definitions(entries, define, known)
+
+
+def _others(keys: Keyed, rest: set[str]) -> tuple[GivenFlag, ...]:
+    """Keys that no flag of Megatron-LM stands for: about logs, data and the inside of the framework."""
+    harmless = KnownFlag("", "harmless", "1", keys.framework)
+    return tuple(
+        GivenFlag(entry.path, (Word(entry.text, entry.line),), entry.line, harmless)
+        for path, entry in keys.entries.items()
+        if path in rest and entry.line
+    )
+
+
+def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, str]]:
+    """Keys as flags of Megatron-LM, and the path of each."""
+    known = known_flags()
+    flags: dict[str, GivenFlag] = {}
+    paths: dict[str, str] = {}
+
+    def give(name: str, entry: Entry, words: tuple[str, ...]) -> None:
+        if name in flags and "model" in paths[name] and "model" not in entry.path:
+            return  # The model's own key counts before that of its data.
+        flags[name] = GivenFlag(
+            name, tuple(_word(text, entry.line) for text in words), entry.line, known[name]
+        )
+        paths[name] = entry.path
+
+    for path, entry in keys.entries.items():
+        leaf = path.rpartition(".")[2]
+        if entry.null or leaf in NOT_MEGATRONS:
+            continue
+        text = _computed(entry, keys.entries)
+        if leaf in OFF:
+            if text.lower() == "false":
+                give(OFF[leaf], entry, ())
+            continue
+        name = FLAGS.get(leaf, f"--{leaf.replace('_', '-')}")
+        if name == "--recompute-num-layers" and text == "0":
+            continue  # As null: nothing is recomputed.
+        if name not in known or known[name].role not in ("model", "batch", "layout", "special", "unpriced"):
+            continue
+        if path.startswith("tokenizer.") and not text.isdigit():
+            continue
+        if leaf.startswith("fp8_") and keys.text(path.rpartition(".")[0] + ".fp8") in ("False", "false"):
+            continue  # Details of a format that is off.
+        if known[name].role == "unpriced" and text.lower() != "true":
+            continue  # Formats and numbers that recipes spell out though they are the usual ones.
+        if text.lower() in ("true", "false"):
+            if text.lower() == "true" and not known[name].words:
+                give(name, entry, ())
+        elif known[name].words:
+            give(name, entry, tuple(entry.items) if entry.items is not None else (text,))
+    if "--num-query-groups" in flags:
+        # Megatron-LM's parser has a switch besides, which the field needs not.
+        entry = keys.entries[paths["--num-query-groups"]]
+        give("--group-query-attention", entry, ())
+    for name, entry in _said_otherwise(keys, framework):
+        give(name, entry, _value_named(name, entry.text))
+    if "--recompute-granularity" not in flags:
+        for name in ("--recompute-method", "--recompute-num-layers"):
+            flags.pop(name, None)  # Nothing is recomputed, whatever the method.
+    return list(flags.values()), paths
+
+
+def keys_of_flags(flags: Mapping[str, str]) -> dict[str, str]:
+    """Keys of NeMo's YAML for flags of Megatron-LM and their values."""
+    leaves = {flag: leaf for leaf, flag in FLAGS.items() if leaf not in _OTHER_LEAVES}
+    return {
+        f"model.{leaves.get(flag, flag[2:].replace('-', '_'))}": text or "true"
+        for flag, text in flags.items()
+        if flag not in ("--bf16", "--fp16")
+    }
+
+
+_OTHER_LEAVES = ("sequence_length", "override_vocab_size")
+
+
+def _word(text: str, line: int) -> Word:
+    return Word(text, line, (text.strip("${}"),) if "${" in text else ())
+
+
+_PRODUCT = re.compile(r"\$\{multiply:\s*([\w.${}]+)\s*,\s*([\w.${}]+)\s*\}")
+
+
+def _computed(entry: Entry, entries: Entries) -> str:
+    """The value of a key, taken from another one or multiplied (`${multiply:4, ${.hidden_size}}`)."""
+    text = resolved_value(entry, entries)
+    product = _PRODUCT.fullmatch(text)
+    if product is None:
+        return text
+    factors = [resolved_value(dataclasses.replace(entry, text=part), entries) for part in product.groups()]
+    if all(re.fullmatch(r"[0-9]{1,9}", factor) for factor in factors):
+        return str(int(factors[0]) * int(factors[1]))
+    return text
+
+
+def _value_named(flag: str, text: str) -> tuple[str, ...]:
+    """What a flag says that the name of a recipe stands for."""
+    if flag == "--fp8-recipe":
+        return tuple(recipe for word, recipe in FP8_RECIPES.items() if word in text.lower())[:1]
+    if flag in ("--optimizer", "--tokenizer-type", "--tokenizer-name-or-path"):
+        return (text,)
+    return ("e2m1",) if flag == "--fp4-format" else ()
+
+
+def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
+    """Switches that other words than those of Megatron-LM turn on."""
+    found: list[tuple[str, Entry]] = []
+    made = Entry("", "", 0)
+    for path, entry in keys.entries.items():
+        leaf, text = path.rpartition(".")[2], entry.text.lower()
+        if leaf in ("precision", "mixed_precision", "plugins"):
+            if "nvfp4" in text:
+                found.append(("--fp4-format", entry))
+            if "fp8" in text:
+                found.append(("--fp8-hybrid", entry))
+            if "fp8" in text and any(word in text for word in FP8_RECIPES):
+                found.append(("--fp8-recipe", entry))
+            if "bf16" in text:
+                found.append(("--bf16", entry))
+            elif "16" in text and "fp8" not in text:
+                found.append(("--fp16", entry))
+        elif leaf == "fp8" and text == "true":
+            found.append(("--fp8-hybrid", entry))
+        elif leaf == "name" and text in ("distributed_fused_adam", "mcore_distributed_optim"):
+            found.append(("--use-distributed-optimizer", entry))
+        elif path.endswith("optimizer.optimizer") and text in OPTIMIZERS:
+            found.append(("--optimizer", entry))
+        elif path.endswith("tokenizer.type") and not entry.null:
+            found.append(("--tokenizer-type" if entry.text in TYPES else "--tokenizer-name-or-path", entry))
+        elif path.endswith("tokenizer.library") and text not in ("megatron", "null"):
+            found.append(("--tokenizer-type", entry))
+        elif leaf == "activation" and text in ("swiglu", "fast-swiglu"):
+            found.append(("--swiglu", entry))
+    given = {path.rpartition(".")[2]: entry.text.lower() for path, entry in keys.entries.items()}
+    named = {name for name, _ in found}
+    if framework == "megatron-bridge" or any("MegatronStrategy" in path for path in keys.entries):
+        # Recipes start from bf16 and the distributed optimizer (recipes/common.py, recipes/optim).
+        if not named & {"--bf16", "--fp16"}:
+            found.append(("--bf16", made))
+        if given.get("use_distributed_optimizer") != "false":
+            found.append(("--use-distributed-optimizer", made))
+    return found
+
+
+def _named_model(models: tuple[str, ...]) -> ModelSpec | None:
+    """The model of the catalogue that a recipe names last: on the hub, as a class, or as a function."""
+    for name in models[::-1]:
+        if "/" in name:
+            model = model_of(name)
+            if model is not None:
+                return model
+    for name in models:
+        model = model_of(_spelled(name))
+        if model is not None:
+            return model
+    return None
+
+
+_CLASS = re.compile(
+    r"(Llama2|Llama3|Llama31|Mixtral|Qwen2|Qwen25|Qwen3|GPT|Gpt3)(?:Config|ModelProvider|Provider)(\w+)"
+)
+_FUNCTION = re.compile(
+    r"(llama2|llama3|llama31|mixtral|qwen2|qwen25|qwen3|gpt3)_(\d+x?\d*p?\d*[bm](?:_a\d+b)?)"
+)
+
+
+def _spelled(name: str) -> str:
+    """`Llama31Config70B` or `llama31_70b_pretrain_config` as `llama3.1-70b`."""
+    match = _CLASS.search(name) or _FUNCTION.search(name.lower())
+    if match is None:
+        return ""
+    family = match.group(1).lower().replace("llama31", "llama3.1").replace("qwen25", "qwen2.5")
+    family = "gpt3" if family == "gpt" else family
+    return f"{family}-{match.group(2).lower().replace('_', '-').replace('p', '.')}"
+
+
+_NAMED_DEVICES = re.compile(r"_([0-9]{1,5})gpu_(a100|h100|h200|b200|b300|gb200|gb300)_")
+
+
+def _devices(keys: Keyed, models: tuple[str, ...]) -> tuple[int | None, int | None, str | None]:
+    """Devices of the job and of a node, and their kind, as far as keys or the recipe's name say them."""
+    named = next((match for name in models if (match := _NAMED_DEVICES.search(name))), None)
+    if named is not None:
+        return int(named.group(1)) or None, None, {"a100": "a100-80g"}.get(named.group(2), named.group(2))
+    by_leaf: Mapping[str, str] = {path.rpartition(".")[2]: path for path in keys.entries}
+    nodes = keys.count(by_leaf.get("num_nodes", ""))
+    local = keys.count(by_leaf.get("num_gpus_per_node", by_leaf.get("devices", "")))
+    return (nodes * local if nodes and local else None), local, None
+
+
+def _renamed(problem: ConfigProblem, paths: Mapping[str, str], framework: str) -> ConfigProblem:
+    """A problem with keys for flags, in its text too."""
+    text, remedy = problem.text, problem.remedy
+    for flag, path in sorted(paths.items(), key=lambda pair: -len(pair[0])):
+        text, remedy = text.replace(flag, path), remedy.replace(flag, path)
+    line = problem.line or None
+    path = paths.get(problem.flag) or next(iter(keys_of_flags({problem.flag: ""})), "")
+    flag = path if problem.flag.startswith("--") else problem.flag
+    return dataclasses.replace(problem, flag=flag, text=text, remedy=remedy, line=line)

@@ -1,0 +1,1 @@
+"""What Python files say without running them: functions that build a configuration."""

@@ -1,0 +1,1 @@
+"""torchtitan: configurations read and written."""

@@ -1,0 +1,295 @@
+"""Configurations of torchtitan: TOML files (until 0.2), and the flags that stand for their keys.
+
+Defaults are those of torchtitan/config/job_config.py, stages those of distributed/pipeline_parallel.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+from costmodels.catalogue import load_model
+from costmodels.catalogue.yaml_files import build
+from costmodels.errors import InputError, on_one_line
+from costmodels.spec.layout import Fp8Recipe, Layout
+from costmodels.spec.model import ModelSpec
+from planner.formats.facts.entries import Entries
+from planner.formats.facts.keyed import Keyed, defined
+from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
+from planner.formats.facts.reading import Problems, Reading
+from planner.formats.facts.roles import name_others
+from planner.formats.facts.source import Source, Surroundings
+from planner.formats.torchtitan.names import (
+    DEBUG_MODEL,
+    FIRST_LESS,
+    FLAVORS,
+    FORMATS,
+    KEYS,
+    LAST_LESS,
+    MICRO_BATCH,
+    ROTATE_METHODS,
+    SCHEDULES,
+    stage_layers,
+    zero_stage,
+)
+from planner.inputs.model import with_seq
+
+
+def recognises(entries: Entries) -> bool:
+    """Whether keys are those of torchtitan."""
+    names = {path.rpartition(".")[0] for path in entries}
+    return ("parallelism" in names and "training" in names) or (
+        "training.seq_len" in entries and "model.flavor" in entries
+    )
+
+
+def read_torchtitan(source: Source, around: Surroundings) -> Reading:
+    """The job that a configuration of torchtitan describes."""
+    problems = Problems(source.file)
+    assumed: list[str] = []
+    keys = Keyed(defined(source.entries, around.define, "torchtitan"), "torchtitan", source.file, problems)
+    flags = tuple(flag for flag in keys.flags() if flag.line)
+    places = Places(KEYS, {path: entry.line for path, entry in keys.entries.items()})
+    model = _model(keys, around.model)
+    degrees = _degrees(keys, model)
+    preset = _preset(source.text, assumed) if around.world_size is None else (None, None, None)
+    world, device, memory = preset
+    said = around.world_size or _said_world(keys, degrees) or world
+    if said is None:
+        text = "the number of devices is not known: torchrun says it"
+        problems.add("unknown", text, KEYS["data_parallel"], None, "give --world-size")
+    layout = None if model is None or said is None else _layout(keys, model, degrees, said, places)
+    keys.name_unread()
+    name_others(flags, problems, "is no key of torchtitan that is known here")
+    return Reading(
+        framework="torchtitan",
+        engine="torchtitan",
+        file=source.file,
+        model=model,
+        layout=layout,
+        precision=_precision(keys),
+        world_size=said,
+        local_world_size=around.local_world_size,
+        device=device,
+        device_memory_gib=memory,
+        global_batch_size=None if layout is None else layout.global_batch_size,
+        flags=flags,
+        names=KEYS,
+        training=_training(keys),
+        assumed=tuple(assumed),
+        problems=tuple(problems.found),
+    )
+
+
+_PRESET = re.compile(r"preset for ([0-9]{1,5}) ([AHB][0-9]{2,3}) GPUs(?: \(with ([0-9]{1,4}) ?GiB memory\))?")
+
+
+def _preset(text: str, assumed: list[str]) -> tuple[int | None, str | None, float | None]:
+    """Devices that a comment says the file is for, and their GiB where it says these too."""
+    match = _PRESET.search(text)
+    if match is None:
+        return None, None, None
+    devices = {"A100": "a100-80g", "H100": "h100", "H200": "h200", "B200": "b200", "H800": "h800"}
+    memory = f" with {match.group(3)} GiB" if match.group(3) else ""
+    assumed.append(f"{match.group(1)} x {match.group(2)}{memory} (a comment of the file says so)")
+    gib = float(match.group(3) or 0) or None
+    return int(match.group(1)) or None, devices.get(match.group(2)), gib
+
+
+def _model(keys: Keyed, described: ModelSpec | None) -> ModelSpec | None:
+    seq = keys.count(KEYS["seq"]) or 2048
+    if described is not None:
+        return with_seq(described, seq)
+    family = keys.text("model.name") or "llama3"
+    flavor = re.sub(r"_(flex|varlen)\w*$", "", keys.text("model.flavor") or "debugmodel")
+    if family == "llama3" and flavor == "debugmodel":
+        return build(ModelSpec, {**DEBUG_MODEL, "seq": seq}, "model llama3 debugmodel")
+    name = FLAVORS.get((family, flavor))
+    if name is None:
+        known = ", ".join(f"{one} {size}" for one, size in FLAVORS)
+        text = f"the model {family} {flavor} is not known ({known})"
+        keys.add("unknown", text, "model.flavor", "give its config.json beside it")
+        return None
+    try:
+        return with_seq(load_model(name), seq)
+    except InputError as error:
+        keys.add("illegal", on_one_line(error), KEYS["seq"])
+        return None
+
+
+def _degrees(keys: Keyed, model: ModelSpec | None) -> dict[str, Any]:
+    names = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+    degrees: dict[str, Any] = {name: keys.count(KEYS[name]) or 1 for name in names}
+    degrees["sequence_parallel"] = keys.switch("parallelism.enable_sequence_parallel", default=True)
+    if degrees["context_parallel"] > 1:
+        degrees["context_parallel_form"] = ROTATE_METHODS[
+            keys.choice(KEYS["context_parallel_form"], ROTATE_METHODS, "allgather")
+        ]
+    ep = keys.count(KEYS["expert_parallel"]) or 1
+    if model is not None and model.experts:
+        etp = keys.count(KEYS["expert_tensor_parallel"]) or 1
+        degrees["expert_parallel"] = ep
+        degrees["expert_tensor_parallel"] = etp if ep > 1 else degrees["tensor_parallel"]
+        if ep > 1 and etp not in (1, degrees["tensor_parallel"]):
+            text = f"{etp} is neither 1 nor the tensor-parallel degree {degrees['tensor_parallel']}"
+            keys.add("illegal", text, KEYS["expert_tensor_parallel"])
+    elif ep > 1:
+        keys.add("illegal", "there are no experts to spread", KEYS["expert_parallel"])
+    return degrees
+
+
+def _said_world(keys: Keyed, degrees: dict[str, Any]) -> int | None:
+    """The product of all degrees, where the shards are counted and not left open (-1)."""
+    shard = keys.first(KEYS["data_parallel"])
+    if shard is None or shard.text.startswith("-"):
+        return None
+    replicate = keys.count(KEYS["zero_replicas"]) or 1
+    product = degrees["tensor_parallel"] * degrees["pipeline_parallel"] * degrees["context_parallel"]
+    return (keys.count(KEYS["data_parallel"]) or 1) * replicate * int(product)
+
+
+def _layout(
+    keys: Keyed, model: ModelSpec, degrees: dict[str, Any], world: int, places: Places
+) -> Layout | None:
+    problems = keys.problems
+    stages = _stages(keys, model, degrees["pipeline_parallel"])
+    whole = degrees_of_world(degrees, world, places, problems)
+    if whole is None or stages is None:
+        return None
+    whole |= stages
+    replicate = keys.count(KEYS["zero_replicas"]) or 1
+    shard = keys.first(KEYS["data_parallel"])
+    shards = None if shard is None or shard.text.startswith("-") else keys.count(KEYS["data_parallel"])
+    if whole["data_parallel"] % replicate or (shards and shards * replicate != whole["data_parallel"]):
+        ranks = whole["data_parallel"]
+        text = f"replicate {replicate} x shard {shards or '?'} is not the {ranks} data-parallel ranks"
+        keys.add("illegal", text, KEYS["zero_replicas"])
+        return None
+    sharded = whole["data_parallel"] // replicate * whole["context_parallel"]
+    policy = keys.choice(KEYS["zero_stage"], ("default", "always", "never"), "default")
+    whole["zero_stage"] = zero_stage(sharded, whole["pipeline_parallel"], policy)
+    whole["zero_replicas"] = replicate if sharded > 1 else 1
+    local = keys.count(KEYS["micro_batch_size"]) or 8
+    micro = keys.count(MICRO_BATCH) or 1
+    whole["micro_batch_size"] = micro if whole["pipeline_parallel"] > 1 else local
+    if local % whole["micro_batch_size"]:
+        keys.add("illegal", f"{local} is not a multiple of the micro batch {micro}", KEYS["micro_batch_size"])
+        return None
+    batch = keys.first(KEYS["global_batch_size"])
+    exact = None if batch is None or batch.text.startswith("-") else keys.count(KEYS["global_batch_size"])
+    unit = local * whole["data_parallel"]
+    if exact is not None and exact % unit:
+        text = (
+            f"{exact} is not a multiple of {local} sequences x {whole['data_parallel']} data-parallel ranks"
+        )
+        keys.add("illegal", text, KEYS["global_batch_size"], f"use a multiple of {unit}")
+        return None
+    whole["global_batch_size"] = exact or unit
+    whole |= _recompute(keys, model, stages["layers_per_stage"]) | {"precision": _precision(keys)}
+    if whole["precision"] == "fp8":
+        whole |= _fp8(keys)
+    if keys.switch(KEYS["offload_optimizer"]):
+        whole["offload_optimizer"] = True
+    if whole["zero_stage"] == 0:
+        whole.pop("zero_replicas")
+    return build_layout(whole, places, problems)
+
+
+def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | None:
+    """Chunks, schedule, and layers of the stages: embedding and head count as layers."""
+    if pipeline == 1:
+        return {"layers_per_stage": (model.layers,)}
+    word = keys.text(KEYS["schedule"]) or "1F1B"
+    known = {name.lower(): name for name in SCHEDULES}
+    if word.lower() not in known:
+        keys.add("illegal", f"{word!r} is not one of {', '.join(SCHEDULES)}", KEYS["schedule"])
+        return None
+    name = known[word.lower()]
+    if name in ("GPipe", "LoopedBFS"):
+        keys.add("note", "is priced as its 1F1B form, which keeps less", KEYS["schedule"])
+    schedule = SCHEDULES[name]
+    first = keys.count(FIRST_LESS, least=0)
+    last = keys.count(LAST_LESS, least=0)
+    ends = (1 if first is None else first, 1 if last is None else last)
+    each = keys.count(KEYS["virtual_pipeline_parallel"])
+    count = pipeline * (1 if schedule == "1f1b" else 2)
+    if each is not None:
+        count = -(-(model.layers + sum(ends)) // each)
+    single = schedule == "1f1b"
+    if (
+        count % pipeline
+        or (count > pipeline) == single
+        or (schedule in ("zbv", "dualpipev") and count != 2 * pipeline)
+    ):
+        text = f"makes {count} stages for {pipeline} pipeline ranks under {name}"
+        keys.add("illegal", text, KEYS["virtual_pipeline_parallel"] if each else KEYS["schedule"])
+        return None
+    listed = stage_layers(model.layers, count, *ends)
+    if listed is None:
+        text = f"{model.layers} layers leave a stage of {count} empty, which is not priced"
+        keys.add("unknown", text, KEYS["pipeline_parallel"])
+        return None
+    return {
+        "virtual_pipeline_parallel": count // pipeline,
+        "schedule": schedule,
+        "layers_per_stage": listed,
+    }
+
+
+def _recompute(keys: Keyed, model: ModelSpec, stages: tuple[int, ...]) -> dict[str, Any]:
+    mode = keys.choice(KEYS["recompute"], ("none", "selective", "full", "memory_budget"), "selective")
+    if mode == "full":
+        return {"recompute": "full"}
+    if mode == "memory_budget":
+        keys.add("note", "not priced: taken as no recomputation", KEYS["recompute"])
+        return {}
+    if mode == "none":
+        return {}
+    option = keys.text(KEYS["recompute_modules"]) or "2"
+    if option == "op":
+        # What it keeps of a dense layer is between nothing and all (15.5 of 34 bytes for each element of a
+        # Llama's input), and what it computes again is half of the products.
+        text = "keeps attention and every second product; priced as recomputing every second layer"
+        keys.add("note", text, KEYS["recompute_modules"])
+        option = "2"
+    if not re.fullmatch(r"[1-9][0-9]{0,3}", option):
+        keys.add("illegal", f"{option!r} is neither op nor a number of layers", KEYS["recompute_modules"])
+        return {}
+    some = max(stages) // int(option)
+    if int(option) == 1 or not some:
+        return {"recompute": "full"} if int(option) == 1 else {}
+    return {"recompute": "full", "recompute_method": "block", "recompute_num_layers": some}
+
+
+def _precision(keys: Keyed) -> str:
+    converters = keys.text("model.converters") or ""
+    if "float8" in converters:
+        return "fp8"
+    if "mx" in converters:
+        keys.add("note", "not priced: products are taken as bf16", "model.converters")
+    return FORMATS.get(keys.text(KEYS["precision"]) or "bfloat16", "bf16")
+
+
+def _fp8(keys: Keyed) -> dict[str, Any]:
+    """Scales of fp8 and how weights are gathered: keys of releases up to 0.2, wherever those put them."""
+    given = {path.rpartition(".")[2]: path for path in keys.entries if "float8" in path}
+    recipe = keys.text(given.get("recipe_name", ""))
+    found: dict[str, Any] = {"fp8_recipe": recipe} if recipe in get_args(Fp8Recipe) else {}
+    gathers = keys.switch(given.get("enable_fsdp_float8_all_gather", ""))
+    return {"fp8_recipe": "tensorwise", "fp8_param_gather": True} if gathers else found
+
+
+def _training(keys: Keyed) -> dict[str, str]:
+    """What is learned, as flags of Megatron-LM."""
+    pairs = {
+        "--lr": keys.text("optimizer.lr"),
+        "--adam-eps": keys.text("optimizer.eps"),
+        "--weight-decay": keys.text("optimizer.weight_decay"),
+        "--train-iters": keys.text("training.steps"),
+        "--clip-grad": keys.text("training.max_norm"),
+        "--lr-warmup-iters": keys.text("lr_scheduler.warmup_steps"),
+        "--lr-decay-style": keys.text("lr_scheduler.decay_type"),
+        "--seed": keys.text("training.seed", "debug.seed"),
+        "--log-interval": keys.text("metrics.log_freq"),
+    }
+    return {name: value for name, value in pairs.items() if value}
