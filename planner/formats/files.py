@@ -27,7 +27,7 @@ from planner.formats.mindformers import reader as mindformers
 from planner.formats.nanotron import reader as nanotron
 from planner.formats.nemo import reader as nemo
 from planner.formats.nemo.overrides import override_entries
-from planner.formats.on_megatron import keys as megatron_keys
+from planner.formats.on_megatron import gpt_neox, swift, verl
 from planner.formats.python.recipes import recipes
 from planner.formats.recognised import refuse_recognised
 from planner.formats.torchtitan import reader as torchtitan
@@ -62,8 +62,8 @@ TRAINERS = tuple(
 
 KINDS = (
     *TRAINERS,
-    Kind("gpt-neox", megatron_keys.is_neox, megatron_keys.read_neox),
-    Kind("verl", megatron_keys.is_verl, megatron_keys.read_verl),
+    Kind("gpt-neox", gpt_neox.is_neox, gpt_neox.read_neox),
+    Kind("verl", verl.is_verl, verl.read_verl),
     Kind("mindformers-dynamic", mindformers_dynamic.recognises, mindformers_dynamic.read_dynamic),
     Kind("mindformers", mindformers.recognises, mindformers.read_static),
     Kind("nanotron", nanotron.recognises, nanotron.read_nanotron),
@@ -88,7 +88,7 @@ RECIPES = Kind("recipes", lambda entries: False, nemo.read_recipe)
 OVERRIDES = Kind("overrides", lambda entries: False, nemo.read_overrides)
 """Scripts that give keys of NeMo or Megatron-Bridge to a program."""
 
-SWIFT = Kind("ms-swift", lambda entries: False, megatron_keys.read_swift)
+SWIFT = Kind("ms-swift", lambda entries: False, swift.read_swift)
 """Scripts with ms-swift's commands for Megatron-LM."""
 
 BESIDE_SCRIPTS = ("accelerate", "deepspeed", *trainer_files.SOFTWARE)
@@ -185,7 +185,7 @@ def _known_names(parts: Sequence[_Part], reading: Reading) -> set[str]:
         if part.kind is not None and part.kind not in TRAINERS and not _is_program(part):
             found |= {*known_keys(part.kind.framework)}
         if part.kind is not None and part.kind.framework == "gpt-neox":
-            found |= {*megatron_keys.NEOX}
+            found |= {*gpt_neox.NEOX}
         if part.kind is None or part.kind.framework in BESIDE_SCRIPTS:
             found |= {*known_keys("transformers")}
     return found
@@ -220,11 +220,11 @@ def _part(file: str, text: str, around: Surroundings) -> _Part:
         kind = _kind_of(entries)
         if kind is not None:
             return _Part(Source(file, text, entries), kind)
-    elif megatron_keys.swift_command(text, around) is not None:
+    elif swift.swift_command(text, around) is not None:
         return _Part(Source(file, text), SWIFT)
     elif entries := override_entries(text, around.define, around.beside):
         kind = next(kind for kind in KINDS if kind.framework == "verl")
-        return _Part(Source(file, text, entries), kind if megatron_keys.is_verl(entries) else OVERRIDES)
+        return _Part(Source(file, text, entries), kind if verl.is_verl(entries) else OVERRIDES)
     elif _starts_job(text, around):
         return _Part(Source(file, text), None)
     else:

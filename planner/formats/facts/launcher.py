@@ -207,6 +207,22 @@ _NODES = re.compile(r"[節节][點点][數数]量[^0-9\n]{0,12}([0-9]{1,4})")
 _DEVICES = re.compile(r"GPU[^0-9\n]{0,3}卡[數数][^0-9\n]{0,6}([0-9]{1,3})")
 
 
+def flag_values(words: Sequence[Word]) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """Flags of a command: names with underscores and no hyphens before them, values, and lines."""
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not word.text.startswith("--") or len(word.text) < 3:
+            continue
+        name, equals, value = word.text[2:].partition("=")
+        values = [value] if equals else []
+        while at < len(words) and not words[at].text.startswith("--") and not equals:
+            values.append(words[at].text)
+            at += 1
+        yield name.replace("-", "_"), tuple(values), word.line
+
+
 def sizes_on_page(text: str) -> tuple[int | None, int | None]:
     """Nodes of a job and GPUs of each, as a page of PAI says them beside its command."""
     found = [pattern.search(text) for pattern in (_NODES, _DEVICES)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.formats.facts.entries import Entries, Entry
-from planner.formats.facts.launcher import Launch
+from planner.formats.facts.launcher import Launch, flag_values
 
 _SWITCHES = {
     "use_fsdp": "FSDP",
@@ -28,20 +28,14 @@ def accelerate_entries(launch: Launch | None) -> Entries:
     if at is None:
         return {}
     found: Entries = {}
-    rest = words[at + 1 :]
-    for place, word in enumerate(rest):
-        if not word.text.startswith("--"):
-            continue
-        name, equals, value = word.text[2:].partition("=")
-        name = name.replace("-", "_")
-        following = rest[place + 1].text if place + 1 < len(rest) else "--"
-        text = value if equals else "true" if following.startswith("--") else following
+    for name, values, line in flag_values(words[at + 1 :]):
+        text = values[0] if values else "true"
         if name in _SWITCHES:
             if text.lower() != "false":
-                found["distributed_type"] = Entry("distributed_type", _SWITCHES[name], word.line)
+                found["distributed_type"] = Entry("distributed_type", _SWITCHES[name], line)
             continue
         path = f"fsdp_config.{name}" if name.startswith("fsdp_") else name
         path = f"deepspeed_config.{name}" if name in _DEEPSPEED else path
         path = f"parallelism_config.{name}" if name.startswith("parallelism_config_") else path
-        found[path] = Entry(path, text, word.line)
+        found[path] = Entry(path, text, line)
     return found

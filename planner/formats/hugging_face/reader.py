@@ -17,7 +17,7 @@ from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.hub_models import model_of
 from planner.formats.facts.keyed import Keyed, known_keys
-from planner.formats.facts.launcher import Launch, commands, count_of
+from planner.formats.facts.launcher import Launch, commands, count_of, flag_values
 from planner.formats.facts.launcher import world_size as launched
 from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
 from planner.formats.facts.reading import Problems, Reading
@@ -91,23 +91,10 @@ def find_command(
 
 def _flag_entries(launch: Launch) -> Entries:
     """Flags with their values, those with hyphens under their usual name with underscores."""
-    found: Entries = {}
-    words = launch.arguments
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        if not word.text.startswith("--") or len(word.text) < 3:
-            continue
-        name, equals, value = word.text.partition("=")
-        values = [value] if equals else []
-        while at < len(words) and not words[at].text.startswith("--") and not equals:
-            values.append(words[at].text)
-            at += 1
-        path = "--" + name[2:].replace("-", "_")
-        text = " ".join(values) if values else "true"
-        found[path] = Entry(path, text, word.line)
-    return found
+    return {
+        f"--{name}": Entry(f"--{name}", " ".join(values) if values else "true", line)
+        for name, values, line in flag_values(launch.arguments)
+    }
 
 
 @dataclass

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.launcher import commands
 from planner.formats.nemo.reader import recognises
-from planner.formats.on_megatron.keys import is_verl
+from planner.formats.on_megatron.verl import is_verl
 
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 

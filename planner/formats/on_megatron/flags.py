@@ -1,0 +1,49 @@
+"""Keys of other software as flags of Megatron-LM, and a reading of these in the words of the keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from planner.formats.facts.entries import Entry
+from planner.formats.facts.flag_catalogue import GivenFlag, known_flags
+from planner.formats.facts.reading import Reading
+from planner.formats.megatron.names import DEGREE_FLAGS
+from planner.formats.shell.text import Word
+
+
+def as_flags(pairs: Iterable[tuple[str, Entry]]) -> list[GivenFlag]:
+    """Keys as flags; a switch is given where its key is true."""
+    known = known_flags()
+    found = []
+    for name, entry in pairs:
+        flag = known[name]
+        if entry.null or (not flag.words and entry.text.lower() in ("false", "0", "")):
+            continue
+        unknown = (entry.text.strip("${}"),) if "${" in entry.text else ()
+        words = (Word(entry.text, entry.line, unknown),) if flag.words else ()
+        found.append(GivenFlag(name, words, entry.line, flag))
+    return found
+
+
+def renamed(reading: Reading, names: Mapping[str, str], framework: str, engine: str) -> Reading:
+    """A reading of flags, with the keys that these stand for in their places."""
+    problems = []
+    for problem in reading.problems:
+        name = names.get(problem.flag, problem.flag)
+        text, remedy = problem.text, problem.remedy
+        for flag, key in sorted(names.items(), key=lambda pair: -len(pair[0])):
+            text, remedy = text.replace(flag, key), remedy.replace(flag, key)
+        problems.append(
+            dataclasses.replace(problem, flag=name, text=text, remedy=remedy, line=problem.line or None)
+        )
+    return dataclasses.replace(
+        reading,
+        framework=framework,
+        engine=engine,
+        flags=tuple(
+            dataclasses.replace(flag, name=names.get(flag.name, flag.name)) for flag in reading.flags
+        ),
+        names={field: names.get(flag, flag) for field, flag in DEGREE_FLAGS.items()},
+        problems=tuple(problems),
+    )

@@ -1,0 +1,111 @@
+"""Configurations of GPT-NeoX, whose keys stand for flags of Megatron-DeepSpeed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from planner.formats.facts.definitions import with_definitions
+from planner.formats.facts.entries import Entries, Entry
+from planner.formats.facts.keyed import Keyed
+from planner.formats.facts.launcher import Launch
+from planner.formats.facts.reading import Problems, Reading
+from planner.formats.facts.roles import name_others
+from planner.formats.facts.source import Source, Surroundings
+from planner.formats.megatron.names import DEGREE_FLAGS
+from planner.formats.megatron.reader import read_command
+from planner.formats.on_megatron.flags import as_flags, renamed
+from planner.formats.shell.text import Word
+
+NEOX = {
+    "pipe_parallel_size": "--pipeline-model-parallel-size",
+    "model_parallel_size": "--tensor-model-parallel-size",
+    "context_parallel_size": "--context-parallel-size",
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "intermediate_size": "--ffn-hidden-size",
+    "num_attention_heads": "--num-attention-heads",
+    "num_kv_heads": "--num-query-groups",
+    "seq_length": "--seq-length",
+    "max_position_embeddings": "--max-position-embeddings",
+    "pos_emb": "--position-embedding-type",
+    "rotary_pct": "--rotary-percent",
+    "norm": "--normalization",
+    "checkpoint_num_layers": "--recompute-num-layers",
+    "train_micro_batch_size_per_gpu": "--micro-batch-size",
+    "train_batch_size": "--global-batch-size",
+    "zero_optimization.stage": "--zero-stage",
+    "fp16.enabled": "--fp16",
+    "bf16.enabled": "--bf16",
+    "no_weight_tying": "--untie-embeddings-and-output-weights",
+    "sequence_parallel": "--sequence-parallel",
+    "checkpoint_activations": "--checkpoint-activations",
+    "moe_num_experts": "--num-experts",
+    "moe_top_k": "--moe-router-topk",
+    "tokenizer_type": "--tokenizer-type",
+    "vocab_file": "--tokenizer-model",
+    "padded_vocab_size": "--vocab-size",
+}
+"""Flags by the keys of GPT-NeoX (megatron/neox_arguments/neox_args.py)."""
+
+
+def is_neox(entries: Entries) -> bool:
+    """Whether keys are those of GPT-NeoX, which writes hyphens too."""
+    names = {path.replace("-", "_") for path in entries}
+    return "pipe_parallel_size" in names or {"model_parallel_size", "num_attention_heads"} <= names
+
+
+def read_neox(source: Source, around: Surroundings) -> Reading:
+    """The job that a configuration of GPT-NeoX describes."""
+    plain = {path.replace("-", "_"): entry for path, entry in source.entries.items()}
+    entries = with_definitions(plain, around.define, NEOX)
+    problems = Problems(source.file)
+    keys = Keyed(entries, "gpt-neox", source.file, problems)
+    pairs = [(flag, entries[path]) for path, flag in NEOX.items() if path in entries]
+    made: list[tuple[str, Entry]] = [("--deepspeed", Entry("", "true", 0))]
+    if (keys.text("precision") or "") == "bfloat16":
+        made.append(("--bf16", entries["precision"]))
+    if (keys.text("activation") or "").lower() in ("swiglu", "geglu"):
+        made.append(("--swiglu", entries["activation"]))
+    if "num_kv_heads" in entries:
+        made.append(("--group-query-attention", entries["num_kv_heads"]))
+    if "zero_optimization.stage" not in entries:
+        made.append(("--zero-stage", Entry("", "0", 0)))
+    flags = [
+        dataclasses.replace(flag, values=(Word("1", flag.line),))
+        if flag.text == "0" and flag.name == DEGREE_FLAGS["pipeline_parallel"]
+        else flag
+        for flag in as_flags([*pairs, *made])
+    ]
+    batch = _neox_batch(keys, around)
+    if batch is not None and "train_batch_size" not in entries:
+        flags += as_flags([("--global-batch-size", batch)])
+    launch = Launch("gpt-neox", (), None, None, None)
+    reading = read_command(
+        flags,
+        [],
+        launch,
+        source.file,
+        world_size=around.world_size,
+        local_world_size=around.local_world_size,
+        described=around.described,
+        framework="megatron-deepspeed",
+    )
+    rest = [flag for flag in keys.flags() if flag.name not in NEOX and flag.line]
+    name_others(rest, problems, "is no key of GPT-NeoX that is known here")
+    reading = dataclasses.replace(reading, problems=(*problems.found, *reading.problems))
+    return renamed(reading, {flag: path for path, flag in NEOX.items()}, "gpt-neox", "megatron-deepspeed")
+
+
+def _neox_batch(keys: Keyed, around: Surroundings) -> Entry | None:
+    """The global batch that micro batches and steps make on all devices."""
+    micro, steps = (
+        keys.count("train_micro_batch_size_per_gpu"),
+        keys.count("gradient_accumulation_steps") or 1,
+    )
+    shards = 1
+    for name in ("pipe_parallel_size", "model_parallel_size", "context_parallel_size"):
+        shards *= max(keys.count(name, least=0) or 1, 1)
+    if micro is None or around.world_size is None or around.world_size % shards:
+        return None
+    line = keys.line("gradient_accumulation_steps") or 0
+    return Entry("gradient_accumulation_steps", str(micro * steps * (around.world_size // shards)), line)

@@ -1,0 +1,133 @@
+"""Scripts with the commands of ms-swift that train with Megatron-LM (`megatron sft`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from costmodels.spec.model import ModelSpec
+from planner.formats.facts.definitions import with_definitions
+from planner.formats.facts.entries import Entries, Entry
+from planner.formats.facts.flag_catalogue import GivenFlag, KnownFlag, known_flags
+from planner.formats.facts.hub_models import model_of
+from planner.formats.facts.keyed import Keyed, known_keys
+from planner.formats.facts.launcher import Launch, commands, flag_values
+from planner.formats.facts.reading import Problems, Reading
+from planner.formats.facts.roles import name_others
+from planner.formats.facts.source import Source, Surroundings
+from planner.formats.megatron.reader import read_command
+from planner.formats.on_megatron.flags import as_flags, renamed
+
+SWIFT = {
+    "max_length": "--seq-length",
+    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
+    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
+    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
+}
+"""Flags by those of ms-swift's `megatron` commands that are called otherwise."""
+
+SWIFT_DEFAULTS = {
+    "--micro-batch-size": "1",
+    "--global-batch-size": "16",
+    "--use-distributed-optimizer": "",
+    "--expert-tensor-parallel-size": "1",
+}
+"""swift/megatron/arguments/megatron_args.py."""
+
+SWIFT_COMMANDS = ("sft", "pt", "rlhf")
+
+
+def swift_command(text: str, around: Surroundings) -> tuple[Launch, Entries] | None:
+    """The command of ms-swift that trains with Megatron-LM, and its flags; None where there is none."""
+    for launch in commands(text, dict(around.define), around.beside):
+        names = [word.text.rpartition("/")[2] for word in launch.launcher]
+        if "megatron" in names and launch.program in SWIFT_COMMANDS:
+            return launch, _command_entries(launch)
+    return None
+
+
+def _command_entries(launch: Launch) -> Entries:
+    """Flags of a command with their values, as keys with underscores."""
+    return {
+        name: Entry(name, " ".join(values) if values else "true", line)
+        for name, values, line in flag_values(launch.arguments)
+    }
+
+
+def read_swift(source: Source, around: Surroundings) -> Reading:
+    """The job of a script with `megatron sft` or `megatron pt` of ms-swift."""
+    command = swift_command(source.text, around)
+    assert command is not None
+    launch, given = command
+    known = known_flags()
+    flag_of = {path: SWIFT.get(path, f"--{path.replace('_', '-')}") for path in given}
+    entries = with_definitions(given, around.define, {name[2:].replace("-", "_") for name in known})
+    problems = Problems(source.file)
+    keys = Keyed(entries, "transformers", source.file, problems)
+    pairs = []
+    for path, entry in entries.items():
+        name = flag_of.get(path, SWIFT.get(path, f"--{path.replace('_', '-')}"))
+        if name in known and known[name].role != "harmless":
+            pairs.append((name, entry))
+    said = {name for name, _ in pairs}
+    made = Entry("", "true", 0)
+    if not said & {"--bf16", "--fp16"} and (keys.text("torch_dtype") or "bfloat16") == "bfloat16":
+        pairs.append(("--bf16", made))
+    pairs += [
+        (name, dataclasses.replace(made, text=text or "true"))
+        for name, text in SWIFT_DEFAULTS.items()
+        if name not in said
+    ]
+    if keys.text("train_type", "tuner_type") not in (None, "full"):
+        text = "adapters under ms-swift's Megatron are not priced"
+        keys.add("unknown", text, "train_type" if "train_type" in entries else "tuner_type")
+    model = _swift_model(keys, around, problems)
+    reading = read_command(
+        as_flags(pairs),
+        [],
+        launch,
+        source.file,
+        world_size=around.world_size,
+        local_world_size=around.local_world_size,
+        model=model,
+        framework="megatron",
+    )
+    if model is None:
+        return dataclasses.replace(reading, framework="ms-swift", problems=tuple(problems.found), layout=None)
+    if "--seq-length" not in said:
+        keys.add(
+            "unknown", "no flag says the length of sequences", "--max_length", "give --define max_length=N"
+        )
+    rest = [flag for flag in keys.flags() if flag_of.get(flag.name, "") not in said and flag.line]
+    others = [dataclasses.replace(flag, known=_trainers_flag(flag)) for flag in rest]
+    name_others(others, problems, "is no flag of ms-swift that is known here")
+    reading = dataclasses.replace(reading, problems=(*problems.found, *reading.problems))
+    return renamed(reading, {flag: f"--{path}" for path, flag in flag_of.items()}, "ms-swift", "megatron")
+
+
+_SWIFT_ASIDE = (
+    "load_safetensors",
+    "save_safetensors",
+    "model",
+    "packing",
+    "torch_dtype",
+    "model_type",
+    "sequence_parallel",
+)
+
+
+def _trainers_flag(flag: GivenFlag) -> KnownFlag:
+    role = known_keys("transformers").get(f"--{flag.name}")
+    if flag.name in _SWIFT_ASIDE or f"--{flag.name.replace('_', '-')}" in known_flags():
+        role = "harmless"
+    return dataclasses.replace(flag.known, role=role or flag.known.role)
+
+
+def _swift_model(keys: Keyed, around: Surroundings, problems: Problems) -> ModelSpec | None:
+    if around.model is not None:
+        return around.model
+    entry = keys.first("model", "load", "mcore_model")
+    model = None if entry is None else model_of(entry.text)
+    if model is None:
+        text = f"the model {entry.text if entry else ''} is not in the catalogue".replace("  ", " ")
+        keys.add("unknown", text, entry.path if entry else "model", "give --model")
+    return model
