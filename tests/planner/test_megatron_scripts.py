@@ -33,6 +33,9 @@ MODEL = """
 """
 
 
+INTERLEAVED = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+
+
 def read(arguments: str, world_size: int | None = 16, model: str = MODEL) -> Reading:
     """What a command with these arguments says; they begin on its third line."""
     connections = 8 if "fsdp" in arguments else 1
@@ -173,7 +176,11 @@ def test_layers_of_stages(arguments: str, stages: tuple[int, ...]) -> None:
             "--pipeline-model-parallel-size",
             "more than the 24 layers",
         ),
-        ("--micro-batch-size 1\n--recompute-method block", "--recompute-method", "granularity full"),
+        (
+            "--micro-batch-size 1 --recompute-granularity selective\n--recompute-method block",
+            "--recompute-method",
+            "granularity full",
+        ),
         (
             "--micro-batch-size 1\n--overlap-param-gather",
             "--overlap-param-gather",
@@ -209,6 +216,51 @@ def test_what_is_illegal_names_the_flag_and_its_line(arguments: str, flag: str, 
     if wrong[0].line is not None and flag in arguments:
         assert wrong[0].line == 3 + arguments[: arguments.index(flag)].count("\n")
     assert reading.layout is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--lr-warmup-samples 0", "mbs=1"),
+        ("--recompute-num-layers 2", "recompute=none"),
+        ("--num-experts 4 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn", "tp=1"),
+        ("--multi-latent-attention", "tp=1"),
+        (
+            f"{INTERLEAVED} --global-batch-size 48 --microbatch-group-size-per-virtual-pipeline-stage 6",
+            "pp=4 vpp=2",
+        ),
+    ],
+)
+def test_what_megatrons_own_tests_run_is_legal(arguments: str, expected: str) -> None:
+    reading = read(f"--micro-batch-size 1 {arguments}")
+    assert reading.layout is not None, reading.problems
+    assert not [problem for problem in reading.problems if problem.severity != "note"]
+    assert expected in reading.layout.describe()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        # Groups of 5 of 10 micro batches keep four ranks busy; how, is not priced.
+        ("--global-batch-size 40 --microbatch-group-size-per-virtual-pipeline-stage 5", "unknown"),
+        ("--global-batch-size 48 --microbatch-group-size-per-virtual-pipeline-stage 5", "illegal"),
+        ("--global-batch-size 48 --microbatch-group-size-per-virtual-pipeline-stage 3", "illegal"),
+        ("--global-batch-size 40", "illegal"),
+    ],
+)
+def test_the_last_group_of_micro_batches_fills_the_pipeline(arguments: str, named: str) -> None:
+    reading = read(f"--micro-batch-size 1 {INTERLEAVED} {arguments}")
+    assert {problem.severity for problem in reading.problems} == {named}
+
+
+def test_embedding_and_loss_count_as_layers_before_stages_are_too_many() -> None:
+    model = MODEL.replace("--num-layers 24", "--num-layers 6")
+    flags = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    parallel = (
+        "--micro-batch-size 1 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+    )
+    reading = read(f"{parallel} --global-batch-size 16 {flags}", model=model)
+    assert [problem.severity for problem in reading.problems] == ["unknown"]  # The first stage has no layer.
 
 
 def test_flags_are_named_by_what_they_do() -> None:

@@ -211,6 +211,16 @@ def _in_todays_words(values: dict[str, Any], given: Given, problems: Problems) -
         if position.lower() in ("alibi", "relative"):
             text = f"{position} is priced as no positions: it adds to the scores of attention"
             problems.add("note", text, name, given[name].line)
+    if values.get("multi_latent_attention") and "position_embedding_type" not in values:
+        name = "--multi-latent-attention"
+        text = "rotates its own keys, and positions are learned besides: priced without these"
+        problems.add("note", text, name, given[name].line)
+        values["position_embedding_type"] = "rope"
+    balancing = given.get("--moe-router-load-balancing-type")
+    if balancing is not None and balancing.text == "sinkhorn" and values.get("moe_router_topk") == 1:
+        values.setdefault(
+            "moe_router_score_function", "sigmoid"
+        )  # router.py: so is a single expert weighted.
     if values.get("num_experts") == 1 and "moe_router_topk" not in values:
         del values["num_experts"]  # Megatron-DeepSpeed's way to say that there are none.
     if values.get("moe_router_num_groups") == 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+
+from planner.formats.facts.flag_catalogue import GivenFlag
 
 
 class Need(NamedTuple):
@@ -66,10 +68,16 @@ CONFLICTS = (
 )
 
 
-def broken_pairs(given: Collection[str]) -> Iterator[tuple[str, str, str]]:
+_NONE_AT_ZERO = ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction")
+"""Flags that say nothing where they are 0."""
+_ZEROS = ("0", "0.0")
+
+
+def broken_pairs(flags: Mapping[str, GivenFlag]) -> Iterator[tuple[str, str, str]]:
     """The flag to blame, what is wrong, and what to do, of each pair that is."""
+    given = {name for name, flag in flags.items() if name not in _NONE_AT_ZERO or flag.text not in _ZEROS}
     for need in NEEDS:
-        if need.flag in given and not set(need.one_of) & set(given):
+        if need.flag in given and not set(need.one_of) & given:
             yield need.flag, f"needs {' or '.join(need.one_of)}", "add it, or leave this out"
     for flag, other, because in CONFLICTS:
         if flag in given and other in given:

@@ -391,6 +391,7 @@ class _Job:
         if self._is_given("--checkpoint-activations") and not values.get("recompute_granularity"):
             values |= {"recompute_granularity": "full", "recompute_method": "uniform"}
         self._price_modules(values)
+        self._drop_idle(values)
         try:
             options = ParallelOptions(**values)
             pins = options.pins(model)
@@ -450,6 +451,19 @@ class _Job:
             self.memory_is_bound = True
             text = f"{', '.join(left_out)}: not priced as recomputed, and less is kept than the estimates say"
             self.problems.add("note", text, "--recompute-modules", self.given["--recompute-modules"].line)
+
+    def _drop_idle(self, values: dict[str, Any]) -> None:
+        """Leave out which layers are recomputed where nothing is: Megatron-LM looks at no more then."""
+        if self.framework != "megatron" or any(
+            values.get(name)
+            for name in ("recompute_granularity", "recompute_activations", "recompute_activation_function")
+        ):
+            return
+        for name in ("recompute_method", "recompute_num_layers"):
+            if values.pop(name, None) is not None:
+                flag = self.given[f"--{name.replace('_', '-')}"]
+                text = "has no effect without --recompute-granularity"
+                self.problems.add("note", text, flag.name, flag.line)
 
     def _recomputes_every_mlp(self, model: ModelSpec) -> bool:
         """Whether `--swap-attention --recompute-num-layers N` reaches all layers of a stage.

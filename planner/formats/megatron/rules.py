@@ -138,9 +138,27 @@ def _of_replicas(f: _Facts, replicas: int) -> Iterator[Fault]:
         yield "illegal", "--global-batch-size", text, f"use {' or '.join(map(str, near))}"
         return
     count = f.batch // unit
-    if f.chunks > 1 and count % f.pp:
-        text = f"interleaving needs micro batches in multiples of {f.pp} pipeline ranks, not {count}"
-        yield "illegal", "--global-batch-size", text, f"use a multiple of {unit * f.pp}"
+    if f.chunks > 1:
+        yield from _of_groups(f, count, unit)
+
+
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+
+def _of_groups(f: _Facts, count: int, unit: int) -> Iterator[Fault]:
+    """Micro batches of interleaving go in groups, of which the last has to fill the pipeline too."""
+    said = f.number(GROUP)
+    group = f.pp if said is None else int(said)
+    if group < f.pp or group > count:
+        text = f"{group} is not between the {f.pp} pipeline ranks and the {count} micro batches"
+        yield "illegal", GROUP if said is not None else "--global-batch-size", text, ""
+    elif 0 < count % group < f.pp:
+        text = f"interleaving needs micro batches in multiples of {group}"
+        text += " pipeline ranks" if group == f.pp else f", or {f.pp} or more besides"
+        yield "illegal", "--global-batch-size", f"{text}, not {count}", f"use a multiple of {unit * group}"
+    elif count % f.pp:
+        text = f"{count} micro batches in groups of {group} are not priced"
+        yield "unknown", GROUP, text, f"use a multiple of {unit * f.pp} sequences"
 
 
 def _divisors(number: int, near: int) -> str:

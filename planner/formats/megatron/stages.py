@@ -55,7 +55,8 @@ def _stages(given: Given, layers: int, pipeline: int, count: Counted, problems: 
         return _with_schedule(given, listed, max(len(listed) // pipeline, 1))
     chunks = _chunks(given, layers, pipeline, count, problems)
     stages = pipeline * chunks
-    if stages > layers:
+    ends = sum(name in given for name in _COUNTED)
+    if stages > layers + ends:
         flag = given.get("--pipeline-model-parallel-size")
         where = ("--pipeline-model-parallel-size", flag.line if flag else None)
         problems.add("illegal", f"{stages} stages are more than the {layers} layers", *where)
@@ -72,6 +73,10 @@ def _stages(given: Given, layers: int, pipeline: int, count: Counted, problems: 
             where = ("--pipeline-model-parallel-size", flag.line if flag else None)
             problems.add("illegal", text, *where, remedy)
         listed = (layers // stages,) * stages
+    elif min(listed) == 0 and sum(listed) == layers and ends:
+        name = next(name for name in _COUNTED if name in given)
+        text = "leaves a stage without a layer, which is not priced"
+        problems.add("unknown", text, name, given[name].line)
     elif sum(listed) != layers or min(listed) < 1:
         some = ",".join(map(str, listed[:20]))
         text = f"layers of the stages are {some}, {sum(listed)} together, not {layers}"
@@ -156,12 +161,10 @@ def _with_ends(
     return (*([first] if first is not None else []), *between, *([last] if last is not None else []))
 
 
-_ENDS = (
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
+_COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+"""Switches with which embedding and loss count as a layer."""
+
+_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", *_COUNTED)
 
 
 def _layout(given: Given, problems: Problems) -> tuple[int, ...] | None:
