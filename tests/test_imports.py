@@ -57,7 +57,16 @@ ORDER = {
     ),
     "planner.formats": (
         *("shell", "facts", "python", "writing"),
-        *("hugging_face", "megatron", "on_megatron", "nemo", "torchtitan", "mindformers", "nanotron"),
+        *(
+            "hugging_face",
+            "megatron",
+            "on_megatron",
+            "nemo",
+            "torchtitan",
+            "primus",
+            "mindformers",
+            "nanotron",
+        ),
     ),
     "runtime": (
         *(

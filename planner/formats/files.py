@@ -14,6 +14,7 @@ from costmodels.files import MIB, read_text
 from planner.formats.facts.definitions import check_definitions, parse_definitions
 from planner.formats.facts.entries import PARSERS, Entries
 from planner.formats.facts.flag_catalogue import known_flags
+from planner.formats.facts.inherited import named_files, variables
 from planner.formats.facts.keyed import known_keys
 from planner.formats.facts.launcher import find_launch, known_count
 from planner.formats.facts.pages import block_entries, running_entries
@@ -21,6 +22,7 @@ from planner.formats.facts.reading import ConfigProblem, Problems, Reading
 from planner.formats.facts.source import Source, Surroundings
 from planner.formats.hugging_face import deepspeed_config, trainer_files
 from planner.formats.hugging_face import reader as hugging_face
+from planner.formats.megatron import functional_tests
 from planner.formats.megatron.reader import read_megatron
 from planner.formats.mindformers import dynamic as mindformers_dynamic
 from planner.formats.mindformers import reader as mindformers
@@ -28,6 +30,7 @@ from planner.formats.nanotron import reader as nanotron
 from planner.formats.nemo import reader as nemo
 from planner.formats.nemo.overrides import override_entries
 from planner.formats.on_megatron import gpt_neox, swift, verl
+from planner.formats.primus import reader as primus
 from planner.formats.python.recipes import recipes
 from planner.formats.recognised import refuse_recognised
 from planner.formats.torchtitan import reader as torchtitan
@@ -39,7 +42,8 @@ LARGEST = MIB // 4
 
 EXPECTED = (
     "expected a script or arguments of Megatron-LM, MindSpeed or PAI's llmacc, "
-    "or a configuration of MindFormers, torchtitan, nanotron, NeMo, Megatron-Bridge, accelerate or DeepSpeed"
+    "or a configuration of MindFormers, torchtitan, nanotron, NeMo, Megatron-Bridge, Primus, accelerate "
+    "or DeepSpeed"
 )
 
 Reader = Callable[[Source, Surroundings], Reading]
@@ -61,6 +65,8 @@ TRAINERS = tuple(
 """Trainers that are built on Hugging Face's."""
 
 KINDS = (
+    Kind("primus", primus.recognises, primus.read_primus),
+    Kind("functional-test", functional_tests.recognises, functional_tests.read_functional_test),
     *TRAINERS,
     Kind("gpt-neox", gpt_neox.is_neox, gpt_neox.read_neox),
     Kind("verl", verl.is_verl, verl.read_verl),
@@ -91,6 +97,9 @@ OVERRIDES = Kind("overrides", lambda entries: False, nemo.read_overrides)
 SWIFT = Kind("ms-swift", lambda entries: False, swift.read_swift)
 """Scripts with ms-swift's commands for Megatron-LM."""
 
+WITH_VARIABLES = ("primus", "functional-test")
+"""Files of keys that take variables from outside, and whose keys stand for flags."""
+
 BESIDE_SCRIPTS = ("accelerate", "deepspeed", *trainer_files.SOFTWARE)
 """Files that the trainer of a script reads."""
 
@@ -119,7 +128,7 @@ def read_files(
     if models and model is not None:
         raise InputError(f"{models[0]} describes a model, and model {model} is given too; give one")
     described = models[0] if models else (None if model is None else str(model))
-    beside = _sourced(texts)
+    beside = _beside(texts)
     around = Surroundings(
         world_size=world_size,
         local_world_size=local_world_size,
@@ -147,15 +156,19 @@ def read_files(
 _SOURCE = re.compile(r"^[ \t]*(?:source|\.)[ \t]+[\"']?([^\s;&|\"']+)", re.MULTILINE)
 
 
-def _sourced(texts: Mapping[str, str]) -> dict[str, str]:
-    """Texts of the files that others read commands from (`source env.sh`), by their names without folders."""
+def _beside(texts: Mapping[str, str]) -> dict[str, str]:
+    """Texts of the files that others read, by their names without folders.
+
+    Scripts read commands (`source env.sh`), and files of keys start from others (`extends: base.yaml`).
+    """
     found: dict[str, str] = {}
     for file, text in texts.items():
-        names = {name.rpartition("/")[2] for name in _SOURCE.findall(text)}
+        keys = Path(file).suffix in PARSERS
+        names = {*named_files(text)} if keys else {name.rpartition("/")[2] for name in _SOURCE.findall(text)}
         found |= {
             Path(other).name: content
             for other, content in texts.items()
-            if other != file and Path(other).name in names and Path(other).suffix not in PARSERS
+            if other != file and Path(other).name in names and (Path(other).suffix in PARSERS) == keys
         }
     return found
 
@@ -184,6 +197,9 @@ def _known_names(parts: Sequence[_Part], reading: Reading) -> set[str]:
             found |= {*known_flags(), *(name[2:].replace("-", "_") for name in known_flags())}
         if part.kind is not None and part.kind not in TRAINERS and not _is_program(part):
             found |= {*known_keys(part.kind.framework)}
+        if part.kind is not None and part.kind.framework in WITH_VARIABLES:
+            found |= {*variables(part.source.text), *known_flags(), *known_keys("torchtitan")}
+            found |= {functional_tests.RUN, functional_tests.NODES, functional_tests.DEVICES}
         if part.kind is not None and part.kind.framework == "gpt-neox":
             found |= {*gpt_neox.NEOX}
         if part.kind is None or part.kind.framework in BESIDE_SCRIPTS:
@@ -211,7 +227,7 @@ def _part(file: str, text: str, around: Surroundings) -> _Part:
         return _Part(Source(file, text), RECIPES)
     parser = PARSERS.get(Path(file).suffix.lower())
     if parser is not None:
-        entries = parser(text, f"file {file}")
+        entries = functional_tests.of_other_software(parser(text, f"file {file}"))
         refuse_recognised(file, entries)
         kind = _kind_of(entries)
         if kind is not None:
@@ -297,7 +313,7 @@ def _page(file: str, text: str) -> _Part | None:
         if kind is not None:
             return _Part(Source(file, text, entries, page=True), kind)
     best: tuple[int, Kind, Entries, dict[str, list[int]]] | None = None
-    for kind in KINDS[len(TRAINERS) :]:
+    for kind in KINDS[KINDS.index(TRAINERS[-1]) + 1 :]:
         entries, again = running_entries(text, known_keys(kind.framework))
         enough = len(entries) >= (FEWEST_KEYS if best is None else best[0] + 1)
         if enough and kind.recognises(entries):

@@ -58,12 +58,6 @@ MARKS = (
         r"nemo_rl|NeMo-RL|run_grpo_math",
     ),
     Mark("slime", (), r"slime/train|train_async\.py|--rollout-num-gpus\b|--actor-num-gpus-per-node\b"),
-    Mark(
-        "Primus",
-        (frozenset({"modules.pre_trainer."}), frozenset({"work_group", "modules."})),
-        r"primus/|primus-cli",
-    ),
-    Mark("Megatron-LM's functional tests", (frozenset({"MODEL_ARGS."}),)),
     Mark("MindSpeed-LLM's FSDP2 backend", (frozenset({"fsdp_plan."}), frozenset({"parallel.fsdp_plan."}))),
 )
 

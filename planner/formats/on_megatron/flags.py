@@ -20,10 +20,18 @@ def as_flags(pairs: Iterable[tuple[str, Entry]]) -> list[GivenFlag]:
         flag = known[name]
         if entry.null or (not flag.words and entry.text.lower() in ("false", "0", "")):
             continue
-        unknown = (entry.text.strip("${}"),) if "${" in entry.text else ()
-        words = (Word(entry.text, entry.line, unknown),) if flag.words else ()
+        texts = (entry.text,) if entry.items is None else entry.items
+        words = tuple(
+            Word(text, entry.line, (text.strip("${}"),) if "${" in text else ())
+            for text in texts
+            if flag.words
+        )
         found.append(GivenFlag(name, words, entry.line, flag))
     return found
+
+
+def _word(text: str, line: int) -> Word:
+    return Word(text, line, (text.strip("${}"),) if "${" in text else ())
 
 
 def renamed(reading: Reading, names: Mapping[str, str], framework: str, engine: str) -> Reading:

@@ -1,0 +1,1 @@
+"""Primus: experiments that train with Megatron-LM or torchtitan, and the presets that they start from."""

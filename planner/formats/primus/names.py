@@ -1,0 +1,66 @@
+"""What Primus calls flags of Megatron-LM, and what its modules set unless an experiment says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+FLAGS = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "layernorm_epsilon": "--norm-epsilon",
+}
+"""Flags by keys that are called otherwise: keys are the names that Megatron-LM's parser stores flags by."""
+
+OFF = {
+    "add_bias_linear": "--disable-bias-linear",
+    "add_position_embedding": "--no-position-embedding",
+    "apply_rope_fusion": "--no-rope-fusion",
+    "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
+}
+"""Switches that are given where a key is false, and not called `--no-KEY`."""
+
+_TRAINER = {"bf16": "true", "use_distributed_optimizer": "true", "sequence_parallel": "true"}
+"""What modules/megatron and models/megatron/language_model.yaml set for all."""
+
+MODULES: Mapping[str, Mapping[str, str]] = {
+    "pre_trainer.yaml": {
+        **_TRAINER,
+        "micro_batch_size": "2",
+        "global_batch_size": "16",
+        "seq_length": "1024",
+    },
+    "sft_trainer.yaml": {
+        **_TRAINER,
+        "micro_batch_size": "1",
+        "global_batch_size": "128",
+        "seq_length": "2048",
+    },
+}
+"""Keys that the modules of Megatron-LM set (primus/configs/modules/megatron), by the file of the module."""
+
+TITAN_MODULE = {"activation_checkpoint.mode": "none"}
+"""What primus/configs/modules/torchtitan/pre_trainer.yaml sets otherwise than torchtitan does."""
+
+EIGHT_RANKS = (
+    *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b", "glm-5"),
+    *("llama4-scout", "llama4-maverick", "minimax-m2"),
+)
+"""Models whose preset says 8 expert-parallel ranks (primus/configs/models/megatron)."""
+
+OF_EXPERTS, OF_LATENT = (
+    "moe_",
+    ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+)
+"""Keys that presets of all models spell out, and that count with experts and with latent attention alone."""
+
+SAME_MODEL = {
+    "--seq-length",
+    "--max-position-embeddings",
+    "--norm-epsilon",
+    "--rotary-interleaved",
+    "--tokenizer-type",
+    "--tokenizer-model",
+    "--vocab-size",
+}
+"""Flags of a model that change nothing of the sizes that its preset has."""
