@@ -464,3 +464,18 @@ def test_trainers(tmp_path: Path, texts: dict[str, str], holds: Callable[[Read],
 def test_software_that_is_known_and_not_read(tmp_path: Path, name: str, text: str, software: str) -> None:
     with pytest.raises(InputError, match=f"is of {software}, whose files are not read"):
         written(tmp_path, {name: text})
+
+
+def test_a_flag_that_nobody_knows_is_left_out_as_its_line_says(tmp_path: Path) -> None:
+    text = (
+        "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --vocab-size 1000 "
+        "--num-attention-heads 4 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 "
+        "--own-parallel 2\n"
+    )
+    read = written(tmp_path, {"job.sh": text})
+    (problem,) = [one for one in read.reading.problems if one.severity == "unknown"]
+    (given,) = [word.rstrip("=") for word in problem.remedy.split() if word.endswith("=")]
+    assert read.legal is None and written(tmp_path, {"job.sh": text}, define={given: ""}).legal
+    assert written(tmp_path, {"job.sh": text}, define=[f"{given}="]).legal
+    still = written(tmp_path, {"job.sh": text}, define={given: "4"})
+    assert still.legal is None and still.unknown == ("--own-parallel",)

@@ -9,7 +9,7 @@ from costmodels.errors import InputError
 from costmodels.spelling import nearest
 from planner.formats.facts.entries import Entries, Entry
 
-_NAME = re.compile(r"--[A-Za-z][\w.-]*|[A-Za-z_][\w.]*|[0-9]+")
+_NAME = re.compile(r"(?:--)?[A-Za-z_][\w.-]*|[0-9]+")
 
 
 def parse_definitions(define: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:
@@ -73,6 +73,12 @@ def is_mentioned(name: str, text: str) -> bool:
     return bool(re.search(rf"(?<![\w-]){re.escape(name)}(?!\w)", text))
 
 
+def _is_flag(name: str, text: str) -> bool:
+    """Whether a script gives a flag of this name, which the definition may have taken out."""
+    spelled = re.sub(r"[-_]", "[-_]", re.escape(name.lstrip("-")).replace(r"\-", "-"))
+    return bool(re.search(rf"--{spelled}(?![\w-])", text))
+
+
 def check_definitions(
     define: Mapping[str, str], texts: Iterable[str], known: Collection[str], files: str
 ) -> None:
@@ -84,7 +90,9 @@ def check_definitions(
     """
     scripts = list(texts)
     for name in define:
-        if any(is_mentioned(name, text) for text in scripts) or _is_known(name, known):
+        if any(is_mentioned(name, text) or _is_flag(name, text) for text in scripts) or _is_known(
+            name, known
+        ):
             continue
         names = {
             *(path.rpartition(".")[2].lstrip("-") for path in known if "*" not in path),

@@ -222,11 +222,13 @@ def with_defined(flags: list[GivenFlag], defined: Mapping[str, str]) -> list[Giv
         if flag is None:
             continue
         line = next((had.line for had in flags if had.name == flag), 0)
+        of = next((had.known for had in flags if had.name == flag), known.get(flag))
+        assert of is not None
         found = [had for had in found if had.name != flag]
-        off = text == "" or (flag in known and not known[flag].words and text.lower() in ("false", "0", "no"))
+        off = text == "" or (not of.words and text.lower() in ("false", "0", "no"))
         if not off:
-            words = () if flag in known and not known[flag].words else (Word(text, line),)
-            found.append(GivenFlag(flag, words, line, known[flag]))
+            words = (Word(text, line),) if of.words else ()
+            found.append(GivenFlag(flag, words, line, of))
     return found
 
 
