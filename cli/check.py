@@ -25,7 +25,7 @@ class CheckOptions:
     SECTIONS: ClassVar[dict[str, str]] = {"define": "Files", "json": "Output"}
 
     files: list[str] = argument(
-        "A script of Megatron-LM, MindSpeed, PAI's llmacc, ms-swift or Hugging Face's trainer, a "
+        "A script of Megatron-LM, MindSpeed, PAI's llmacc, ms-swift, slime or Hugging Face's trainer, a "
         "configuration of MindFormers, torchtitan, nanotron, NeMo, Megatron-Bridge, GPT-NeoX, accelerate, "
         "DeepSpeed, axolotl, LLaMA-Factory, TRL or Primus, or a page with one; beside it a "
         "config.json or YAML file of the model. Nothing in them is run.",

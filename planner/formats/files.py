@@ -29,7 +29,7 @@ from planner.formats.mindformers import reader as mindformers
 from planner.formats.nanotron import reader as nanotron
 from planner.formats.nemo import reader as nemo
 from planner.formats.nemo.overrides import override_entries
-from planner.formats.on_megatron import gpt_neox, swift, verl
+from planner.formats.on_megatron import gpt_neox, slime, swift, verl
 from planner.formats.primus import reader as primus
 from planner.formats.python.recipes import recipes
 from planner.formats.recognised import refuse_recognised
@@ -99,6 +99,9 @@ SWIFT = Kind("ms-swift", lambda entries: False, swift.read_swift)
 
 WITH_VARIABLES = ("primus", "functional-test")
 """Files of keys that take variables from outside, and whose keys stand for flags."""
+
+SLIME = Kind("slime", lambda entries: False, slime.read_slime)
+"""Scripts that start slime."""
 
 BESIDE_SCRIPTS = ("accelerate", "deepspeed", *trainer_files.SOFTWARE)
 """Files that the trainer of a script reads."""
@@ -184,13 +187,15 @@ class _Part:
 
 
 def _is_program(part: _Part) -> bool:
-    return part.kind is None or part.kind in (RECIPES, OVERRIDES, SWIFT)
+    return part.kind is None or part.kind in (RECIPES, OVERRIDES, SWIFT, SLIME)
 
 
 def _known_names(parts: Sequence[_Part], reading: Reading) -> set[str]:
     """All flags and keys that files of these kinds have, written there or not."""
     found = {path for part in parts for path in part.source.entries} | {flag.name for flag in reading.flags}
     for part in parts:
+        if part.kind is SLIME:
+            found |= {*known_keys("slime")}
         if part.kind is RECIPES:
             found |= {"recipe", *nemo.OTHERS}
         if part.kind is None or _is_program(part) or part.kind.framework == "nemo":
@@ -238,6 +243,8 @@ def _part(file: str, text: str, around: Surroundings) -> _Part:
             return _Part(Source(file, text, entries), kind)
     elif swift.swift_command(text, around) is not None:
         return _Part(Source(file, text), SWIFT)
+    elif slime.find_slime(text, around.define, around.beside) is not None:
+        return _Part(Source(file, text), SLIME)
     elif entries := override_entries(text, around.define, around.beside):
         kind = next(kind for kind in KINDS if kind.framework == "verl")
         return _Part(Source(file, text, entries), kind if verl.is_verl(entries) else OVERRIDES)

@@ -57,7 +57,6 @@ MARKS = (
         (frozenset({"policy.megatron_cfg."}), frozenset({"policy.dtensor_cfg."})),
         r"nemo_rl|NeMo-RL|run_grpo_math",
     ),
-    Mark("slime", (), r"slime/train|train_async\.py|--rollout-num-gpus\b|--actor-num-gpus-per-node\b"),
     Mark("MindSpeed-LLM's FSDP2 backend", (frozenset({"fsdp_plan."}), frozenset({"parallel.fsdp_plan."}))),
 )
 

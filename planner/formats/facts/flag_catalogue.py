@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -129,10 +129,15 @@ def _listed(text: str) -> Iterator[tuple[str, str]]:
         yield name, words
 
 
-def given_flags(words: Sequence[Word]) -> tuple[list[GivenFlag], list[Word]]:
+def given_flags(
+    words: Sequence[Word], own: Callable[[str], KnownFlag | None] = lambda name: None
+) -> tuple[list[GivenFlag], list[Word]]:
     """The flags of a command line, and the words that belong to none.
 
     A flag that nobody knows takes the words after it up to the next flag, as far as argparse would.
+
+    Args:
+        own: flags of the program that come before those of the catalogue.
     """
     known = known_flags()
     found: list[GivenFlag] = []
@@ -145,7 +150,9 @@ def given_flags(words: Sequence[Word]) -> tuple[list[GivenFlag], list[Word]]:
             loose.append(word)
             continue
         name, equals, value = word.text.partition("=")
-        flag = known.get(name) or KnownFlag(name, "unknown", "*", "megatron", nearest(name, known))
+        flag = (
+            own(name) or known.get(name) or KnownFlag(name, "unknown", "*", "megatron", nearest(name, known))
+        )
         values: list[Word] = [_bare(dataclasses.replace(word, text=value))] if equals else []
         most = {"": 0, "1": 1}.get(flag.words, len(words))
         while at < len(words) and len(values) < most and not _is_flag(words[at]):

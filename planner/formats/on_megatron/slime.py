@@ -1,0 +1,158 @@
+"""Scripts of slime (THUDM): the actor, whose flags are Megatron-LM's beside those of rollouts.
+
+slime/utils/arguments.py says its own flags, and backends/megatron_utils/arguments.py what it sets of
+Megatron-LM's: the distributed optimizer, bf16, and sequences of any length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from costmodels.spec.model import ModelSpec
+from planner.formats.facts.definitions import is_mentioned
+from planner.formats.facts.flag_catalogue import GivenFlag, KnownFlag, given_flags, known_flags
+from planner.formats.facts.hub_models import model_of
+from planner.formats.facts.keyed import known_keys
+from planner.formats.facts.launcher import Launch, commands
+from planner.formats.facts.reading import Problems, Reading
+from planner.formats.facts.source import Source, Surroundings
+from planner.formats.megatron.reader import read_command, with_defined
+from planner.formats.shell.text import Word
+
+NODES, DEVICES = "--actor-num-nodes", "--actor-num-gpus-per-node"
+MARKS = {NODES, DEVICES, "--rollout-num-gpus", "--rollout-function-path", "--rollout-batch-size"}
+
+DEFAULTS = {NODES: "1", DEVICES: "8"}
+"""Devices of the actor where no flag says them."""
+
+DYNAMIC = "--use-dynamic-batch-size"
+
+
+def find_slime(text: str, define: Mapping[str, str], beside: Mapping[str, str]) -> Launch | None:
+    """The command of a script that starts slime; None where there is none."""
+    for launch in commands(text, dict(define), beside):
+        if len(MARKS & {word.text.partition("=")[0] for word in launch.arguments}) > 1:
+            return launch
+    return None
+
+
+SWITCHES = (
+    *("--colocate", "--offload*", "--use-*", "--balance-*", "--apply-chat-template", "--*-shuffle"),
+    *("--group-rm", "--partial-rollout", "--disable-*", "--keep-old-actor", "--release-train", "--debug-*"),
+    *("--normalize-advantages", "--skip-eval-before-train", "--enable-mtp-training", "--allgather-cp"),
+    "--get-mismatch-metrics",
+)
+"""Flags of its own that no value follows."""
+
+
+def _own(name: str) -> KnownFlag | None:
+    """A flag of slime's own; None for those of Megatron-LM and for any other."""
+    roles = known_keys("slime")
+    role = roles.get(name) or next(
+        (role for pattern, role in roles.items() if "*" in pattern and fnmatchcase(name, pattern)), None
+    )
+    words = "" if any(fnmatchcase(name, pattern) for pattern in SWITCHES) else "*"
+    return None if role is None else KnownFlag(name, role, words, "slime")
+
+
+def read_slime(source: Source, around: Surroundings) -> Reading:
+    """The job of slime's actor: what trains."""
+    launch = find_slime(source.text, around.define, around.beside)
+    assert launch is not None
+    outside = {name: value for name, value in around.define.items() if not is_mentioned(name, source.text)}
+    flags, loose = given_flags(launch.arguments, _own)
+    flags = with_defined(flags, outside)
+    problems, assumed = Problems(source.file), list[str]()
+    by_name = {flag.name: flag for flag in flags}
+    model = _model(by_name, around, problems, assumed)
+    steps = _global_batch(by_name)
+    made = {"--use-distributed-optimizer": ""}
+    made |= {"--seq-length": "4096", "--micro-batch-size": "1"}
+    made |= {} if "--fp16" in by_name else {"--bf16": ""}
+    made |= {} if steps is None else {"--global-batch-size": steps}
+    known = known_flags()
+    flags += [
+        GivenFlag(name, (Word(text, 0),) if text else (), 0, known[name])
+        for name, text in made.items()
+        if name not in by_name
+    ]
+    nodes, local = (
+        by_name[name].values[0] if name in by_name and by_name[name].values else Word(text, 0)
+        for name, text in DEFAULTS.items()
+    )
+    reading = read_command(
+        flags,
+        loose,
+        dataclasses.replace(launch, nodes=nodes, per_node=local, total=None, cuda_connections=Word("1", 0)),
+        source.file,
+        world_size=around.world_size,
+        local_world_size=around.local_world_size,
+        described=around.described if model is None or around.model is not None else None,
+        model=model,
+        framework="megatron",
+        conditional=set(re.findall(r"([A-Za-z_]\w*)\+?=", source.text)),
+    )
+    _name_lengths(by_name, problems)
+    if "--colocate" in by_name:
+        flag = by_name["--colocate"]
+        text = "rollouts share the devices with the actor and are not priced: time and memory are not known"
+        problems.add("unknown", text, flag.name, flag.line, "give --define colocate= for the actor alone")
+    found = [
+        dataclasses.replace(problem, flag=DEVICES) if problem.flag == "--nnodes" else problem
+        for problem in reading.problems
+        if problem.flag != "--num-layers" or not problems.fatal
+    ]
+    return dataclasses.replace(
+        reading,
+        framework="slime",
+        flags=tuple(flag for flag in reading.flags if flag.line),
+        assumed=(*assumed, *reading.assumed),
+        problems=(*problems.found, *found),
+    )
+
+
+def _global_batch(given: Mapping[str, GivenFlag]) -> str | None:
+    """Samples of a step, as a rollout and its steps say them where no batch is given."""
+    names = ("--rollout-batch-size", "--n-samples-per-prompt", "--num-steps-per-rollout")
+    texts = [given[name].text if name in given else "1" for name in names]
+    if names[0] not in given or names[2] not in given or not all(text.isdigit() for text in texts):
+        return None
+    prompts, samples, steps = map(int, texts)
+    return str(prompts * samples // steps) if steps else None
+
+
+def _model(
+    given: Mapping[str, GivenFlag], around: Surroundings, problems: Problems, assumed: list[str]
+) -> ModelSpec | None:
+    """The model: of the caller, or of the checkpoint where no flag says it; None where flags do."""
+    if around.model is not None:
+        return around.model
+    if "--num-layers" in given:
+        return None
+    checkpoint = given.get("--hf-checkpoint")
+    model = None if checkpoint is None or checkpoint.unknown else model_of(checkpoint.text)
+    if model is None:
+        text = "no flag says the model: its MODEL_ARGS stand in a file that is not given"
+        name, line = ("--num-layers", None) if checkpoint is None else (checkpoint.name, checkpoint.line)
+        problems.add("unknown", text, name, line, "give that file (models/*.sh) too, or --model")
+    else:
+        assumed.append(f"the model is {model.name} of the catalogue")
+    return model
+
+
+def _name_lengths(given: Mapping[str, GivenFlag], problems: Problems) -> None:
+    """Samples have any length: how long those of a micro batch are, and how many it has, no flag says."""
+    dynamic = given.get(DYNAMIC)
+    if dynamic is not None:
+        most = given.get("--max-tokens-per-gpu")
+        text = f"micro batches have as many samples as {most.text if most else 'a number of'} tokens hold"
+        remedy = "give --define use_dynamic_batch_size= for micro batches of --micro-batch-size samples"
+        problems.add("unknown", text, DYNAMIC, dynamic.line, remedy)
+    if "--seq-length" not in given:
+        longest = given.get("--rollout-max-response-len")
+        text = "samples have any length" + (f", answers of at most {longest.text} tokens" if longest else "")
+        line = longest.line if longest else None
+        problems.add("unknown", text, "--seq-length", line, "give --define seq_length=N")
