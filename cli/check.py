@@ -26,8 +26,8 @@ class CheckOptions:
 
     files: list[str] = argument(
         "A script of Megatron-LM, MindSpeed, PAI's llmacc, ms-swift, slime or Hugging Face's trainer, a "
-        "configuration of MindFormers, torchtitan, nanotron, NeMo, Megatron-Bridge, GPT-NeoX, accelerate, "
-        "DeepSpeed, axolotl, LLaMA-Factory, TRL or Primus, or a page with one; beside it a "
+        "configuration of MindFormers, torchtitan, nanotron, NeMo, NeMo-RL, Megatron-Bridge, GPT-NeoX, "
+        "accelerate, DeepSpeed, axolotl, LLaMA-Factory, TRL or Primus, or a page with one; beside it a "
         "config.json or YAML file of the model. Nothing in them is run.",
         "FILE...",
     )

@@ -28,6 +28,7 @@ from planner.formats.mindformers import dynamic as mindformers_dynamic
 from planner.formats.mindformers import reader as mindformers
 from planner.formats.nanotron import reader as nanotron
 from planner.formats.nemo import reader as nemo
+from planner.formats.nemo import rl
 from planner.formats.nemo.overrides import override_entries
 from planner.formats.on_megatron import gpt_neox, slime, swift, verl
 from planner.formats.primus import reader as primus
@@ -66,6 +67,7 @@ TRAINERS = tuple(
 
 KINDS = (
     Kind("primus", primus.recognises, primus.read_primus),
+    Kind("nemo-rl", rl.recognises, rl.read_nemo_rl),
     Kind("functional-test", functional_tests.recognises, functional_tests.read_functional_test),
     *TRAINERS,
     Kind("gpt-neox", gpt_neox.is_neox, gpt_neox.read_neox),

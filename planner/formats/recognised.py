@@ -52,11 +52,6 @@ MARKS = (
     Mark(
         "Levanter", (frozenset({"trainer.mp"}), frozenset({"trainer.tensor_parallel_axes"})), r"levanter[./]"
     ),
-    Mark(
-        "NeMo-RL",
-        (frozenset({"policy.megatron_cfg."}), frozenset({"policy.dtensor_cfg."})),
-        r"nemo_rl|NeMo-RL|run_grpo_math",
-    ),
     Mark("MindSpeed-LLM's FSDP2 backend", (frozenset({"fsdp_plan."}), frozenset({"parallel.fsdp_plan."}))),
 )
 

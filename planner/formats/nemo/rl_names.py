@@ -1,0 +1,66 @@
+"""What NeMo-RL calls the parts of a job: keys below `policy` of its YAML (examples/configs)."""
+
+from __future__ import annotations
+
+POLICY = "policy"
+MEGATRON, DTENSOR = f"{POLICY}.megatron_cfg", f"{POLICY}.dtensor_cfg"
+
+FLAGS = {
+    "train_micro_batch_size": "--micro-batch-size",
+    "train_global_batch_size": "--global-batch-size",
+    "max_total_sequence_length": "--seq-length",
+}
+"""Flags of Megatron-LM by keys of `policy`."""
+
+MEGATRON_FLAGS = {
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "fp8": "--fp8-format",
+    "fp8_param": "--fp8-param-gather",
+    "use_custom_fsdp": "--use-custom-fsdp",
+}
+"""Flags by the last word of a key of `policy.megatron_cfg`, where it is not the flag's own."""
+
+OFF = {"grad_reduce_in_fp32": "--grad-reduce-in-bf16", "apply_rope_fusion": "--no-rope-fusion"}
+"""Switches that are given where a key is false."""
+
+PARTS = ("optimizer", "scheduler", "distributed_data_parallel_config", "fp8_cfg")
+"""Sections of `policy.megatron_cfg` whose keys are flags too."""
+
+RECOMPUTATION = ("recompute_granularity", "recompute_modules")
+"""Keys that count where `activation_checkpointing` is true."""
+
+KEYS = {
+    "tensor_parallel": f"{DTENSOR}.tensor_parallel_size",
+    "sequence_parallel": f"{DTENSOR}.sequence_parallel",
+    "context_parallel": f"{DTENSOR}.context_parallel_size",
+    "zero_replicas": f"{DTENSOR}.dp_replicate_size",
+    "micro_batch_size": f"{POLICY}.train_micro_batch_size",
+    "global_batch_size": f"{POLICY}.train_global_batch_size",
+    "seq": f"{POLICY}.max_total_sequence_length",
+    "precision": f"{POLICY}.precision",
+    "recompute": f"{DTENSOR}.activation_checkpointing",
+    "offload_optimizer": f"{DTENSOR}.cpu_offload",
+}
+"""Keys of jobs under DTensor by the field of `Layout` or `ModelSpec` that they give."""
+
+FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""`policy.precision`."""
+
+LORA = {
+    "dim": "--lora_r",
+    "alpha": "--lora_alpha",
+    "target_modules": "--lora_target_modules",
+    "match_all_linear": "--lora_target_linear",
+}
+"""Flags of trainers by keys of `policy.dtensor_cfg.lora_cfg`."""
+
+ALGORITHMS = {
+    "grpo": "rollouts and the reference share the devices with the policy and are not priced",
+    "dpo": "samples are pairs of answers, and those of a reference are computed besides",
+    "rm": "samples are pairs of answers",
+    "distillation": "a teacher is computed besides",
+    "ppo": "rollouts and a critic share the devices with the policy and are not priced",
+}
+"""What sections of algorithms add to a training step; `sft` adds nothing."""
