@@ -1,29 +1,48 @@
-"""Public scripts and configurations, read and judged: legal? fits? what does the best plan gain?
+"""Public scripts and configurations: is what `planner check` reads of them what a person read off them?
 
     python -m benchmarks.public_configs FOLDER
 
-FOLDER holds the files that public_configs.yaml names, each at OWNER/NAME/PATH as of its commit. Prints a
-table; what a file does not say is in its last column. Exit code 1 where a file cannot be read at all.
+FOLDER holds the files that public_configs.yaml names, each at OWNER/NAME/PATH as of its commit. Facts of that
+list are compared with what was read, field by field: right, not known, or wrong. Exit code 1 where a field is
+wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from costmodels.catalogue.yaml_files import yaml_loader
 from costmodels.errors import InputError, on_one_line
+from costmodels.spec.model_parts import Lora
 from planner import check
 from planner.formats.check import Check
 
 LIST = Path(__file__).with_name("public_configs.yaml")
+
+USUAL: Mapping[str, object] = {
+    **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep"), 1),
+    "recompute": "none",
+    "adapters": "none",
+}
+"""Fields that a list of facts leaves out where they are as usual."""
+
+FIELDS = (
+    *("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "gbs", "seq"),
+    *("precision", "recompute", "adapters", "parameters"),
+)
+
+NEAR = 0.01
+"""Difference of parameters, as a part of them, that is none."""
+
+Outcome = Literal["right", "not known", "wrong"]
 
 
 @dataclass(frozen=True)
@@ -34,89 +53,206 @@ class Job:
     commit: str
     path: str
     beside: tuple[str, ...]
-    given: dict[str, Any]
+    given: Mapping[str, Any]
+    facts: Mapping[str, object]
+    """What a person read off the files; fields that they do not say are missing."""
+
+    @property
+    def name(self) -> str:
+        """Repository, path, and the recipe of a file with several."""
+        recipe = self.given.get("define", {}).get("recipe")
+        return f"{self.repository} {self.path}" + (f" ({recipe})" if recipe else "")
 
     def files(self, folder: Path) -> list[Path]:
         """Its files below `folder`."""
         return [folder / self.repository / path for path in (self.path, *self.beside)]
 
 
+@dataclass(frozen=True)
+class Field:
+    """One fact of a job beside what was read."""
+
+    name: str
+    fact: object
+    read: object
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one job."""
+
+    job: Job
+    answer: Check | str
+    """A message where the files are refused."""
+    fields: tuple[Field, ...]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the files were read far enough for a verdict."""
+        return not isinstance(self.answer, str) and self.answer.legal is not None
+
+
 def jobs() -> Iterator[Job]:
     """The entries of the list, in order."""
     for group in yaml.load(LIST.read_text(encoding="utf-8"), yaml_loader()):
         for entry in group["files"]:
-            beside = tuple(entry.get("with", ()))
-            yield Job(group["repo"], str(group["commit"]), entry["path"], beside, entry.get("given", {}))
+            facts = {name: fact for name, fact in {**USUAL, **entry["facts"]}.items() if fact is not None}
+            yield Job(
+                repository=group["repo"],
+                commit=str(group["commit"]),
+                path=entry["path"],
+                beside=tuple(entry.get("with", ())),
+                given=entry.get("given", {}),
+                facts=facts,
+            )
 
 
-def row(job: Job, answer: Check | str) -> list[str]:
-    """Cells of the table for one job; `answer` is a message where it cannot be read."""
-    name = f"{job.repository} {job.commit} {job.path}"
-    if "recipe" in job.given.get("define", {}):
-        name += f" ({job.given['define']['recipe']})"
-    if isinstance(answer, str):
-        return [name, "", "", "", "", "", answer]
-    plan, best = answer.plan, answer.best
-    wrong = [one for one in answer.problems if one.severity in ("illegal", "unknown")]
-    said = "; ".join(f"{one.flag}: {one.text}" if one.flag else one.text for one in wrong[:2])
-    if len(wrong) > 2:
-        said += f"; and {len(wrong) - 2} more"
-    if plan is not None and not plan.fits:
-        needs = next(one.text for one in answer.problems if " GiB of " in one.text)
-        said += ("; " if said else "") + needs.partition(": lacks")[0]
-    unknown = answer.reading.by_role.get("unknown", ())
-    if unknown:
-        said += ("; " if said else "") + f"{len(unknown)} flags or keys not known"
+def facts_of(answer: Check) -> dict[str, object]:
+    """The fields of `FIELDS` as they were read; None where they were not."""
+    reading = answer.reading
+    layout, model = reading.layout, reading.model
+    found: dict[str, object] = dict.fromkeys(FIELDS)
+    found["framework"] = reading.framework
+    found["gbs"] = reading.global_batch_size
+    found["precision"] = reading.precision
+    if layout is not None:
+        found |= {
+            "tp": layout.tensor_parallel,
+            "pp": layout.pipeline_parallel,
+            "vpp": layout.virtual_pipeline_parallel,
+            "cp": layout.context_parallel,
+            "ep": layout.expert_parallel,
+            "dp": layout.data_parallel,
+            "mbs": layout.micro_batch_size,
+            "gbs": layout.global_batch_size,
+            "precision": reading.precision or layout.precision,
+            "recompute": layout.recompute,
+        }
+    if model is not None:
+        lora = model.lora
+        found |= {
+            "seq": model.seq,
+            "parameters": model.parameters,
+            "adapters": "none" if lora is None else _adapters(lora),
+        }
+    return found
+
+
+def _adapters(lora: Lora) -> str:
+    return f"{'qlora' if lora.quantize_base else 'lora'} {lora.rank}"
+
+
+def compared(job: Job, answer: Check | str) -> tuple[Field, ...]:
+    """The facts of a job beside what was read.
+
+    Beside a fact that is not known no value stands for anything: what was taken until then is not known.
+    """
+    read: Mapping[str, object] = {} if isinstance(answer, str) else facts_of(answer)
+    known = not isinstance(answer, str) and answer.legal is not None
+    fields = []
+    for name in FIELDS:
+        if name not in job.facts:
+            continue
+        fact, value = job.facts[name], read.get(name)
+        outcome: Outcome = "right"
+        if value is None or not _same(name, fact, value):
+            outcome = "wrong" if value is not None and (known or name == "framework") else "not known"
+        fields.append(Field(name, fact, value, outcome))
+    return tuple(fields)
+
+
+def _same(name: str, fact: object, value: object) -> bool:
+    if name == "parameters":
+        assert isinstance(fact, (int, float)) and isinstance(value, (int, float))
+        return abs(value - fact) <= NEAR * fact
+    return str(fact) == str(value)
+
+
+def judged(job: Job, folder: Path) -> Row:
+    """One job, read and compared."""
+    answer: Check | str
+    try:
+        answer = check(job.files(folder), **job.given)
+    except InputError as error:
+        answer = on_one_line(error)
+    return Row(job, answer, compared(job, answer))
+
+
+def by_framework(rows: Sequence[Row]) -> list[list[str]]:
+    """Cells of a table with a row for each software."""
+    groups: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[str(row.job.facts.get("framework", "others"))].append(row)
+    return [_counts(name, group) for name, group in sorted(groups.items())] + [_counts("all", rows)]
+
+
+def _counts(name: str, rows: Sequence[Row]) -> list[str]:
+    answers = [row.answer for row in rows if not isinstance(row.answer, str)]
+    outcomes = Counter(field.outcome for row in rows for field in row.fields)
     return [
         name,
-        answer.reading.framework,
-        _yes(answer.legal),
-        _yes(answer.fits),
-        "" if plan is None else f"{plan.estimate.tokens_per_s:,.0f}",
-        _gain(answer, best is not None),
-        said,
+        *(str(number) for number in (len(rows), sum(not row.is_known for row in rows))),
+        *(str(outcomes[outcome]) for outcome in ("right", "not known", "wrong")),
+        *(str(sum(answer.legal is holds for answer in answers)) for holds in (True, False)),
+        *(str(sum(answer.fits is holds for answer in answers)) for holds in (True, False)),
     ]
 
 
-def _gain(answer: Check, planned: bool) -> str:
-    if answer.gain is not None:
-        return f"{answer.gain:.2f} x"
-    return "a plan" if planned else ""
+def by_field(rows: Sequence[Row]) -> list[list[str]]:
+    """Cells of a table with a row for each field."""
+    outcomes = Counter((field.name, field.outcome) for row in rows for field in row.fields)
+    return [
+        [name, *(str(outcomes[name, outcome]) for outcome in ("right", "not known", "wrong"))]
+        for name in FIELDS
+    ]
 
 
-def _yes(holds: bool | None) -> str:
-    return "not said" if holds is None else ("yes" if holds else "no")
+def complaints(row: Row, folder: Path) -> Iterator[str]:
+    """Lines about one job: its wrong fields, and why there is no verdict or a bad one."""
+    name, answer = row.job.name, row.answer
+    for field in row.fields:
+        if field.outcome == "wrong":
+            yield f"wrong: {name}: {field.name} is {field.fact}, read as {field.read}"
+    if isinstance(answer, str):
+        yield f"refused: {name}: {_short(answer, folder)}"
+    elif answer.legal is not True:
+        severities = ("illegal",) if answer.legal is False else ("unknown",)
+        found = [problem for problem in answer.problems if problem.severity in severities]
+        more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
+        kind = "illegal" if answer.legal is False else "not known"
+        yield f"{kind}: {name}: {_short(f'{found[0].flag}: {found[0].text}', folder)}{more}"
 
 
-HEADINGS = ("file", "framework", "legal", "fits", "tokens/s", "best plan", "what is wrong or not said")
+def _short(text: str, folder: Path) -> str:
+    text = text.replace(f"{folder}/", "").removeprefix(": ")
+    return text if len(text) <= 140 else f"{text[:137]}..."
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main(folder: Path) -> int:
-    """Print the table; the exit code."""
-    print("| " + " | ".join(HEADINGS) + " |")
-    print("| " + " | ".join("---" for _ in HEADINGS) + " |")
-    outcomes: Counter[str] = Counter()
+    """Print the tables and what is wrong or not known; the exit code."""
+    rows = []
     for job in jobs():
-        answer: Check | str
-        try:
-            answer = check(job.files(folder), **job.given)
-        except InputError as error:
-            answer = on_one_line(error)
-        print(
-            "| "
-            + " | ".join(cell.replace("|", "\\|").replace(f"{folder}/", "") for cell in row(job, answer))
-            + " |"
+        rows.append(judged(job, folder))
+        print(f"{len(rows)} {job.name}", file=sys.stderr)
+    fields = ("right", "not known", "wrong")
+    print(
+        table(
+            ("software", "files", "files not known", *fields, "legal", "illegal", "fit", "do not fit"),
+            by_framework(rows),
         )
-        sys.stdout.flush()
-        if isinstance(answer, str):
-            outcomes["not read"] += 1
-            continue
-        outcomes[f"legal {_yes(answer.legal)}"] += 1
-        outcomes[f"fits {_yes(answer.fits)}"] += 1
-        outcomes["with a better plan"] += answer.gain is not None and answer.gain > 1.005
-    print()
-    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())))
-    return int(outcomes["not read"] > 0)
+    )
+    print(f"\n{table(('field', *fields), by_field(rows))}\n")
+    for row in rows:
+        for line in complaints(row, folder):
+            print(line)
+    return int(any(field.outcome == "wrong" for row in rows for field in row.fields))
 
 
 if __name__ == "__main__":
