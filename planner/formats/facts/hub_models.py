@@ -19,18 +19,35 @@ _OTHER = {
     "llama3.1-405b": "llama3-405b",
     "mixtral-8x7b-v0.1": "mixtral-8x7b",
     "mixtral-8x22b-v0.1": "mixtral-8x22b",
+    "llama-30b": "llama-33b",
+    "olmo-2-1124-7b": "olmo2-7b",
+    "olmo-2-1124-13b": "olmo2-13b",
+    "olmo-2-0325-32b": "olmo2-32b",
 }
 
-_ENDINGS = r"-(hf|chat|instruct|base|v0\.1|v0\.2|v0\.3|chat-hf)$"
+_ENDINGS = (
+    r"-(hf|chat|instruct|base|it|v0\.\d|v1\.\d|2507|thinking|checkpoints|(bnb-)?(nf4|4bit)(-bf16)?|bnb|[bf]p?16)$"
+)
+"""What names say of how a model was trained on, or stored: its shape stays."""
+
+_FAMILIES = (
+    (r"^meta-", ""),
+    (r"^deepseek-r1-distill-llama-(8b|70b)$", r"llama3.1-\1"),
+    (r"^deepseek-r1-distill-qwen-", "qwen2.5-"),
+    (r"^(qwen2\.5|qwen3)-(coder|math)-", r"\1-"),
+    (r"^llama-(?=[23])", "llama"),
+)
+"""Models that have the shape of another family's, by what their names begin with."""
 
 
 def model_of(name: str) -> ModelSpec | None:
     """The model of a name, or of a path that ends with it: `meta-llama/Llama-2-7b-hf`. None where unknown."""
-    word = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
-    for _ in range(3):
+    # ModelScope writes three low lines for a point in the names of folders.
+    word = name.rstrip("/").rpartition("/")[2].lower().replace("___", ".").replace("_", "-")
+    for _ in range(4):
         word = re.sub(_ENDINGS, "", word)
-    word = re.sub(r"^meta-", "", word)
-    word = re.sub(r"^llama-(?=[23])", "llama", word)
+    for begin, family in _FAMILIES:
+        word = re.sub(begin, family, word)
     known = model_names()
     found = next((one for one in (word, _OTHER.get(word, "")) if one in known), None)
     return None if found is None else load_model(found)

@@ -51,6 +51,8 @@ class Launch:
     """`CUDA_DEVICE_MAX_CONNECTIONS`."""
     printed: bool = False
     """It is the text of another command."""
+    assigned: frozenset[str] = frozenset()
+    """Variables that the script sets, or may set; what is not run under a known condition is not among them."""
     launcher: tuple[Word, ...] = ()
     """The words before the program: what launches it, and how."""
     files: Mapping[str, Word] = field(default_factory=dict)
@@ -151,6 +153,7 @@ def _launch(command: Sequence[Word], script: Script, environment: Mapping[str, W
         printed=command[0].text in ("echo", "printf"),
         files=script.files,
         not_sourced=script.not_sourced,
+        assigned=frozenset(script.variables),
         launcher=tuple(own),
     )
 

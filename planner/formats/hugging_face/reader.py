@@ -178,7 +178,8 @@ def read_hugging_face(
         job.command.add("unknown", text, "--config", "give that file too")
     assumed: list[str] = []
     sharded = _is_fsdp(job)
-    framework = "accelerate" if accelerate and not deepspeed else "deepspeed" if deepspeed else "transformers"
+    zero = deepspeed is not None or _uses_deepspeed(job)
+    framework = "accelerate" if accelerate and not deepspeed else "deepspeed" if zero else "transformers"
     framework = software or (job.software if job.software != "transformers" else framework)
     names = {**FLAGS}
     names |= ACCELERATE_KEYS if accelerate else {}
@@ -201,7 +202,7 @@ def read_hugging_face(
         name_others(
             others, problems, "is no key or flag of Hugging Face's trainer that is known here", keys.file
         )
-    engine = "deepspeed" if deepspeed or _uses_deepspeed(job) else "fsdp"
+    engine = "deepspeed" if zero else "fsdp"
     split = layout is not None and (layout.tensor_parallel > 1 or layout.context_parallel > 1)
     return Reading(
         framework=framework,
@@ -218,6 +219,7 @@ def read_hugging_face(
         training=_training(job),
         assumed=tuple(assumed),
         problems=tuple(problems.found),
+        memory_is_bound=(job.command.text("--gradient_checkpointing") or "").lower() in _OFFLOADED_INPUTS,
     )
 
 
@@ -225,7 +227,7 @@ def _software(launch: Launch | None) -> str:
     """The software whose command it is, by the name of its program."""
     words = [] if launch is None else [*(word.text for word in launch.launcher), launch.program]
     names = {word.rpartition("/")[2] for word in words}
-    if "swift" in names:
+    if "swift" in names or any("swift/cli/" in word for word in words):
         return "ms-swift"
     if names & {"llamafactory-cli", "llamafactory"}:
         return "llama-factory"
@@ -262,7 +264,8 @@ def _per_node(job: _Job) -> int | None:
 def _model(job: _Job, around: Surroundings, assumed: list[str]) -> ModelSpec | None:
     seq = job.command.count(*SEQUENCE)
     names = ("--model_name_or_path", "--model_name", "--config_name", "--tokenizer_name", "--model")
-    name = job.command.text(*names)
+    # ms-swift's model_name is how the model calls itself.
+    name = job.command.text(*(("--model",) if job.software == "ms-swift" else names))
     model = around.model
     if model is None and name is not None:
         model = model_of(name)
@@ -274,7 +277,7 @@ def _model(job: _Job, around: Surroundings, assumed: list[str]) -> ModelSpec | N
             "unknown", said, "--model_name_or_path" if name else "", None, "give its config.json beside it"
         )
         return None
-    if seq is None and around.model is None:
+    if seq is None and not (job.alone and around.model is not None):
         text = "no flag says the length of sequences, for which the trainer has no default"
         job.command.add("unknown", text, SEQUENCE[0], "give --define max_seq_length=N")
     elif seq is None:
@@ -320,6 +323,9 @@ def _layout(job: _Job, model: ModelSpec, world: int, places: Places, assumed: li
     ranks = whole["data_parallel"]
     whole |= {"layers_per_stage": (model.layers,), "precision": _precision(job)}
     whole |= _sharding(job, whole)
+    if model.lora is not None and whole.pop("offload_optimizer", None):
+        text = "offload of the optimizer is left out: the state of adapters is next to nothing"
+        job.command.problems.add("note", text, places.of("offload_optimizer")[0])
     whole |= _batch(job, ranks, assumed)
     if _recomputes(job):
         whole["recompute"] = "full"
@@ -338,7 +344,18 @@ def _context(job: _Job) -> int:
 
 def _recomputes(job: _Job) -> bool:
     flags = ("--gradient_checkpointing", "--gradient_checkpointing_enable", "--activation_checkpointing")
-    return job.command.switch(*flags) or job.accelerate.switch(ACCELERATE_KEYS["recompute"])
+    said = job.command.first(*flags)
+    if said is not None and said.text.lower() in _OFFLOADED_INPUTS:
+        return True
+    usual = job.software in _RECOMPUTE and not job.command.switch("--disable_gradient_checkpointing")
+    return job.command.switch(*flags, default=usual) or job.accelerate.switch(ACCELERATE_KEYS["recompute"])
+
+
+_RECOMPUTE = ("ms-swift", "llama-factory")
+"""Trainers that recompute unless they are told not to (swift/arguments/sft_args.py; model_utils/checkpointing.py)."""
+
+_OFFLOADED_INPUTS = ("offload", "offload_disk", "unsloth")
+"""Words of axolotl for recomputation whose kept inputs wait in host memory (axolotl/utils/schemas/config.py)."""
 
 
 def _sharding(job: _Job, degrees: Mapping[str, Any]) -> dict[str, Any]:
@@ -355,6 +372,10 @@ def _sharding(job: _Job, degrees: Mapping[str, Any]) -> dict[str, Any]:
     if _distributed(job) == "deepspeed":
         return _accelerates_deepspeed(job)
     named = job.command.first("--deepspeed_config", "--deepspeed")
+    own = re.fullmatch(r"zero([0-3])(_offload)?", "" if named is None else named.text)
+    if own is not None and job.software == "ms-swift":
+        # Files of its own (swift/config/zero*.json).
+        return {"zero_stage": int(own.group(1))} | ({"offload_optimizer": True} if own.group(2) else {})
     if named is not None:
         text = f"{named.text} says the stage of ZeRO, and is not given"
         job.command.add("unknown", text, named.path, "give that file beside this one")
@@ -445,6 +466,10 @@ def _precision(job: _Job) -> str:
         path = "bf16.enabled" if "bf16.enabled" in job.deepspeed else "fp16.enabled"
         text = "auto: the number format is the trainer's, whose command is not given"
         job.deepspeed.add("unknown", text, path, "give that command too, or --define bf16=true")
+    if job.software == "ms-swift" and not said:
+        # The number format of the weights, which is that of config.json unless it is given.
+        kind = (job.command.text("--torch_dtype") or "bfloat16").lower()
+        return {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
     for name in ("bf16", "fp16"):
         if job.command.switch(f"--{name}") or job.command.text("--mixed_precision") == name:
             return name

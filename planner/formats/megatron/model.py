@@ -168,9 +168,11 @@ def _mixed_layers(values: dict[str, Any], idle: Collection[int]) -> dict[str, An
 
 def _vocabulary(values: dict[str, Any], given: Given, problems: Problems, assumed: list[str]) -> None:
     """Entries of the tokenizer that is named, where no flag says them."""
-    named = given.get("--tokenizer-type")
+    named = given.get("--tokenizer-type") or given.get("--patch-tokenizer-type")
     kind = named.text if named is not None else "GPT2BPETokenizer"
     path = next((given[name] for name in TOKENIZERS if name in given and not given[name].unknown), None)
+    if path is None and named is not None and named.name == "--patch-tokenizer-type":
+        path = named
     size = vocabulary_of(path.text) if path is not None else None
     if size is None and kind in TYPES and (path is None or kind != "GPTSentencePieceTokenizer"):
         size = TYPES[kind]
@@ -223,6 +225,7 @@ def _in_todays_words(values: dict[str, Any], given: Given, problems: Problems) -
         )  # router.py: so is a single expert weighted.
     if values.get("num_experts") == 1 and "moe_router_topk" not in values:
         del values["num_experts"]  # Megatron-DeepSpeed's way to say that there are none.
+        values.pop("moe_expert_capacity_factor", None)
     if values.get("moe_router_num_groups") == 1:
         values.pop("moe_router_num_groups")
         values.pop("moe_router_group_topk", None)

@@ -75,7 +75,7 @@ def read_megatron(
         return None
     flags, loose = given_flags(launch.arguments)
     for flag in flags:
-        if deepspeed is None and flag.name in ("--deepspeed_config", "--deepspeed-config"):
+        if deepspeed is None and flag.name in _DEEPSPEEDS:
             deepspeed = deepspeed_config.written_by(launch, flag.text, file)
     return read_command(
         flags,
@@ -88,9 +88,11 @@ def read_megatron(
         deepspeed=deepspeed,
         sizes=sizes_on_page(source),
         defined={name: value for name, value in defined.items() if not is_mentioned(name, source)},
-        conditional=set(_ASSIGNED.findall(source)),
+        conditional=set(_ASSIGNED.findall(source)) & launch.assigned,
     )
 
+
+_DEEPSPEEDS = ("--deepspeed_config", "--deepspeed-config")
 
 _ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_]\w*)(?:\[[^]\n]{0,40}\])?\+?=")
 
@@ -129,6 +131,8 @@ def read_command(
     name_others(named.values(), problems, "is no flag of Megatron-LM or MindSpeed that is known here")
     _name_loose(loose, problems, conditional)
     for flag in given.values():
+        if flag.name in _DEEPSPEEDS and deepspeed is not None:
+            continue  # It is given, or the script writes it, under whatever name.
         if flag.unknown and flag.known.role in DECIDING:
             problems.add(*unset(flag))
         elif flag.name == "--yaml-cfg":
@@ -392,6 +396,8 @@ class _Job:
         values = {name: value for name, value in values.items() if name in names}
         if self._is_given("--checkpoint-activations") and not values.get("recompute_granularity"):
             values |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        self._leave_out_no_layers(values)
+        self._leave_out_activations(values)
         self._price_modules(values)
         self._drop_idle(values)
         try:
@@ -439,6 +445,25 @@ class _Job:
                 text = f"{flag.text} is priced as fp32, which takes more memory"
                 self.problems.add("note", text, name, flag.line)
 
+    def _leave_out_no_layers(self, values: dict[str, Any]) -> None:
+        """Of no layers (`--recompute-num-layers 0`) nothing is recomputed."""
+        if values.get("recompute_num_layers") != 0 or values.get("recompute_method") == "uniform":
+            return
+        del values["recompute_num_layers"]
+        if values.get("recompute_granularity") == "full":
+            del values["recompute_granularity"]
+            values.pop("recompute_method", None)
+
+    def _leave_out_activations(self, values: dict[str, Any]) -> None:
+        """MindSpeed recomputes activation functions of those layers too that are not recomputed as a whole."""
+        block = values.get("recompute_method") == "block" and values.get("recompute_granularity") == "full"
+        name = "--recompute-activation-function"
+        if self.framework != "mindspeed" or not block or not values.pop("recompute_activation_function", None):
+            return
+        self.memory_is_bound = True
+        text = "not priced beside whole layers: less is kept than the estimates say"
+        self.problems.add("note", text, name, self.given[name].line)
+
     def _price_modules(self, values: dict[str, Any]) -> None:
         """Leave out modules of `--recompute-modules` that estimates do not know, and say so."""
         words = [word.strip() for given in values.get("recompute_modules", ()) for word in given.split(",")]
@@ -475,7 +500,8 @@ class _Job:
         """
         if not self._is_given("--swap-attention") or not self._is_given("--recompute-activation-function"):
             return False
-        layers = self.count("--recompute-num-layers")
+        flag = self._word("--recompute-num-layers")
+        layers = None if flag is not None and flag.text == "0" else self.count("--recompute-num-layers")
         return layers is not None and layers >= -(
             -model.layers // (self.count(DEGREE_FLAGS["pipeline_parallel"]) or 1)
         )

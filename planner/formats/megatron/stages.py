@@ -59,7 +59,12 @@ def _stages(given: Given, layers: int, pipeline: int, count: Counted, problems: 
     if stages > layers + ends:
         flag = given.get("--pipeline-model-parallel-size")
         where = ("--pipeline-model-parallel-size", flag.line if flag else None)
-        problems.add("illegal", f"{stages} stages are more than the {layers} layers", *where)
+        text = f"{stages} stages are more than the {layers} layers"
+        if "--pp-partition-method" in given and stages <= layers + 2:
+            # Stages of the embedding and of the head alone (deepspeed/runtime/pipe/module.py).
+            problems.add("unknown", f"{text}: stages without a layer are not priced", *where)
+        else:
+            problems.add("illegal", text, *where)
         return _with_schedule(given, (1,) * layers, 1)
     listed = _named_list(given, problems) or _with_ends(given, layers, stages, count, problems)
     if listed is None and "--deepspeed" in given:

@@ -249,6 +249,8 @@ def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, s
         give("--group-query-attention", entry, ())
     for name, entry in _said_otherwise(keys, framework):
         give(name, entry, _value_named(name, entry.text))
+    if "--sequence-parallel" not in flags and "Overlap" in paths.get("--tp-comm-overlap", ""):
+        del flags["--tp-comm-overlap"]  # The callback turns it off by itself (comm_overlap.py).
     if "--recompute-granularity" not in flags:
         for name in ("--recompute-method", "--recompute-num-layers"):
             flags.pop(name, None)  # Nothing is recomputed, whatever the method.

@@ -295,6 +295,8 @@ class _Reader:
             return self._call(node, known, depth)
         if isinstance(node, ast.Attribute):
             path = self._path(node, known)
+            if written(node) in DTYPES and _root(node) not in known:
+                return DTYPES[written(node)]
             if not path or _root(node) not in known:
                 self.value(node.value, known, depth)
                 return Unresolved(written(node))
@@ -456,6 +458,14 @@ def _loaded(target: ast.expr) -> ast.expr:
 def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
+
+DTYPES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.uint8": "fp8",
+}
+"""PyTorch's number formats, in Megatron-LM's words."""
 
 SOFTWARE = ("megatron", "nemo", "nemo_run", "torch", "transformers")
 
