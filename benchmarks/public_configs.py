@@ -21,9 +21,11 @@ import yaml
 
 from costmodels.catalogue.yaml_files import yaml_loader
 from costmodels.errors import InputError, on_one_line
+from costmodels.spec.layout import Layout
 from costmodels.spec.model_parts import Lora
 from planner import check
 from planner.formats.check import Check
+from planner.formats.recognised import NotReadError
 
 LIST = Path(__file__).with_name("public_configs.yaml")
 
@@ -127,7 +129,7 @@ def facts_of(answer: Check) -> dict[str, object]:
             "mbs": layout.micro_batch_size,
             "gbs": layout.global_batch_size,
             "precision": reading.precision or layout.precision,
-            "recompute": layout.recompute,
+            "recompute": _recompute(reading.framework, layout),
         }
     if model is not None:
         lora = model.lora
@@ -139,16 +141,23 @@ def facts_of(answer: Check) -> dict[str, object]:
     return found
 
 
+def _recompute(framework: str, layout: Layout) -> str:
+    """What is recomputed: torchtitan calls it selective where some of the layers are."""
+    some = framework == "torchtitan" and layout.recompute_method == "block"
+    return "selective" if some else layout.recompute
+
+
 def _adapters(lora: Lora) -> str:
     return f"{'qlora' if lora.quantize_base else 'lora'} {lora.rank}"
 
 
-def compared(job: Job, answer: Check | str) -> tuple[Field, ...]:
-    """The facts of a job beside what was read.
+def compared(job: Job, answer: Check | str, software: str = "") -> tuple[Field, ...]:
+    """The facts of a job beside what was read, or beside the name of software that is refused.
 
-    Beside a fact that is not known no value stands for anything: what was taken until then is not known.
+    Beside a fact that is not known no other value stands for anything: it is not known either.
     """
-    read: Mapping[str, object] = {} if isinstance(answer, str) else facts_of(answer)
+    refused = {"framework": software or None}
+    read: Mapping[str, object] = refused if isinstance(answer, str) else facts_of(answer)
     known = not isinstance(answer, str) and answer.legal is not None
     fields = []
     for name in FIELDS:
@@ -166,17 +175,19 @@ def _same(name: str, fact: object, value: object) -> bool:
     if name == "parameters":
         assert isinstance(fact, (int, float)) and isinstance(value, (int, float))
         return abs(value - fact) <= NEAR * fact
-    return str(fact) == str(value)
+    return str(fact).lower() == str(value).lower()
 
 
 def judged(job: Job, folder: Path) -> Row:
     """One job, read and compared."""
     answer: Check | str
+    software = ""
     try:
         answer = check(job.files(folder), **job.given)
     except InputError as error:
         answer = on_one_line(error)
-    return Row(job, answer, compared(job, answer))
+        software = error.software if isinstance(error, NotReadError) else ""
+    return Row(job, answer, compared(job, answer, software))
 
 
 def by_framework(rows: Sequence[Row]) -> list[list[str]]:

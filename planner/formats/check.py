@@ -32,8 +32,12 @@ from planner.space.rules import RULES
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-OTHERS_RUN = {"pipeline_micro_batches"}
-"""Rules of PyTorch's schedules, not of other software's (megatron/core/pipeline_parallel/schedules.py)."""
+OTHERS_RUN = {"pipeline_micro_batches", "lora_offload_optimizer"}
+"""Rules that other software has not: of PyTorch's schedules, and of what is worth its while
+(megatron/core/pipeline_parallel/schedules.py)."""
+
+USUAL_DEVICE = "a100-80g"
+"""What a job runs on where nobody says it."""
 
 PYTORCHS = ("torchtitan",)
 """Software that runs PyTorch's schedules."""
@@ -126,7 +130,12 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
                 "unknown", f"memory and time are not priced: {message}", remedy="give --engine bundled"
             )
         elif message.startswith("precision "):
-            problems.add("illegal", message, *_places(reading).of("precision"))
+            device = given.get("device") or reading.device or USUAL_DEVICE
+            runs = reading.precision in load_device(device).peak_flops
+            # What the device does and an engine is not priced with is no fault of the job.
+            severity: Severity = "unknown" if runs else "illegal"
+            remedy = "give --engine of one that is" if runs else ""
+            problems.add(severity, message, *_places(reading).of("precision"), remedy)
         else:
             raise
         return _answer(reading, problems, (), None, None)
@@ -189,7 +198,7 @@ def problem_of_reading(reading: Reading, given: CheckKeywords) -> tuple[Problem,
     assumed = []
     device = given.get("device") or reading.device
     if device is None:
-        assumed.append("devices are a100-80g (the files do not say; give --device)")
+        assumed.append(f"devices are {USUAL_DEVICE} (the files do not say; give --device)")
     elif given.get("device") is None:
         assumed.append(f"devices are {device} (give --device for others)")
     precision = reading.precision

@@ -9,6 +9,17 @@ from typing import NamedTuple
 from costmodels.errors import InputError
 
 
+class NotReadError(InputError):
+    """A file of software that is known and not read."""
+
+    def __init__(self, file: str, software: str) -> None:
+        super().__init__(
+            f"file {file} is of {software}, whose files are not read: write its layout as flags of "
+            "Megatron-LM, or ask planner suggest"
+        )
+        self.software = software
+
+
 class Mark(NamedTuple):
     """What the files of a software have that those of no other one have."""
 
@@ -28,6 +39,7 @@ MARKS = (
         ),
         r"MaxText[/.]|maxtext[/.](?:configs|train|trainers)",
     ),
+    Mark("OLMo", (frozenset({"device_train_microbatch_size", "model.d_model", "model.n_layers"}),)),
     Mark(
         "llm-foundry",
         (frozenset({"device_train_microbatch_size"}), frozenset({"max_duration", "model.", "train_loader."})),
@@ -46,12 +58,14 @@ MARKS = (
     Mark("InternEvo", (frozenset({"parallel.zero1"}),), r"internlm\.|internevo|dict\(zero1=|zero1=dict\("),
     Mark(
         "OLMo-core",
-        (frozenset({"train_module."}), frozenset({"model.d_model", "device_train_microbatch_size"})),
+        (frozenset({"train_module."}),),
         r"olmo_core|olmo-core",
     ),
     Mark(
         "Levanter", (frozenset({"trainer.mp"}), frozenset({"trainer.tensor_parallel_axes"})), r"levanter[./]"
     ),
+    Mark("OpenRLHF", (), r"openrlhf\.cli|--module openrlhf"),
+    Mark("FlagScale", (frozenset({"experiment.runner.", "experiment.task."}),)),
     Mark("MindSpeed-LLM's FSDP2 backend", (frozenset({"fsdp_plan."}), frozenset({"parallel.fsdp_plan."}))),
 )
 
@@ -66,10 +80,7 @@ def refuse_recognised(file: str, keys: Collection[str], text: str = "") -> None:
     for mark in MARKS:
         hit = any(all(_has(keys, name) for name in names) for names in mark.keys)
         if hit or (mark.text and text and re.search(mark.text, text)):
-            raise InputError(
-                f"file {file} is of {mark.software}, whose files are not read: write its layout as flags of "
-                "Megatron-LM, or ask planner suggest"
-            )
+            raise NotReadError(file, mark.software)
 
 
 def _has(keys: Collection[str], name: str) -> bool:

@@ -429,7 +429,7 @@ LLAMA = "model_name_or_path: meta-llama/Llama-2-7b-hf\nbf16: true\n"
             },
             lambda r: r.reading.framework == "llama-factory"
             and r.reading.world_size == 2
-            and r.shown == "tp=1 pp=1 dp=2 zero=0 mbs=2 x 4 recompute=none"
+            and r.shown == "tp=1 pp=1 dp=2 zero=0 mbs=2 x 4 recompute=full"
             and r.reading.model.lora.rank == 8,
         ),
         (

@@ -26,7 +26,8 @@ _OTHER = {
 }
 
 _ENDINGS = (
-    r"-(hf|chat|instruct|base|it|v0\.\d|v1\.\d|2507|thinking|checkpoints|(bnb-)?(nf4|4bit)(-bf16)?|bnb|[bf]p?16)$"
+    r"-(hf|chat|instruct|base|it|v0\.\d|v1\.\d|2507|thinking|checkpoints"
+    r"|(bnb-)?(nf4|4bit)(-bf16)?|bnb|[bf]p?16)$"
 )
 """What names say of how a model was trained on, or stored: its shape stays."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
@@ -52,7 +53,7 @@ class Launch:
     printed: bool = False
     """It is the text of another command."""
     assigned: frozenset[str] = frozenset()
-    """Variables that the script sets, or may set; what is not run under a known condition is not among them."""
+    """Variables that the script sets, or may set: without those of branches that do not run."""
     launcher: tuple[Word, ...] = ()
     """The words before the program: what launches it, and how."""
     files: Mapping[str, Word] = field(default_factory=dict)
@@ -73,12 +74,32 @@ def find_launch(
         beside: texts of other files by their names, which the script may read commands from.
     """
     best: tuple[tuple[bool, int], Launch] | None = None
-    for launch in commands(source, defined, beside):
+    for found in commands(source, defined, beside):
+        launch = _with_hyphens(found)
         count = known_count(launch)
         rank = (not launch.printed, count)
         if count >= 3 and (best is None or rank > best[0]):
             best = rank, launch
     return None if best is None else best[1]
+
+
+_UNDERSCORES = {
+    *("--num_layers", "--hidden_size", "--num_attention_heads", "--tensor_model_parallel_size"),
+    *("--pipeline_model_parallel_size", "--micro_batch_size", "--global_batch_size"),
+}
+
+
+def _with_hyphens(launch: Launch) -> Launch:
+    """A command of a fork whose flags have underscores for hyphens (Megatron-LLM), with Megatron-LM's."""
+    if len(_UNDERSCORES & {word.text.partition("=")[0] for word in launch.arguments}) < 3:
+        return launch
+    known, arguments = known_flags(), []
+    for word in launch.arguments:
+        name, equals, value = word.text.partition("=")
+        hyphened = name.replace("_", "-")
+        usual = name.startswith("--") and name not in known and hyphened in known
+        arguments.append(dataclasses.replace(word, text=hyphened + equals + value) if usual else word)
+    return dataclasses.replace(launch, arguments=tuple(arguments))
 
 
 def known_count(launch: Launch) -> int:
@@ -122,12 +143,30 @@ def _scripts(source: str) -> Iterator[tuple[int, str]]:
         yield first + 1, "arguments " + re.sub(r"\\?\n", " \\\\\n", "\n".join(lines[first:]).rstrip("\\ \n"))
         return
     yield 1, source
+    yield from _blocks(lines)
     for at, line in enumerate(lines):
         if _COMMAND.match(line) and line.rstrip().endswith("\\"):
             end = at
             while end < len(lines) and lines[end].rstrip().endswith("\\"):
                 end += 1
             yield at + 1, "\n".join(lines[at : end + 1])
+
+
+_FENCE = re.compile(r"\s*(```+|~~~+)\s*(\w*)")
+
+
+def _blocks(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Blocks of shell code in a page of Markdown, and the line on which each begins."""
+    start: int | None = None
+    for at, line in enumerate(lines):
+        match = _FENCE.match(line)
+        if match is None:
+            continue
+        if start is not None:
+            yield start + 1, "\n".join(lines[start:at])
+            start = None
+        elif match.group(2).lower() in ("", "bash", "sh", "shell", "console", "zsh"):
+            start = at + 1
 
 
 STARTERS = ("swift", "megatron", "llamafactory-cli", "llamafactory", "xtuner", "axolotl")

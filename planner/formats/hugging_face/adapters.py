@@ -82,8 +82,10 @@ def _method(keys: Keyed, usual: AdapterDefaults) -> str:
     if named is not None:
         return named.lower()
     given = [name for name in SWITCHES if name in keys]
-    if given:
-        return "lora" if any(keys.switch(name) for name in given) else "full"
+    if any(keys.switch(name) for name in given):
+        return "lora"
+    if any(name not in FOUR_BITS for name in given):
+        return "full"
     return "lora" if any(name in keys for name in RANKS) else usual.method
 
 
@@ -93,6 +95,11 @@ def _quantised(keys: Keyed, method: str) -> BaseFormat | None:
     if eight or bits not in (None, 4):
         name = "--load_in_8bit" if eight else next(one for one in BITS if one in keys)
         keys.add("unknown", "a base in these bits is not priced", name, "4 bits are")
+        return None
+    method_name = keys.text("--quantization_method", "--quant_method") or "bnb"
+    if bits is not None and method_name.lower() not in ("bnb", "bitsandbytes"):
+        name = next(one for one in ("--quantization_method", "--quant_method") if one in keys)
+        keys.add("unknown", f"{method_name}: a base quantised by it is not priced", name, "bnb is")
         return None
     four = any(name in keys and keys.switch(name) for name in FOUR_BITS)
     return "nf4" if four or bits == 4 or method == "qlora" else None

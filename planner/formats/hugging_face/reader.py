@@ -42,6 +42,9 @@ from planner.inputs.model import with_seq
 FEWEST_FLAGS = 3
 """Flags of TrainingArguments of a command that trains."""
 
+MODEL_NAMES = ("--model_name_or_path", "--model_name", "--config_name", "--tokenizer_name")
+"""Flags that name a model, or what has its shape."""
+
 SEQUENCE = (
     *(
         "--max_seq_length",
@@ -186,6 +189,10 @@ def read_hugging_face(
     names |= DEEPSPEED_KEYS if deepspeed else {}
     given = tuple(dataclasses.replace(flag) for keys in job.all for flag in keys.flags() if flag.line)
     places = Places(names, {flag.name: flag.line for flag in given})
+    if around.model is not None:
+        for name in (*MODEL_NAMES, "--model"):
+            flags.pop(name, None)
+            job.command.entries.pop(name, None)
     model = _model(job, around, assumed)
     world = around.world_size or _world(job)
     if world is None:
@@ -263,9 +270,9 @@ def _per_node(job: _Job) -> int | None:
 
 def _model(job: _Job, around: Surroundings, assumed: list[str]) -> ModelSpec | None:
     seq = job.command.count(*SEQUENCE)
-    names = ("--model_name_or_path", "--model_name", "--config_name", "--tokenizer_name", "--model")
     # ms-swift's model_name is how the model calls itself.
-    name = job.command.text(*(("--model",) if job.software == "ms-swift" else names))
+    names = ("--model",) if job.software == "ms-swift" else (*MODEL_NAMES, "--model")
+    name = job.command.text(*names)
     model = around.model
     if model is None and name is not None:
         model = model_of(name)
@@ -323,9 +330,6 @@ def _layout(job: _Job, model: ModelSpec, world: int, places: Places, assumed: li
     ranks = whole["data_parallel"]
     whole |= {"layers_per_stage": (model.layers,), "precision": _precision(job)}
     whole |= _sharding(job, whole)
-    if model.lora is not None and whole.pop("offload_optimizer", None):
-        text = "offload of the optimizer is left out: the state of adapters is next to nothing"
-        job.command.problems.add("note", text, places.of("offload_optimizer")[0])
     whole |= _batch(job, ranks, assumed)
     if _recomputes(job):
         whole["recompute"] = "full"
@@ -351,11 +355,14 @@ def _recomputes(job: _Job) -> bool:
     return job.command.switch(*flags, default=usual) or job.accelerate.switch(ACCELERATE_KEYS["recompute"])
 
 
-_RECOMPUTE = ("ms-swift", "llama-factory")
-"""Trainers that recompute unless they are told not to (swift/arguments/sft_args.py; model_utils/checkpointing.py)."""
+_RECOMPUTE = ("ms-swift", "llama-factory", "trl")
+"""Trainers that recompute unless they are told not to.
+
+swift/trainers/arguments.py, llamafactory/hparams/model_args.py, and trl/trainer/base_config.py of 2026.
+"""
 
 _OFFLOADED_INPUTS = ("offload", "offload_disk", "unsloth")
-"""Words of axolotl for recomputation whose kept inputs wait in host memory (axolotl/utils/schemas/config.py)."""
+"""Words of axolotl for recomputation whose kept inputs wait in host memory (utils/schemas/config.py)."""
 
 
 def _sharding(job: _Job, degrees: Mapping[str, Any]) -> dict[str, Any]:
@@ -466,13 +473,18 @@ def _precision(job: _Job) -> str:
         path = "bf16.enabled" if "bf16.enabled" in job.deepspeed else "fp16.enabled"
         text = "auto: the number format is the trainer's, whose command is not given"
         job.deepspeed.add("unknown", text, path, "give that command too, or --define bf16=true")
-    if job.software == "ms-swift" and not said:
+    if job.software == "ms-swift" and not any(f"--{name}" in job.command for name in ("bf16", "fp16")):
         # The number format of the weights, which is that of config.json unless it is given.
         kind = (job.command.text("--torch_dtype") or "bfloat16").lower()
         return {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
     for name in ("bf16", "fp16"):
         if job.command.switch(f"--{name}") or job.command.text("--mixed_precision") == name:
             return name
+    if job.software == "trl" and not said:
+        return "bf16"  # Its own default (trl/trainer/base_config.py).
+    if job.software == "open-instruct" and not said:
+        text = "the number format is that of accelerate launch, which is not given"
+        job.command.add("unknown", text, "--mixed_precision", "give --define mixed_precision=bf16")
     mixed = job.accelerate.text("mixed_precision")
     return mixed if mixed in ("bf16", "fp16", "fp8") else "fp32"
 

@@ -69,7 +69,18 @@ def is_trl(entries: Entries) -> bool:
     return "model_name_or_path" in entries and "per_device_train_batch_size" in entries
 
 
-SOFTWARE = {"axolotl": is_axolotl, "llama-factory": is_llama_factory, "trl": is_trl}
+def is_open_instruct(entries: Entries) -> bool:
+    """Whether keys are those of open-instruct's own loop (open_instruct/finetune.py)."""
+    marks = {"use_slow_tokenizer", "checkpointing_steps", "dataset_mixer", "dataset_mixer_list"}
+    return is_trl(entries) and len(marks & entries.keys()) > 1
+
+
+SOFTWARE = {
+    "axolotl": is_axolotl,
+    "llama-factory": is_llama_factory,
+    "open-instruct": is_open_instruct,
+    "trl": is_trl,
+}
 """Which software keys are of; the first that takes them has them."""
 
 

@@ -42,6 +42,9 @@ IMPLIED = {
     "--activations-checkpoint-method": ("--recompute-granularity", "full"),
     "--num-key-value-heads": ("--group-query-attention", ""),
 }
+
+_ONE_GROUP = "--attention-head-type"
+"""BigCode's flag: `multiquery` is one group of queries."""
 """What a flag of that time says besides."""
 
 REFUSED = {
@@ -64,6 +67,10 @@ def with_todays_names(given: Mapping[str, GivenFlag], problems: Problems) -> dic
     for name, (today, text) in IMPLIED.items():
         if name in given and today not in given:
             found[today] = _made(given[name], today, text)
+    kind = found.get(_ONE_GROUP)
+    if kind is not None and kind.text == "multiquery":
+        found["--group-query-attention"] = _made(kind, "--group-query-attention", "")
+        found["--num-query-groups"] = _made(kind, "--num-query-groups", "1")
     _shared_experts(found)
     _dense_layers(found)
     for name, instead in REFUSED.items():

@@ -455,10 +455,14 @@ class _Job:
             values.pop("recompute_method", None)
 
     def _leave_out_activations(self, values: dict[str, Any]) -> None:
-        """MindSpeed recomputes activation functions of those layers too that are not recomputed as a whole."""
+        """MindSpeed recomputes activation functions of those layers that it does not recompute as a whole."""
         block = values.get("recompute_method") == "block" and values.get("recompute_granularity") == "full"
         name = "--recompute-activation-function"
-        if self.framework != "mindspeed" or not block or not values.pop("recompute_activation_function", None):
+        if (
+            self.framework != "mindspeed"
+            or not block
+            or not values.pop("recompute_activation_function", None)
+        ):
             return
         self.memory_is_bound = True
         text = "not priced beside whole layers: less is kept than the estimates say"

@@ -150,6 +150,8 @@ def _read(
     model = around.model or _named_model(models)
     if around.model is None and model is not None:
         assumed.append(f"the model is {model.name} of the catalogue")
+    if model is None:
+        _name_defaults_of_class(keys)
     world, local, device = _devices(keys, models)
     # Its launchers set one connection where Megatron-LM wants one, which it does not with its FSDP.
     fsdp = any(
@@ -338,6 +340,20 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
     return found
 
 
+_PLAIN = ("GPTModelProvider", "GPTConfig", "TransformerConfig", "MegatronGPTModelProvider")
+"""Classes whose layers are as Megatron-LM's are without further flags."""
+
+
+def _name_defaults_of_class(keys: Keyed) -> None:
+    """Name a class whose own defaults are part of the model: gates, norms and windows."""
+    for path in keys.entries:
+        made, dot, leaf = path.partition(".")
+        if dot and leaf in ("hidden_size", "num_layers") and made[:1].isupper() and made not in _PLAIN:
+            text = f"{made} has defaults of its own, which are not known: the model is not"
+            keys.add("unknown", text, path, "give --model")
+            return
+
+
 def _named_model(models: tuple[str, ...]) -> ModelSpec | None:
     """The model of the catalogue that a recipe names last: on the hub, as a class, or as a function."""
     for name in models[::-1]:
@@ -353,10 +369,10 @@ def _named_model(models: tuple[str, ...]) -> ModelSpec | None:
 
 
 _CLASS = re.compile(
-    r"(Llama2|Llama3|Llama31|Mixtral|Qwen2|Qwen25|Qwen3|GPT|Gpt3)(?:Config|ModelProvider|Provider)(\w+)"
+    r"(Llama2|Llama3|Llama31|Mixtral|Nemotron4|Qwen2|Qwen25|Qwen3|GPT|Gpt3)(?:Config|ModelProvider|Provider)(\w+)"
 )
 _FUNCTION = re.compile(
-    r"(llama2|llama3|llama31|mixtral|qwen2|qwen25|qwen3|gpt3)_(\d+x?\d*p?\d*[bm](?:_a\d+b)?)"
+    r"(llama2|llama3|llama31|mixtral|nemotron4|qwen2|qwen25|qwen3|gpt3)_(\d+x?\d*p?\d*[bm](?:_a\d+b)?)"
 )
 
 

@@ -42,6 +42,7 @@ def renamed(reading: Reading, names: Mapping[str, str], framework: str, engine: 
         text, remedy = problem.text, problem.remedy
         for flag, key in sorted(names.items(), key=lambda pair: -len(pair[0])):
             text, remedy = text.replace(flag, key), remedy.replace(flag, key)
+            remedy = remedy.replace(f"--define {flag[2:].replace('-', '_')}=", f"--define {key.lstrip('-')}=")
         problems.append(
             dataclasses.replace(problem, flag=name, text=text, remedy=remedy, line=problem.line or None)
         )

@@ -66,6 +66,10 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
         made.append(("--bf16", entries["precision"]))
     if (keys.text("activation") or "").lower() in ("swiglu", "geglu"):
         made.append(("--swiglu", entries["activation"]))
+        pairs = [(flag, entry) for flag, entry in pairs if flag != "--ffn-hidden-size"]
+        made += _gated_width(keys)
+    if "bfloat" in (keys.text("fp16.type") or "").lower():
+        pairs = [("--bf16" if flag == "--fp16" else flag, entry) for flag, entry in pairs]
     if "num_kv_heads" in entries:
         made.append(("--group-query-attention", entries["num_kv_heads"]))
     if "zero_optimization.stage" not in entries:
@@ -76,6 +80,11 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
         else flag
         for flag in as_flags([*pairs, *made])
     ]
+    micro = "train_micro_batch_size_per_gpu"
+    if micro not in entries and "train_batch_size" not in entries:
+        text = "is not given, and DeepSpeed has no default for it"
+        keys.add("unknown", text, micro, f"give the file with it too, or --define {micro}=N")
+        flags += as_flags([("--micro-batch-size", Entry(micro, "1", 0))])
     batch = _neox_batch(keys, around)
     if batch is not None and "train_batch_size" not in entries:
         flags += as_flags([("--global-batch-size", batch)])
@@ -94,6 +103,22 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
     name_others(rest, problems, "is no key of GPT-NeoX that is known here")
     reading = dataclasses.replace(reading, problems=(*problems.found, *reading.problems))
     return renamed(reading, {flag: path for path, flag in NEOX.items()}, "gpt-neox", "megatron-deepspeed")
+
+
+def _gated_width(keys: Keyed) -> list[tuple[str, Entry]]:
+    """The width of a gated MLP: a third of `intermediate_size`, or of four times the hidden size.
+
+    So many parameters has an MLP of that width that is not gated (`ParallelMLP`).
+    """
+    hidden, whole = keys.count("hidden_size"), keys.count("intermediate_size")
+    if whole is None and hidden is not None:
+        whole = 4 * hidden
+    if whole is None:
+        return []
+    unit = keys.count("mlp_multiple_of") or 1
+    width = unit * -(-(whole * 2 // 3 // 2) // unit)
+    entry = keys.entries.get("intermediate_size") or keys.entries["hidden_size"]
+    return [("--ffn-hidden-size", Entry(entry.path, str(width), entry.line))]
 
 
 def _neox_batch(keys: Keyed, around: Surroundings) -> Entry | None:

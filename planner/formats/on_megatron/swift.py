@@ -14,6 +14,7 @@ from planner.formats.facts.launcher import Launch, commands, flag_values
 from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
+from planner.formats.hugging_face.adapters import with_adapters
 from planner.formats.megatron.reader import read_command
 from planner.formats.on_megatron.flags import as_flags, renamed
 
@@ -77,10 +78,10 @@ def read_swift(source: Source, around: Surroundings) -> Reading:
         for name, text in SWIFT_DEFAULTS.items()
         if name not in said
     ]
-    if keys.text("train_type", "tuner_type") not in (None, "full"):
-        text = "adapters under ms-swift's Megatron are not priced"
-        keys.add("unknown", text, "train_type" if "train_type" in entries else "tuner_type")
     model = _swift_model(keys, around, problems)
+    if model is not None and keys.text("train_type", "tuner_type") not in (None, "full"):
+        dashed = {f"--{path}": entry for path, entry in entries.items()}
+        model = with_adapters(model, Keyed(dashed, "transformers", source.file, problems), "ms-swift")
     reading = read_command(
         as_flags(pairs),
         [],

@@ -38,7 +38,10 @@ class _Separator(str):
     __slots__ = ()
 
 
-_PRINTS = re.compile(r"^\s*(?:echo|printf)\b|[;\n]\s*(?:echo|printf)\b")
+_PRINTS = re.compile(r"^\s*(?:echo|printf|expr)\b|[;\n]\s*(?:echo|printf|expr)\b")
+
+_ARITHMETIC = re.compile(r"[0-9\s+*/%()\\-]+")
+"""What `expr` is given where it computes."""
 
 MOST_PRINTED = 4
 """Commands inside each other whose output is computed."""
@@ -202,6 +205,9 @@ class Expansion:
                     char for at, word in enumerate(words) for char in (*[(" ", line)] * (at > 0), *word)
                 ]
                 written.append(("\n", line))
+            elif plain(name) == "expr" and words and _ARITHMETIC.fullmatch(" ".join(map(plain, words))):
+                result = self.number(" ".join(map(plain, words)).replace("\\*", "*"))
+                written = None if result is None else [(char, name[0][1]) for char in str(result)]
             else:
                 return None
             if written is None:

@@ -1,0 +1,299 @@
+"""What public scripts and configurations have in them is read as their software takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from planner import check
+from planner.formats.check import Check
+from planner.formats.facts.hub_models import model_of
+from planner.formats.facts.reading import verdict
+from planner.formats.files import read_files
+from planner.formats.recognised import NotReadError
+from tests.planner.test_public_cases import Read, written
+
+MEGATRON = (
+    "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 8 --hidden-size 512 --num-attention-heads 8 "
+    "--seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 64 --bf16 "
+)
+MINDSPEED = MEGATRON + "--vocab-size 32000 --use-fused-rmsnorm "
+DEEPSPEED = MEGATRON + "--vocab-size 32000 --deepspeed "
+NEOX = (
+    "pipe_parallel_size: 1\nmodel_parallel_size: 1\nnum_layers: 8\nhidden_size: 512\nnum_attention_heads: 8\n"
+    "seq_length: 1024\nmax_position_embeddings: 1024\npos_emb: rotary\npadded_vocab_size: 50304\n"
+)
+NEOX_BATCH = "train_micro_batch_size_per_gpu: 4\n"
+TRAINER = "deepspeed --num_gpus 8 train.py --model_name_or_path meta-llama/Llama-2-7b-hf --bf16 True "
+SWIFT = "NPROC_PER_NODE=2 swift sft --model Qwen/Qwen3-8B --max_length 512 --per_device_train_batch_size 1 "
+AXOLOTL = (
+    "base_model: NousResearch/Llama-2-7b-hf\nsequence_len: 512\nmicro_batch_size: 1\nbf16: auto\n"
+    "gradient_accumulation_steps: 2\n"
+)
+BRIDGE = """
+import torch
+from megatron.bridge import AutoBridge
+
+def recipe_8gpu_h100_bf16_config():
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("Qwen/Qwen3-30B-A3B").get_model_config()
+    cfg.model.seq_length = 4096
+    cfg.model.tensor_model_parallel_size = 1
+    cfg.model.pipeline_model_parallel_size = 1
+    cfg.model.context_parallel_size = 1
+    cfg.model.expert_model_parallel_size = 8
+    cfg.train.global_batch_size = 64
+    cfg.train.micro_batch_size = 1
+    cfg.optimizer.main_grads_dtype = torch.float32
+    cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=True)
+    return cfg
+"""
+
+CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
+    "a vocabulary that is padded to a size": (
+        "job.sh",
+        MEGATRON + "--pad-vocab-size-to 250880 --tokenizer-type PretrainedFromHF",
+        lambda r: r.legal and r.reading.model.vocab == 250880,
+    ),
+    "tokenizers of Pai-Megatron-Patch": (
+        "job.sh",
+        MEGATRON + "--patch-tokenizer-type LLama3Tokenizer --extra-vocab-size 256",
+        lambda r: r.legal and r.reading.model.vocab == 128256,
+    ),
+    "a tokenizer of Pai-Megatron-Patch that several models have": (
+        "job.sh",
+        MEGATRON + "--patch-tokenizer-type DeepSeekV2Tokenizer",
+        lambda r: r.legal is None and r.unknown == ("--vocab-size",),
+    ),
+    "a file that the script writes under the number of its job": (
+        "job.sh",
+        'config="./ds.$SLURM_JOBID.json"\ncat <<EOT > $config\n{"train_micro_batch_size_per_gpu": 1,\n'
+        '"train_batch_size": 64, "zero_optimization": {"stage": 2}}\nEOT\n'
+        + DEEPSPEED
+        + "--deepspeed_config $config",
+        lambda r: r.legal and "zero=2" in r.shown,
+    ),
+    "flags of a branch that does not run": (
+        "job.sh",
+        'if [ "$1" != none ]; then\n  LOAD="--load $1"\nfi\n' + MEGATRON + "--vocab-size 32000 $LOAD",
+        lambda r: r.legal,
+    ),
+    "flags of a branch that may run": (
+        "job.sh",
+        'if [ -f "$1" ]; then\n  MORE="--tensor-model-parallel-size 2"\nfi\n'
+        + MEGATRON
+        + "--vocab-size 32000 $MORE",
+        lambda r: r.legal is None,
+    ),
+    "flags with underscores": (
+        "job.sh",
+        MEGATRON.replace("-size", "_size").replace("num-", "num_") + "--tensor_model_parallel_size 2",
+        lambda r: r.reading.framework == "megatron" and "tp=2" in r.shown,
+    ),
+    "one expert and a capacity": (
+        "job.sh",
+        DEEPSPEED
+        + "--zero-stage 1 --num-experts 1 --moe-train-capacity-factor 1.0 --moe-expert-parallel-size 1",
+        lambda r: r.legal and r.reading.model.experts == 0,
+    ),
+    "stages of the embedding alone": (
+        "job.sh",
+        DEEPSPEED + "--zero-stage 1 --pipeline-model-parallel-size 8 --num-layers 7 "
+        "--pp-partition-method 'type:transformer|embedding'",
+        lambda r: r.legal is None and r.unknown == ("--pipeline-model-parallel-size",),
+    ),
+    "more stages than layers": (
+        "job.sh",
+        DEEPSPEED + "--zero-stage 1 --pipeline-model-parallel-size 8 --num-layers 7",
+        lambda r: r.legal is False,
+    ),
+    "recomputation of no layers": (
+        "job.sh",
+        MINDSPEED + "--recompute-num-layers 0 --enable-recompute-layers-per-pp-rank --swap-attention "
+        "--recompute-activation-function",
+        lambda r: r.legal and r.layout.recompute_modules == ("activation",),
+    ),
+    "whole layers, and activation functions of the others": (
+        "job.sh",
+        MINDSPEED + "--recompute-granularity full --recompute-method block --recompute-num-layers 1 "
+        "--recompute-activation-function",
+        lambda r: r.legal and r.layout.recompute == "full" and r.reading.memory_is_bound,
+    ),
+    "MindSpeed's uniform recomputation beside that of activation functions": (
+        "job.sh",
+        MINDSPEED + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--recompute-activation-function",
+        lambda r: r.legal is False,
+    ),
+    "multi-query attention of BigCode's fork": (
+        "job.sh",
+        MEGATRON + "--vocab-size 49152 --attention-head-type multiquery",
+        lambda r: r.legal and r.reading.model.kv_heads == 1,
+    ),
+    "formats of PyTorch, and overlap that turns itself off": (
+        "recipe.py",
+        BRIDGE,
+        lambda r: r.legal and r.layout.expert_parallel == 8,
+    ),
+    "a class of models with defaults of its own": (
+        "recipe.py",
+        BRIDGE.replace(
+            'AutoBridge.from_hf_pretrained("Qwen/Qwen3-30B-A3B").get_model_config()',
+            "Gemma3ModelProvider(num_layers=26, hidden_size=1152, num_attention_heads=4, window_size=512)",
+        ),
+        lambda r: r.legal is None and "Gemma3ModelProvider.num_layers" in r.unknown,
+    ),
+    "a gated MLP of GPT-NeoX": (
+        "neox.yml",
+        NEOX + NEOX_BATCH + "activation: swiglu\nintermediate_size: 4608\nfp16: {enabled: true}\n",
+        lambda r: r.legal and r.reading.model.gated and r.reading.model.ffn == 1536,
+    ),
+    "GPT-NeoX's fp16 that is bf16": (
+        "neox.yml",
+        NEOX + NEOX_BATCH + "fp16: {enabled: true, type: bfloat16}\nfp32_allreduce: true\n",
+        lambda r: r.legal and r.reading.precision == "bf16",
+    ),
+    "a configuration of GPT-NeoX without its batch": (
+        "neox.yml",
+        NEOX,
+        lambda r: r.legal is None and r.unknown == ("train_micro_batch_size_per_gpu",),
+    ),
+    "a rank of adapters beside a base that is not quantised": (
+        "job.sh",
+        TRAINER + "--model_max_length 512 --per_device_train_batch_size 2 --lora_r 8 --q_lora False",
+        lambda r: r.reading.model.lora.rank == 8 and r.reading.model.lora.quantize_base is None,
+    ),
+    "adapters that a switch turns off": (
+        "job.sh",
+        TRAINER + "--model_max_length 512 --per_device_train_batch_size 2 --lora_r 8 --use_lora False",
+        lambda r: r.reading.model.lora is None,
+    ),
+    "a sequence that nothing says": (
+        "job.sh",
+        TRAINER + "--per_device_train_batch_size 2 --gradient_accumulation_steps 2",
+        lambda r: r.legal is None and "--max_seq_length" in r.unknown,
+    ),
+    "what a model calls itself": (
+        "job.sh",
+        SWIFT + "--model_name swift-robot --deepspeed zero3",
+        lambda r: (
+            r.legal
+            and "zero=3" in r.shown
+            and (r.reading.model.name, r.reading.precision, r.layout.recompute)
+            == ("qwen3-8b", "bf16", "full")
+        ),
+    ),
+    "ms-swift under another launcher": (
+        "job.sh",
+        SWIFT.replace("NPROC_PER_NODE=2 swift sft", "torchrun --nproc_per_node 2 swift/cli/sft.py"),
+        lambda r: r.reading.framework == "ms-swift",
+    ),
+    "adapters under ms-swift's Megatron": (
+        "job.sh",
+        "NPROC_PER_NODE=2 megatron sft --model Qwen/Qwen3-8B --tuner_type lora --lora_rank 4 "
+        "--tensor_model_parallel_size 2 --max_length 512",
+        lambda r: r.legal and "tp=2" in r.shown and r.reading.model.lora.rank == 4,
+    ),
+    "steps that expr computes": (
+        "job.sh",
+        "n=2\n" + SWIFT + "--gradient_accumulation_steps $(expr 16 / $n)",
+        lambda r: r.layout.micro_batches == 8,
+    ),
+    "inputs of layers that wait in host memory": (
+        "axolotl.yml",
+        AXOLOTL + "gradient_checkpointing: offload\n",
+        lambda r: r.layout.recompute == "full" and r.reading.memory_is_bound,
+    ),
+    "TRL's own defaults": (
+        "sft.yaml",
+        "model_name_or_path: Qwen/Qwen3-8B\nmax_length: 512\nper_device_train_batch_size: 1\n",
+        lambda r: (r.reading.precision, r.layout.recompute) == ("bf16", "full"),
+    ),
+    "a loop of its own, whose precision its launcher says": (
+        "sft.yaml",
+        "model_name_or_path: Qwen/Qwen3-8B\nmax_seq_length: 512\nper_device_train_batch_size: 1\n"
+        "use_slow_tokenizer: true\ncheckpointing_steps: epoch\n",
+        lambda r: r.legal is None and r.unknown == ("--mixed_precision",),
+    ),
+    "a command in a block of a page": (
+        "README.md",
+        'Run\n\n```bash\nMODEL="meta-llama/Llama-2-7b-hf"\n\n'
+        + TRAINER.replace("meta-llama/Llama-2-7b-hf", "$MODEL").replace(" --", " \\\n    --")
+        + "\\\n    --model_max_length 512 \\\n    --per_device_train_batch_size 2\n```\nand it's done.\n",
+        lambda r: r.reading.model.name == "llama2-7b",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_public_habits(tmp_path: Path, name: str) -> None:
+    file, text, holds = CASES[name]
+    found = written(tmp_path, {file: text}, world_size=8)
+    assert holds(found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("/models/Qwen/Qwen2___5-Coder-1___5B/", "qwen2.5-1.5b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B", "qwen2.5-14b"),
+        ("casperhansen/llama-3-70b-fp16", "llama3-70b"),
+        ("hugging-quants/Meta-Llama-3.1-405B-BNB-NF4-BF16", "llama3-405b"),
+        ("lmsys/vicuna-13b-v1.5", "llama2-13b"),
+        ("google/gemma-2b-it", "gemma-2b"),
+        ("allenai/OLMo-2-1124-13B", "olmo2-13b"),
+        ("Qwen/Qwen3-Coder-480B-A35B-Instruct", None),
+        ("someone/my-llama", None),
+    ],
+)
+def test_names_of_the_hub(name: str, model: str | None) -> None:
+    found = model_of(name)
+    assert (None if found is None else found.name) == model
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "software"),
+    [
+        ("olmo.yaml", "device_train_microbatch_size: 2\nmodel: {d_model: 64, n_layers: 2}\n", "OLMo"),
+        ("train.sh", "deepspeed --module openrlhf.cli.train_sft --train.batch_size 2", "OpenRLHF"),
+        ("train.yaml", "experiment:\n  runner: {nnodes: 1}\n  task: {type: train}\n", "FlagScale"),
+    ],
+)
+def test_software_that_is_known_and_not_read_is_named(
+    tmp_path: Path, file: str, text: str, software: str
+) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(NotReadError, match=f"is of {software},") as raised:
+        read_files([tmp_path / file])
+    assert raised.value.software == software
+
+
+def _checked(folder: Path, file: str, text: str, engine: str | None = None) -> Check:
+    (folder / file).write_text(text)
+    return check([folder / file], world_size=8, device="a100-80g", engine=engine)
+
+
+def test_what_an_engine_is_not_priced_with_is_no_fault(tmp_path: Path) -> None:
+    nemo = (
+        "trainer: {devices: 8, num_nodes: 1, precision: 32}\nmodel:\n  micro_batch_size: 1\n"
+        "  global_batch_size: 8\n  tensor_model_parallel_size: 1\n  pipeline_model_parallel_size: 1\n"
+        "  encoder_seq_length: 512\n  max_position_embeddings: 512\n  num_layers: 4\n  hidden_size: 256\n"
+        "  ffn_hidden_size: 1024\n  num_attention_heads: 4\n  tokenizer: {type: GPT2BPETokenizer}\n"
+    )
+    unpriced = _checked(tmp_path, "nemo.yaml", nemo)
+    assert unpriced.legal is None and "precision fp32" in unpriced.unknown[0].text
+    eight = _checked(tmp_path, "nemo.yaml", nemo.replace("precision: 32", "precision: bf16").replace(
+        "  num_layers", "  fp8: true\n  fp8_hybrid: true\n  num_layers"
+    ))  # fmt: skip
+    assert eight.legal is False  # An A100 has no products in fp8.
+
+
+def test_offload_of_the_little_that_adapters_keep_is_no_fault(tmp_path: Path) -> None:
+    config = AXOLOTL + "adapter: lora\nlora_r: 8\nfsdp: [full_shard]\nfsdp_config: {offload_params: true}\n"
+    found = _checked(tmp_path, "axolotl.yml", config)
+    assert found.legal and verdict(found.problems)[0]
+    assert found.plan is not None and found.plan.layout.offload_optimizer
