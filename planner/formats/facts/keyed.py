@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import cache
-from pathlib import Path
 from typing import cast
 
-from costmodels.catalogue.yaml_files import parse
 from costmodels.dataclass import dataclass
 from costmodels.spelling import nearest
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.flag_catalogue import GivenFlag, KnownFlag, Role
+from planner.formats.facts.key_table import key_table
 from planner.formats.facts.reading import Problems, Severity
 from planner.formats.shell.text import Word
-
-FILE = Path(__file__).with_name("config_keys.yaml")
 
 DECIDING = ("model", "batch", "layout", "special")
 """Roles of keys that say what is priced."""
@@ -27,16 +24,32 @@ DECIDING = ("model", "batch", "layout", "special")
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
-@cache
 def known_keys(framework: str) -> Mapping[str, Role]:
     """What keys of a software do to the answer, by path; `*` in a path stands for anything."""
-    groups = parse(FILE.read_text(encoding="utf-8"), FILE.name)[framework]
-    return {path: cast(Role, role) for role, paths in groups.items() for path in str(paths).split()}
+    return key_table(framework).roles
 
 
 def defined(entries: Entries, define: Mapping[str, str], framework: str) -> Entries:
     """The keys of a file of a software with those that the caller gives in their place or beside them."""
     return with_definitions(entries, define, known_keys(framework))
+
+
+def todays(entries: Entries, framework: str) -> tuple[Entries, dict[str, str]]:
+    """The keys under their names of today, and what the file calls those that had another one.
+
+    Where a key has both, the one that stands last counts.
+    """
+    earlier = key_table(framework).earlier
+    found: Entries = {}
+    own: dict[str, str] = {}
+    for path, entry in entries.items():
+        key = earlier.get(path, path)
+        found.pop(key, None)
+        own.pop(key, None)
+        found[key] = entry if key == path else dataclasses.replace(entry, path=key)
+        if key != path:
+            own[key] = path
+    return found, own
 
 
 @dataclass

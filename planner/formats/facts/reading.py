@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Literal
@@ -80,6 +82,25 @@ class Reading:
         for flag in self.flags:
             found.setdefault(flag.known.role, []).append(flag.name)
         return {role: tuple(dict.fromkeys(names)) for role, names in found.items()}
+
+
+def in_own_words(reading: Reading, own: Mapping[str, str]) -> Reading:
+    """A reading with the names that a file has for keys, by those of today."""
+    if not own:
+        return reading
+
+    def spelled(text: str) -> str:
+        return re.sub(r"[\w.]*\w", lambda match: own.get(match[0], match[0]), text)
+
+    problems = tuple(
+        dataclasses.replace(
+            one, flag=own.get(one.flag, one.flag), text=spelled(one.text), remedy=spelled(one.remedy)
+        )
+        for one in reading.problems
+    )
+    flags = tuple(dataclasses.replace(one, name=own.get(one.name, one.name)) for one in reading.flags)
+    names = {field: own.get(path, path) for field, path in reading.names.items()}
+    return dataclasses.replace(reading, problems=problems, flags=flags, names=names)
 
 
 def verdict(problems: Iterable[ConfigProblem]) -> tuple[bool | None, tuple[ConfigProblem, ...]]:

@@ -2,64 +2,13 @@
 
 from __future__ import annotations
 
-STATIC_KEYS = {
-    "tensor_parallel": "parallel_config.model_parallel",
-    "sequence_parallel": "parallel_config.use_seq_parallel",
-    "pipeline_parallel": "parallel_config.pipeline_stage",
-    "virtual_pipeline_parallel": "model.model_config.pp_interleave_num",
-    "context_parallel": "parallel_config.context_parallel",
-    "context_parallel_form": "parallel_config.context_parallel_algo",
-    "expert_parallel": "parallel_config.expert_parallel",
-    "data_parallel": "parallel_config.data_parallel",
-    "micro_batches": "parallel_config.micro_batch_num",
-    "micro_batch_size": "runner_config.batch_size",
-    "global_batch_size": "parallel_config.micro_batch_num",
-    "zero_stage": "parallel.enable_parallel_optimizer",
-    "zero_replicas": "parallel.parallel_optimizer_config.optimizer_weight_shard_size",
-    "layers_per_stage": "model.model_config.offset",
-    "schedule": "parallel.pipeline_config.pipeline_scheduler",
-    "recompute": "recompute_config.recompute",
-    "recompute_modules": "recompute_config.select_recompute",
-    "precision": "model.model_config.compute_dtype",
-    "optimizer": "optimizer.type",
-    "heads": "model.model_config.num_heads",
-    "kv_heads": "model.model_config.n_kv_heads",
-    "experts": "moe_config.expert_num",
-    "seq": "model.model_config.seq_length",
-    "layers": "model.model_config.num_layers",
-    "hidden": "model.model_config.hidden_size",
-    "ffn": "model.model_config.intermediate_size",
-    "vocab": "model.model_config.vocab_size",
-}
-"""Keys of a configuration of the static graph by the field that they give (mindformers/tools/register)."""
+from planner.formats.facts.key_table import key_table
 
-DYNAMIC_KEYS = {
-    "tensor_parallel": "parallel_config.tensor_model_parallel_size",
-    "sequence_parallel": "parallel_config.sequence_parallel",
-    "pipeline_parallel": "parallel_config.pipeline_model_parallel_size",
-    "virtual_pipeline_parallel": "parallel_config.virtual_pipeline_model_parallel_size",
-    "context_parallel": "parallel_config.context_parallel_size",
-    "expert_parallel": "parallel_config.expert_model_parallel_size",
-    "layers_per_stage": "parallel_config.num_layer_list",
-    "micro_batches": "dataset_config.micro_batch_num",
-    "micro_batch_size": "dataset_config.batch_size",
-    "global_batch_size": "dataset_config.micro_batch_num",
-    "zero_stage": "training_config.use_distributed_optimizer",
-    "recompute": "model_config.recompute_granularity",
-    "recompute_method": "model_config.recompute_method",
-    "recompute_num_layers": "model_config.recompute_num_layers",
-    "precision": "model_config.compute_dtype",
-    "optimizer": "optimizer_config.optimizer_type",
-    "heads": "model_config.num_attention_heads",
-    "kv_heads": "model_config.num_query_groups",
-    "experts": "moe_config.num_experts",
-    "seq": "model_config.seq_length",
-    "layers": "model_config.num_layers",
-    "hidden": "model_config.hidden_size",
-    "ffn": "model_config.ffn_hidden_size",
-    "vocab": "model_config.vocab_size",
-}
-"""Keys of a configuration of the dynamic graph (experimental/parallel_core/pynative/config.py)."""
+STATIC_KEYS = key_table("mindformers").fields
+"""Keys of the static graph by the field that they give (keys/mindformers.yaml)."""
+
+DYNAMIC_KEYS = key_table("mindformers-dynamic").fields
+"""Keys of the dynamic graph by the field that they give (keys/mindformers-dynamic.yaml)."""
 
 FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 """Number formats by MindSpore's names."""

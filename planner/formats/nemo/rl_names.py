@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from planner.formats.facts.key_table import key_table
+
 POLICY = "policy"
 MEGATRON, DTENSOR = f"{POLICY}.megatron_cfg", f"{POLICY}.dtensor_cfg"
 
@@ -31,19 +33,8 @@ PARTS = ("optimizer", "scheduler", "distributed_data_parallel_config", "fp8_cfg"
 RECOMPUTATION = ("recompute_granularity", "recompute_modules")
 """Keys that count where `activation_checkpointing` is true."""
 
-KEYS = {
-    "tensor_parallel": f"{DTENSOR}.tensor_parallel_size",
-    "sequence_parallel": f"{DTENSOR}.sequence_parallel",
-    "context_parallel": f"{DTENSOR}.context_parallel_size",
-    "zero_replicas": f"{DTENSOR}.dp_replicate_size",
-    "micro_batch_size": f"{POLICY}.train_micro_batch_size",
-    "global_batch_size": f"{POLICY}.train_global_batch_size",
-    "seq": f"{POLICY}.max_total_sequence_length",
-    "precision": f"{POLICY}.precision",
-    "recompute": f"{DTENSOR}.activation_checkpointing",
-    "offload_optimizer": f"{DTENSOR}.cpu_offload",
-}
-"""Keys of jobs under DTensor by the field of `Layout` or `ModelSpec` that they give."""
+KEYS = key_table("nemo-rl").fields
+"""Keys of jobs under DTensor by the field of `Layout` or `ModelSpec` that they give (keys/nemo-rl.yaml)."""
 
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """`policy.precision`."""

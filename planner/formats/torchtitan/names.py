@@ -6,36 +6,14 @@ import math
 from itertools import product
 from typing import Any
 
-KEYS = {
-    "tensor_parallel": "parallelism.tensor_parallel_degree",
-    "sequence_parallel": "parallelism.enable_sequence_parallel",
-    "pipeline_parallel": "parallelism.pipeline_parallel_degree",
-    "virtual_pipeline_parallel": "parallelism.pipeline_parallel_layers_per_stage",
-    "layers_per_stage": "parallelism.pipeline_parallel_layers_per_stage",
-    "schedule": "parallelism.pipeline_parallel_schedule",
-    "context_parallel": "parallelism.context_parallel_degree",
-    "context_parallel_form": "parallelism.context_parallel_rotate_method",
-    "expert_parallel": "parallelism.expert_parallel_degree",
-    "expert_tensor_parallel": "parallelism.expert_tensor_parallel_degree",
-    "data_parallel": "parallelism.data_parallel_shard_degree",
-    "zero_replicas": "parallelism.data_parallel_replicate_degree",
-    "zero_stage": "parallelism.fsdp_reshard_after_forward",
-    "micro_batch_size": "training.local_batch_size",
-    "global_batch_size": "training.global_batch_size",
-    "seq": "training.seq_len",
-    "precision": "training.mixed_precision_param",
-    "gradient_reduction": "training.mixed_precision_reduce",
-    "offload_optimizer": "training.enable_cpu_offload",
-    "recompute": "activation_checkpoint.mode",
-    "recompute_modules": "activation_checkpoint.selective_ac_option",
-    "optimizer": "optimizer.name",
-}
-"""Keys by the field of `Layout` or `ModelSpec` that they give; those of context_parallel_form,
-expert_tensor_parallel and recompute are of releases up to 0.2."""
+from planner.formats.facts.key_table import key_table
 
-MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
-FIRST_LESS = "parallelism.pipeline_parallel_first_stage_less_layers"
-LAST_LESS = "parallelism.pipeline_parallel_last_stage_less_layers"
+KEYS = key_table("torchtitan").fields
+"""Keys by the field of `Layout` or `ModelSpec` that they give (keys/torchtitan.yaml)."""
+
+MICRO_BATCH = KEYS["pipeline_micro_batch"]
+FIRST_LESS = KEYS["first_less_layers"]
+LAST_LESS = KEYS["last_less_layers"]
 
 SCHEDULES = {
     "1F1B": "1f1b",
@@ -121,6 +99,13 @@ def stage_layers(layers: int, stages: int, first_less: int, last_less: int) -> t
     counts[0] -= first_less
     counts[-1] -= last_less
     return tuple(counts) if min(counts) > 0 else None
+
+
+def before_0_1(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage before release 0.1: what is left over goes to middle ones."""
+    each, more = divmod(layers, stages)
+    middle = [each + (stage < more) for stage in range(stages - 2)]
+    return (each, *middle, layers - each - sum(middle)) if stages > 1 else (layers,)
 
 
 def less_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int, int] | None:

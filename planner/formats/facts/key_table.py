@@ -1,0 +1,49 @@
+"""The keys of each software, one table a file: what each does, which field it gives, and its earlier names.
+
+A table has a section for each role. A row of a section is `FIELD: KEY EARLIER-NAME ...`, where the field is
+one of `Layout`, of `ModelSpec`, or a word of the reader. `others` lists keys that give no field by
+themselves, in which `*` stands for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from costmodels.catalogue.yaml_files import parse
+from planner.formats.facts.flag_catalogue import Role
+
+FOLDER = Path(__file__).parent.parent / "keys"
+
+OTHERS = "others"
+
+
+class KeyTable(NamedTuple):
+    """The keys of a software."""
+
+    roles: Mapping[str, Role]
+    """What each key does, those by their earlier names too."""
+    fields: Mapping[str, str]
+    """Keys by the field that they give."""
+    earlier: Mapping[str, str]
+    """Keys by the names that they had before."""
+
+
+@cache
+def key_table(software: str) -> KeyTable:
+    """The table of a software. Shared by all callers: not to be changed."""
+    path = FOLDER / f"{software}.yaml"
+    roles: dict[str, Role] = {}
+    fields: dict[str, str] = {}
+    earlier: dict[str, str] = {}
+    for role, section in parse(path.read_text(encoding="utf-8"), path.name).items():
+        rows = {OTHERS: section} if isinstance(section, str) else section
+        for field, text in rows.items():
+            keys = str(text).split()
+            roles |= dict.fromkeys(keys, cast(Role, role))
+            if field != OTHERS:
+                fields[field], *names = keys
+                earlier |= dict.fromkeys(names, keys[0])
+    return KeyTable(roles, fields, earlier)
