@@ -35,6 +35,7 @@ from planner.formats.primus import reader as primus
 from planner.formats.python.recipes import recipes
 from planner.formats.recognised import refuse_recognised
 from planner.formats.torchtitan import reader as torchtitan
+from planner.formats.torchtitan import registry
 from planner.formats.torchtitan.flags import flag_entries
 from planner.inputs.model import resolve_model
 
@@ -92,6 +93,9 @@ KINDS = (
 
 RECIPES = Kind("recipes", lambda entries: False, nemo.read_recipe)
 """Python files of Megatron-Bridge and NeMo."""
+
+REGISTRY = Kind("registry", lambda entries: False, registry.read_registry)
+"""Python files of torchtitan."""
 
 OVERRIDES = Kind("overrides", lambda entries: False, nemo.read_overrides)
 """Scripts that give keys of NeMo or Megatron-Bridge to a program."""
@@ -189,7 +193,7 @@ class _Part:
 
 
 def _is_program(part: _Part) -> bool:
-    return part.kind is None or part.kind in (RECIPES, OVERRIDES, SWIFT, SLIME)
+    return part.kind is None or part.kind in (RECIPES, REGISTRY, OVERRIDES, SWIFT, SLIME)
 
 
 def _known_names(parts: Sequence[_Part], reading: Reading) -> set[str]:
@@ -200,6 +204,8 @@ def _known_names(parts: Sequence[_Part], reading: Reading) -> set[str]:
             found |= {*known_keys("slime")}
         if part.kind is RECIPES:
             found |= {"recipe", *nemo.OTHERS}
+        if part.kind is REGISTRY:
+            found |= {"recipe", *known_keys("torchtitan")}
         if part.kind is None or _is_program(part) or part.kind.framework == "nemo":
             found |= {*known_flags(), *(name[2:].replace("-", "_") for name in known_flags())}
         if part.kind is not None and part.kind not in TRAINERS and not _is_program(part):
@@ -216,19 +222,21 @@ def _known_names(parts: Sequence[_Part], reading: Reading) -> set[str]:
 
 def _joined(parts: list[_Part]) -> list[_Part]:
     """Programs that are given together as one: a recipe may start from those of another file."""
-    programs = [part for part in parts if part.kind is RECIPES]
-    if len(programs) < 2:
+    programs = [part for part in parts if part.kind in (RECIPES, REGISTRY)]
+    if len({id(part.kind) for part in programs}) != 1 or len(programs) < 2:
         return parts
     first, *others = programs
     source = dataclasses.replace(
         first.source, others=tuple((other.source.file, other.source.text) for other in others)
     )
-    return [dataclasses.replace(first, source=source), *(part for part in parts if part.kind is not RECIPES)]
+    return [dataclasses.replace(first, source=source), *(part for part in parts if part not in programs)]
 
 
 def _part(file: str, text: str, around: Surroundings) -> _Part:
     """A file and its kind; raises `InputError` where nothing in it is known."""
     if Path(file).suffix.lower() == ".py":
+        if registry.has_configurations(file, text):
+            return _Part(Source(file, text), REGISTRY)
         if not recipes(((file, text),)):
             refuse_recognised(file, (), text)
         return _Part(Source(file, text), RECIPES)

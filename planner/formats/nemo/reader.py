@@ -9,9 +9,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
-from costmodels.spelling import nearest
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.flag_catalogue import GivenFlag, KnownFlag, known_flags
@@ -25,7 +23,7 @@ from planner.formats.megatron.names import DEGREE_FLAGS, OPTIMIZERS
 from planner.formats.megatron.reader import read_command
 from planner.formats.nemo.bridge_names import FP8_RECIPES
 from planner.formats.nemo.names import FLAGS, NOT_MEGATRONS, OFF
-from planner.formats.python.recipes import PARALLEL, Recipe, recipes
+from planner.formats.python.recipes import PARALLEL, Recipe, chosen
 from planner.formats.shell.text import Word
 
 
@@ -52,31 +50,9 @@ def read_overrides(source: Source, around: Surroundings) -> Reading:
     return dataclasses.replace(reading, problems=(*reading.problems, *problems.found))
 
 
-def recipe_of(source: Source, around: Surroundings) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe of Python files that are given together, and the names of the others.
-
-    It is the one that `--define recipe=NAME` names; of those that no other one calls the first that
-    pre-trains, or the first.
-    """
-    define = {name: value for name, value in around.define.items() if name != "recipe"}
-    found = recipes(((source.file, source.text), *source.others), define)
-    named = around.define.get("recipe", "")
-    if not found:
-        raise InputError(f"file {source.file}: no function in it sets degrees of parallelism")
-    if named and named not in found:
-        raise InputError(
-            f"file {source.file} has no recipe {named!r}; {nearest(named, found) or ', '.join(found)}"
-        )
-    called = {name for recipe in found.values() for name in recipe.calls if name != recipe.name}
-    roots = [name for name in found if name not in called] or [*found]
-    first = next((name for name in roots if "pretrain" in name), roots[0])
-    chosen = found[named or first]
-    return chosen, tuple(name for name in found if name != chosen.name)
-
-
 def read_recipe(source: Source, around: Surroundings) -> Reading:
     """The job that a recipe in Python describes; raises `InputError` where the file has none."""
-    recipe, others = recipe_of(source, around)
+    recipe, others = chosen(((source.file, source.text), *source.others), around.define)
     assumed = []
     if recipe.name != "<file>":
         more = f" of {len(others) + 1}; give --define recipe=NAME for another" if others else ""

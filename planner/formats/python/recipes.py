@@ -1,23 +1,26 @@
-"""Recipes in Python (Megatron-Bridge, NeMo 2): what functions set, from the syntax tree. Nothing is run.
+"""Recipes in Python (Megatron-Bridge, NeMo 2, torchtitan): what functions set, from the syntax tree.
 
-Statements are followed in order with the values of parameters and constants. These choose the branch of an
-`if`; where they choose none, what the branches set differently is not known.
+Nothing is run. Statements are followed in order with the values of parameters and constants. These choose the
+branch of an `if`; where they choose none, what the branches set differently is not known.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
+from costmodels.spelling import nearest
 from planner.formats.facts.entries import MOST_ENTRIES, Entries, Entry
 from planner.formats.python.values import (
     FUNCTIONS,
     LARGEST,
+    Call,
     Made,
     Part,
     Unresolved,
@@ -41,6 +44,25 @@ MAKERS = ("Config", "Partial")
 
 WHOLES = ("Partial", "ConfigContainer")
 """Makers of a whole configuration."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the recipes of a software are written."""
+
+    is_recipe: Callable[[Entries], bool]
+    """Whether what a function sets is a recipe."""
+    whole: re.Pattern[str]
+    """Calls that make a whole configuration."""
+    nested: bool = False
+    """Its sections are arguments of that call, and made by calls themselves."""
+
+
+MEGATRON = Style(
+    lambda entries: any(path.rpartition(".")[2] in PARALLEL for path in entries),
+    re.compile(rf"(?:.*\.)?(?:{'|'.join(WHOLES)})"),
+)
+"""NeMo 2 and Megatron-Bridge."""
 
 LAYOUT = "pipeline_model_parallel_layout"
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -74,7 +96,9 @@ class _Function:
     file: str
 
 
-def recipes(texts: Sequence[tuple[str, str]], define: Mapping[str, str] | None = None) -> dict[str, Recipe]:
+def recipes(
+    texts: Sequence[tuple[str, str]], define: Mapping[str, str] | None = None, style: Style = MEGATRON
+) -> dict[str, Recipe]:
     """The recipes of Python files by name; raises `InputError` where one is no Python.
 
     Args:
@@ -103,11 +127,11 @@ def recipes(texts: Sequence[tuple[str, str]], define: Mapping[str, str] | None =
         constants: dict[str, Any] = {}
         whole: list[_Reader] = []
         for file, tree in trees:
-            reader = _Reader(functions, modules, given, constants, file)
+            reader = _Reader(functions, modules, given, constants, file, style)
             reader.block(tree.body, constants, 0)
             whole.append(reader)
         for name, function in functions.items():
-            reader = _Reader(functions, modules, given, constants, function.file)
+            reader = _Reader(functions, modules, given, constants, function.file, style)
             reader.follow(function, {}, 0)
             _keep(found, name, reader)
         for reader in whole:
@@ -115,6 +139,28 @@ def recipes(texts: Sequence[tuple[str, str]], define: Mapping[str, str] | None =
     except RecursionError:
         raise InputError(f"file {texts[0][0]} is nested too deeply") from None
     return found
+
+
+def chosen(
+    texts: Sequence[tuple[str, str]], define: Mapping[str, str], style: Style = MEGATRON
+) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe of Python files that are given together, and the names of the others.
+
+    It is the one that `--define recipe=NAME` names; of those that no other one calls the first that
+    pre-trains, or the first. Raises `InputError` where there is none, or none of that name.
+    """
+    others = {name: value for name, value in define.items() if name != "recipe"}
+    found = recipes(texts, others, style)
+    file, named = texts[0][0], define.get("recipe", "")
+    if not found:
+        raise InputError(f"file {file}: no function in it sets degrees of parallelism")
+    if named and named not in found:
+        raise InputError(f"file {file} has no recipe {named!r}; {nearest(named, found) or ', '.join(found)}")
+    called = {name for recipe in found.values() for name in recipe.calls if name != recipe.name}
+    roots = [name for name in found if name not in called] or [*found]
+    first = next((name for name in roots if "pretrain" in name), roots[0])
+    one = found[named or first]
+    return one, tuple(name for name in found if name != one.name)
 
 
 def _literal(text: str) -> Any:
@@ -126,7 +172,7 @@ def _literal(text: str) -> Any:
 
 
 def _keep(found: dict[str, Recipe], name: str, reader: _Reader) -> None:
-    if name in found or not any(path.rpartition(".")[2] in PARALLEL for path in reader.entries):
+    if name in found or not reader.style.is_recipe(reader.entries):
         return
     found[name] = Recipe(
         name,
@@ -149,6 +195,7 @@ class _Reader:
     given: Mapping[str, Any]
     constants: Mapping[str, Any]
     file: str
+    style: Style
     entries: Entries = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
@@ -234,7 +281,13 @@ class _Reader:
             if path and isinstance(node.value, ast.Call) and not is_known(value):
                 self.replaced.add(path)
                 self._drop(path)
-                self._set(path, written(node.value.func).rpartition(".")[2], node.lineno)
+                if isinstance(value, Call):
+                    self._spread(path, value)
+                else:
+                    self._set(path, written(node.value.func).rpartition(".")[2], node.lineno)
+            elif path and isinstance(value, Call):
+                self._drop(path)
+                self._spread(path, value)
             elif path:
                 self._set(path, value, node.lineno)
 
@@ -362,8 +415,9 @@ class _Reader:
             self.models.append(class_name)
             if name in MAKERS or class_name[:1].isupper():
                 name = class_name  # run.Config(Class, ...), run.Partial(function, ...)
-        for key, value in arguments.items():
-            self._set(f"{name}.{key}", value, call.lineno)
+        if not self.style.nested:
+            for key, value in arguments.items():
+                self._set(f"{name}.{key}", value, call.lineno)
         if function in FUNCTIONS:
             return called(function, listed)
         if isinstance(call.func, ast.Attribute) and name in ("append", "extend") and len(listed) == 1:
@@ -373,14 +427,47 @@ class _Reader:
                 return None
         made = self._made(function, call.lineno)
         whole = [
-            one for one in listed if isinstance(one, Made) or (one == Part("") and isinstance(one, Part))
+            one
+            for one in listed
+            if (isinstance(one, Made) and not self.style.nested)
+            or (one == Part("") and isinstance(one, Part))
         ]
         if whole and isinstance(call.func, ast.Name):
             self.changed_by[function] = made
             return whole[0]
-        if function.rpartition(".")[2] in WHOLES:
+        if self.style.nested:
+            made = self._call_of(made, listed, arguments)
+        if self.style.whole.fullmatch(function):
+            if isinstance(made, Call):
+                self._spread("", made)
             return Part("")
+        if isinstance(made, Call):
+            return made
         return made if not function.rpartition(".")[2][:1].isupper() else Unresolved(name)
+
+    def _call_of(self, made: Made, listed: list[Any], arguments: dict[str, Any]) -> Call:
+        call = Call(made)
+        call.line, call.module, call.listed, call.given = made.line, made.module, listed, arguments
+        return call
+
+    def _spread(self, path: str, call: Call) -> None:
+        """Set a section of the configuration, and what the call that makes it is given."""
+        at = f"{path}." if path else ""
+        if path:
+            # A class is a section; what a function makes may be one, or a value that is not known.
+            is_class = call.rpartition(".")[2][:1].isupper()
+            name = call.module or str(call)
+            self._set(path, name if is_class else Unresolved(name), call.line)
+        pairs = [*((str(place), value) for place, value in enumerate(call.listed)), *call.given.items()]
+        for key, value in pairs:
+            inner = [value] if isinstance(value, Call) else value if isinstance(value, list) else []
+            if isinstance(value, Call):
+                self._spread(f"{at}{key}", value)
+            elif inner and all(isinstance(one, Call) for one in inner):
+                for place, one in enumerate(inner):
+                    self._spread(f"{at}{key}.{place}", one)
+            else:
+                self._set(f"{at}{key}", value, call.line)
 
     def _made(self, function: str, line: int) -> Made:
         made = Made(function)

@@ -22,6 +22,13 @@ class Made(Unresolved):
     module: str
 
 
+class Call(Made):
+    """What a call in none of the files makes, with the values that it is given."""
+
+    listed: list[Any]
+    given: dict[str, Any]
+
+
 class Part(str):
     """A part of the configuration, by its path; the empty text is the whole."""
 

@@ -1,11 +1,14 @@
-"""Configurations of torchtitan: TOML files (until 0.2), and the flags that stand for their keys.
+"""Configurations of torchtitan: TOML files (until 0.2), Python, and the flags that stand for their keys.
 
-Defaults are those of torchtitan/config/job_config.py, stages those of distributed/pipeline_parallel.py.
+Defaults are those of torchtitan/config/job_config.py and configs.py, stages those of
+distributed/pipeline_parallel.py; keys of earlier releases have the defaults of these.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, get_args
 
 from costmodels.catalogue import load_model
@@ -14,9 +17,9 @@ from costmodels.errors import InputError, on_one_line
 from costmodels.spec.layout import Fp8Recipe, Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats.facts.entries import Entries
-from planner.formats.facts.keyed import Keyed, defined
+from planner.formats.facts.keyed import Keyed, defined, todays
 from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
-from planner.formats.facts.reading import Problems, Reading
+from planner.formats.facts.reading import Problems, Reading, in_own_words
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
 from planner.formats.torchtitan.names import (
@@ -29,6 +32,7 @@ from planner.formats.torchtitan.names import (
     MICRO_BATCH,
     ROTATE_METHODS,
     SCHEDULES,
+    before_0_1,
     stage_layers,
     zero_stage,
 )
@@ -38,16 +42,19 @@ from planner.inputs.model import with_seq
 def recognises(entries: Entries) -> bool:
     """Whether keys are those of torchtitan."""
     names = {path.rpartition(".")[0] for path in entries}
-    return ("parallelism" in names and "training" in names) or (
-        "training.seq_len" in entries and "model.flavor" in entries
-    )
+    return ("parallelism" in names and "training" in names) or {"training.seq_len", "model.flavor"} <= {
+        *entries
+    }
 
 
 def read_torchtitan(source: Source, around: Surroundings) -> Reading:
     """The job that a configuration of torchtitan describes."""
     problems = Problems(source.file)
     assumed: list[str] = []
-    keys = Keyed(defined(source.entries, around.define, "torchtitan"), "torchtitan", source.file, problems)
+    entries, own = todays(source.entries, "torchtitan")
+    entries, _ = todays(defined(entries, around.define, "torchtitan"), "torchtitan")
+    keys = Keyed(entries, "torchtitan", source.file, problems)
+    _name_other_state(keys)
     flags = tuple(flag for flag in keys.flags() if flag.line)
     places = Places(KEYS, {path: entry.line for path, entry in keys.entries.items()})
     model = _model(keys, around.model)
@@ -58,10 +65,11 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
     if said is None:
         text = "the number of devices is not known: torchrun says it"
         problems.add("unknown", text, KEYS["data_parallel"], None, "give --world-size")
-    layout = None if model is None or said is None else _layout(keys, model, degrees, said, places)
+    release = _Release(own.values(), keys)
+    layout = None if model is None or said is None else _layout(keys, model, degrees, said, places, release)
     keys.name_unread()
     name_others(flags, problems, "is no key of torchtitan that is known here")
-    return Reading(
+    reading = Reading(
         framework="torchtitan",
         engine="torchtitan",
         file=source.file,
@@ -79,6 +87,36 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
         assumed=tuple(assumed),
         problems=tuple(problems.found),
     )
+    return in_own_words(reading, own)
+
+
+class _Release:
+    """What of the defaults a file has that depends on its release, as its keys tell it."""
+
+    def __init__(self, own: Iterable[str], keys: Keyed) -> None:
+        names = set(own)
+        self.before_0_1 = "training.batch_size" in names or any(
+            name.startswith("experimental.pipeline") for name in names
+        )
+        """Batches are split into as many micro batches as there are stages."""
+        tokens = (KEYS["micro_tokens"], KEYS["global_tokens"])
+        self.in_tokens = "training.max_context_length" in names or any(path in keys for path in tokens)
+        """Batches are counted in tokens."""
+
+
+def _name_other_state(keys: Keyed) -> None:
+    if (keys.text("training.dtype") or "float32") != "float32":
+        text = "weights, gradients and moments of other formats than float32 are not priced"
+        keys.add("unknown", text, "training.dtype")
+    if keys.text(KEYS["schedule_file"]):
+        keys.add("unknown", "a schedule of its own is not priced", KEYS["schedule_file"])
+    for word in (keys.text(KEYS["converters"]) or "").replace(",", " ").split():
+        if not re.search(_CONVERTERS, word.lower()):
+            keys.add("unknown", f"{word} is not priced", KEYS["converters"])
+
+
+_CONVERTERS = r"float8|mx|primus_turbo"
+"""Converters of layers that are priced, or named where they are read."""
 
 
 _PRESET = re.compile(r"preset for ([0-9]{1,5}) ([AHB][0-9]{2,3}) GPUs(?: \(with ([0-9]{1,4}) ?GiB memory\))?")
@@ -149,10 +187,15 @@ def _said_world(keys: Keyed, degrees: dict[str, Any]) -> int | None:
 
 
 def _layout(
-    keys: Keyed, model: ModelSpec, degrees: dict[str, Any], world: int, places: Places
+    keys: Keyed,
+    model: ModelSpec,
+    degrees: dict[str, Any],
+    world: int,
+    places: Places,
+    release: _Release,
 ) -> Layout | None:
     problems = keys.problems
-    stages = _stages(keys, model, degrees["pipeline_parallel"])
+    stages = _stages(keys, model, degrees["pipeline_parallel"], release)
     whole = degrees_of_world(degrees, world, places, problems)
     if whole is None or stages is None:
         return None
@@ -169,20 +212,17 @@ def _layout(
     policy = keys.choice(KEYS["zero_stage"], ("default", "always", "never"), "default")
     whole["zero_stage"] = zero_stage(sharded, whole["pipeline_parallel"], policy)
     whole["zero_replicas"] = replicate if sharded > 1 else 1
-    local = keys.count(KEYS["micro_batch_size"]) or 8
-    micro = keys.count(MICRO_BATCH) or 1
-    whole["micro_batch_size"] = micro if whole["pipeline_parallel"] > 1 else local
-    if local % whole["micro_batch_size"]:
-        keys.add("illegal", f"{local} is not a multiple of the micro batch {micro}", KEYS["micro_batch_size"])
+    sizes = _batch(keys, model, len(stages["layers_per_stage"]), release)
+    if sizes is None:
         return None
-    batch = keys.first(KEYS["global_batch_size"])
-    exact = None if batch is None or batch.text.startswith("-") else keys.count(KEYS["global_batch_size"])
+    micro, local, exact = sizes
+    whole["micro_batch_size"] = micro
     unit = local * whole["data_parallel"]
+    path = KEYS["global_tokens"] if release.in_tokens else KEYS["global_batch_size"]
     if exact is not None and exact % unit:
-        text = (
-            f"{exact} is not a multiple of {local} sequences x {whole['data_parallel']} data-parallel ranks"
-        )
-        keys.add("illegal", text, KEYS["global_batch_size"], f"use a multiple of {unit}")
+        ranks = whole["data_parallel"]
+        text = f"{exact} is not a multiple of {local} sequences x {ranks} data-parallel ranks"
+        keys.add("illegal", text, path, f"use a multiple of {unit}")
         return None
     whole["global_batch_size"] = exact or unit
     whole |= _recompute(keys, model, stages["layers_per_stage"]) | {"precision": _precision(keys)}
@@ -195,7 +235,72 @@ def _layout(
     return build_layout(whole, places, problems)
 
 
-def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | None:
+def _open(keys: Keyed, path: str) -> int | None:
+    """The number of a key; None where it is left open, which -1 says too."""
+    entry = keys.first(path)
+    return None if entry is None or entry.text.startswith("-") else keys.count(path)
+
+
+def _batch(
+    keys: Keyed, model: ModelSpec, stages: int, release: _Release
+) -> tuple[int, int, int | None] | None:
+    """Sequences of a micro batch, of a data-parallel rank, and of a step where the file says them."""
+    if release.in_tokens:
+        path = KEYS["micro_tokens"]
+        tokens, total = keys.count(path) or 16384, _open(keys, KEYS["global_tokens"])
+        for name, number in ((path, tokens), (KEYS["global_tokens"], total or model.seq)):
+            if number % model.seq:
+                text = f"{number} tokens are not whole sequences of {model.seq}, which is not priced"
+                keys.add("unknown", text, name, f"give --define {name.rpartition('.')[2]}=N")
+                return None
+        micro = tokens // model.seq
+        count = keys.count(KEYS["pipeline_micro_batches"]) or 1
+        local = micro * count if stages > 1 else micro
+        return micro, local, None if total is None else total // model.seq
+    local, exact = keys.count(KEYS["micro_batch_size"]) or 8, _open(keys, KEYS["global_batch_size"])
+    if stages == 1:
+        return local, local, exact
+    if release.before_0_1 or KEYS["pipeline_micro_batches"] in keys:
+        count = keys.count(KEYS["pipeline_micro_batches"]) or stages
+        if local % count == 0:
+            return local // count, local, exact
+        keys.add("illegal", f"{local} is not a multiple of {count} micro batches", KEYS["micro_batch_size"])
+        return None
+    micro = keys.count(MICRO_BATCH) or 1
+    if local % micro:
+        keys.add("illegal", f"{local} is not a multiple of the micro batch {micro}", KEYS["micro_batch_size"])
+        return None
+    return micro, local, exact
+
+
+def _listed_stages(keys: Keyed, layers: int) -> tuple[int, ...] | None:
+    """Layers of the stages that a file lists one by one; None, and a problem, where they are none."""
+    points = keys.first(KEYS["split_points"])
+    if points is not None:
+        named = [re.fullmatch(r"layers\.([0-9]{1,5})", point) for point in points.items or (points.text,)]
+        cuts = [0, *(int(match[1]) for match in named if match), layers]
+        found = tuple(end - start for start, end in pairwise(cuts))
+        good = all(named) and min(found) > 0
+        path = points.path
+    else:
+        path = KEYS["modules_of_stages"]
+        parts = [entry.text for name, entry in keys.entries.items() if name.startswith(f"{path}.")]
+        parts = parts or [part for part in keys.entries[path].text.split("]") if part.strip(", [")]
+        found = tuple(len(re.findall(r"layers\.[0-9]+", part)) for part in parts)
+        good = sum(found) == layers and min(found) > 0
+    if not good:
+        text = f"stages of {', '.join(map(str, found))} layers are not priced for a model of {layers}"
+        keys.add("unknown", text, path)
+        return None
+    return found
+
+
+def _lists_stages(keys: Keyed) -> bool:
+    points, path = keys.first(KEYS["split_points"]), KEYS["modules_of_stages"]
+    return bool(points is not None and points.text) or path in keys or keys.under(path)
+
+
+def _stages(keys: Keyed, model: ModelSpec, pipeline: int, release: _Release) -> dict[str, Any] | None:
     """Chunks, schedule, and layers of the stages: embedding and head count as layers."""
     if pipeline == 1:
         return {"layers_per_stage": (model.layers,)}
@@ -213,7 +318,13 @@ def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | No
     ends = (1 if first is None else first, 1 if last is None else last)
     each = keys.count(KEYS["virtual_pipeline_parallel"])
     count = pipeline * (1 if schedule == "1f1b" else 2)
-    if each is not None:
+    listed: tuple[int, ...] | None = None
+    if _lists_stages(keys):
+        listed = _listed_stages(keys, model.layers)
+        if listed is None:
+            return None
+        count = len(listed)
+    elif each is not None:
         count = -(-(model.layers + sum(ends)) // each)
     single = schedule == "1f1b"
     if (
@@ -224,7 +335,12 @@ def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | No
         text = f"makes {count} stages for {pipeline} pipeline ranks under {name}"
         keys.add("illegal", text, KEYS["virtual_pipeline_parallel"] if each else KEYS["schedule"])
         return None
-    listed = stage_layers(model.layers, count, *ends)
+    if listed is None:
+        listed = (
+            before_0_1(model.layers, count)
+            if release.before_0_1
+            else stage_layers(model.layers, count, *ends)
+        )
     if listed is None:
         text = f"{model.layers} layers leave a stage of {count} empty, which is not priced"
         keys.add("unknown", text, KEYS["pipeline_parallel"])
@@ -262,11 +378,11 @@ def _recompute(keys: Keyed, model: ModelSpec, stages: tuple[int, ...]) -> dict[s
 
 
 def _precision(keys: Keyed) -> str:
-    converters = keys.text("model.converters") or ""
-    if "float8" in converters:
+    converters = (keys.text(KEYS["converters"]) or "").lower()
+    if "float8" in converters or (keys.text(KEYS["float8"]) or "").lower() not in ("", "false"):
         return "fp8"
     if "mx" in converters:
-        keys.add("note", "not priced: products are taken as bf16", "model.converters")
+        keys.add("note", "not priced: products are taken as bf16", KEYS["converters"])
     return FORMATS.get(keys.text(KEYS["precision"]) or "bfloat16", "bf16")
 
 
