@@ -479,3 +479,95 @@ def test_a_flag_that_nobody_knows_is_left_out_as_its_line_says(tmp_path: Path) -
     assert written(tmp_path, {"job.sh": text}, define=[f"{given}="]).legal
     still = written(tmp_path, {"job.sh": text}, define={given: "4"})
     assert still.legal is None and still.unknown == ("--own-parallel",)
+
+
+NEMO = """\
+trainer:
+  devices: 8
+  num_nodes: 1
+  precision: bf16
+  limit_val_batches: 4
+model:
+  tensor_model_parallel_size: 2
+  num_layers: 4
+  hidden_size: 256
+  num_attention_heads: 4
+  ffn_hidden_size: 1024
+  encoder_seq_length: 512
+  max_position_embeddings: 512
+  micro_batch_size: 1
+  global_batch_size: 8
+  peft:
+    peft_scheme: null
+    lora_tuning:
+      adapter_dim: 32
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "unknown"),
+    [
+        ("  num_layers", "  own_parallel_size: 4\n  num_layers", "model.own_parallel_size"),
+        ("peft_scheme: null", "peft_scheme: lora", "model.peft.peft_scheme"),
+        ("  num_layers", "  hybrid_override_pattern: M*M*\n  num_layers", "model.hybrid_override_pattern"),
+    ],
+)
+def test_keys_of_nemo_that_decide_and_are_not_read_are_not_known(
+    old: str, new: str, unknown: str, tmp_path: Path
+) -> None:
+    assert written(tmp_path, {"nemo.yaml": NEMO}).legal
+    read = written(tmp_path, {"nemo.yaml": NEMO.replace(old, new)})
+    assert read.legal is None and read.unknown == (unknown,)
+
+
+NEMO_RECIPE = """\
+import nemo_run as run
+
+
+def finetune_recipe(peft_scheme: str = "lora") -> run.Partial:
+    recipe = run.Partial(
+        llm.finetune,
+        model=run.Config(llm.LlamaModel, config=run.Config(llm.Llama3Config8B)),
+        trainer=run.Config(
+            nl.Trainer,
+            devices=8,
+            num_nodes=1,
+            strategy=run.Config(
+                nl.MegatronStrategy, tensor_model_parallel_size=4, pipeline_model_parallel_size=1
+            ),
+        ),
+        data=run.Config(llm.SquadDataModule, seq_length=2048, micro_batch_size=1, global_batch_size=8),
+    )
+    if peft_scheme is None or peft_scheme.lower() == "none":
+        recipe.trainer.strategy.tensor_model_parallel_size = 2
+    else:
+        recipe.peft = run.Config(PEFT[peft_scheme.lower()])
+    return recipe
+"""
+
+
+def test_adapters_of_a_recipe_are_not_known(tmp_path: Path) -> None:
+    read = written(tmp_path, {"recipe.py": NEMO_RECIPE})
+    assert read.legal is None and "peft" in read.unknown and read.layout.tensor_parallel == 4
+    whole = written(tmp_path, {"recipe.py": NEMO_RECIPE}, define={"peft_scheme": "None"})
+    assert "peft" not in whole.unknown and whole.layout.tensor_parallel == 2
+
+
+def test_what_a_function_that_is_not_given_returns_is_never_illegal(tmp_path: Path) -> None:
+    text = """\
+from megatron.bridge.recipes.common import _pretrain_common
+from own import layout_of
+
+
+def pretrain_config():
+    cfg = _pretrain_common()
+    cfg.model = GPTModelProvider(num_layers=61, hidden_size=1024, num_attention_heads=8, seq_length=2048)
+    cfg.model.tensor_model_parallel_size = 1
+    cfg.model.pipeline_model_parallel_size = 4
+    cfg.model.pipeline_model_parallel_layout = layout_of(4)
+    cfg.train.micro_batch_size = 1
+    cfg.train.global_batch_size = 64
+    return cfg
+"""
+    read = written(tmp_path, {"recipe.py": text}, world_size=8)
+    assert read.legal is None and "model.pipeline_model_parallel_layout" in read.unknown

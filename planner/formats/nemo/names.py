@@ -18,6 +18,7 @@ FLAGS = {
     "gated_linear_unit": "--swiglu",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
     "rope_scaling": "--use-rope-scaling",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
 }
 """Flags by the last word of a key, where it is not the flag's own with underscores."""
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
-from planner.formats.facts.flag_catalogue import GivenFlag, KnownFlag, known_flags
+from planner.formats.facts.flag_catalogue import GivenFlag, known_flags
 from planner.formats.facts.hub_models import model_of
 from planner.formats.facts.keyed import Keyed, resolved_value
 from planner.formats.facts.launcher import Launch
 from planner.formats.facts.reading import ConfigProblem, Problems, Reading
+from planner.formats.facts.roles import decides, name_others
 from planner.formats.facts.source import Source, Surroundings
 from planner.formats.facts.tokenizers import TYPES
 from planner.formats.megatron.names import DEGREE_FLAGS, OPTIMIZERS
@@ -121,7 +122,7 @@ def _read(
 ) -> Reading:
     problems = Problems(source.file)
     define = {name: value for name, value in around.define.items() if name != "recipe"}
-    keys = Keyed(_defined(entries, define), framework, source.file, problems)
+    keys = Keyed(_defined(entries, define), "nemo", source.file, problems)
     given, paths = _as_flags(keys, framework)
     model = around.model or _named_model(models)
     if around.model is None and model is not None:
@@ -148,13 +149,15 @@ def _read(
     shown = tuple(
         dataclasses.replace(flag, name=paths.get(flag.name, flag.name)) for flag in reading.flags if flag.line
     )
-    rest = set(keys.entries) - set(paths.values())
+    others = _others(keys, set(keys.entries) - set(paths.values()))
+    _name_adapters(keys)
+    name_others(others, problems, "is no key of NeMo that is known here")
     return dataclasses.replace(
         reading,
         framework=framework,
         engine="nemo",
         device=device,
-        flags=(*shown, *_others(keys, rest)),
+        flags=(*shown, *others),
         names={name: paths.get(flag, flag) for name, flag in DEGREE_FLAGS.items()},
         assumed=(*assumed, *reading.assumed),
         problems=(*problems.found, *found),
@@ -172,14 +175,42 @@ def _defined(entries: Entries, define: Mapping[str, str]) -> Entries:
     return with_definitions(entries, define, known)
 
 
+_LAYOUT, _BUILDER = "pipeline_model_parallel_layout", "_pipeline_model_parallel_layout_builder"
+
+
 def _others(keys: Keyed, rest: set[str]) -> tuple[GivenFlag, ...]:
-    """Keys that no flag of Megatron-LM stands for: about logs, data and the inside of the framework."""
-    harmless = KnownFlag("", "harmless", "1", keys.framework)
-    return tuple(
-        GivenFlag(entry.path, (Word(entry.text, entry.line),), entry.line, harmless)
-        for path, entry in keys.entries.items()
-        if path in rest and entry.line
-    )
+    """Keys that no flag of Megatron-LM stands for: most are about logs, data and the framework's inside."""
+    leaves = {path.rpartition(".")[2] for path, entry in keys.entries.items() if not entry.null}
+    found = []
+    for flag in keys.flags():
+        path, leaf = flag.name, flag.name.rpartition(".")[2]
+        if path not in rest or not flag.line:
+            continue
+        role = flag.known.role
+        if role == "unknown":
+            own = known_flags().get(FLAGS.get(leaf, f"--{leaf.replace('_', '-')}"))
+            is_own = own is not None or leaf in OFF or leaf in NOT_MEGATRONS
+            role = "unknown" if not is_own and decides(leaf, flag.text) else "harmless"
+            if own is not None and own.role == "unsupported":
+                role = "unsupported"
+        if (leaf == _BUILDER and _LAYOUT in leaves) or flag.text.lower() in _USUAL:
+            role = "harmless"
+        found.append(dataclasses.replace(flag, known=dataclasses.replace(flag.known, role=role)))
+    return tuple(found)
+
+
+_USUAL = ("", "false", "none", "null", "0", "0.0", "1")
+"""Values with which recipes spell out that something is off."""
+
+
+def _name_adapters(keys: Keyed) -> None:
+    """What trains instead of the weights: a scheme of its own, or a part of a recipe."""
+    for path, entry in keys.entries.items():
+        if path.rpartition(".")[2] in ("peft", "peft_scheme") and entry.text.lower() not in _USUAL:
+            what = entry.text if entry.text.isidentifier() else "what trains"
+            keys.add(
+                "unknown", f"{what}: adapters of NeMo are not priced", path, "see planner suggest --lora-rank"
+            )
 
 
 def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, str]]:

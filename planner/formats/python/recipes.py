@@ -20,6 +20,7 @@ from planner.formats.facts.entries import MOST_ENTRIES, Entries, Entry
 from planner.formats.python.values import (
     FUNCTIONS,
     LARGEST,
+    METHODS,
     Call,
     Made,
     Part,
@@ -284,7 +285,8 @@ class _Reader:
                 if isinstance(value, Call):
                     self._spread(path, value)
                 else:
-                    self._set(path, written(node.value.func).rpartition(".")[2], node.lineno)
+                    name = written(node.value.func).rpartition(".")[2]
+                    self._set(path, name if name[:1].isupper() else Unresolved(name), node.lineno)
             elif path and isinstance(value, Call):
                 self._drop(path)
                 self._spread(path, value)
@@ -395,7 +397,9 @@ class _Reader:
         function = written(call.func)
         name = function.rpartition(".")[2]
         if isinstance(call.func, ast.Attribute):
-            self.value(call.func.value, known, depth)
+            of = self.value(call.func.value, known, depth)
+            if name in METHODS and isinstance(of, str) and is_known(of) and not (call.args or call.keywords):
+                return getattr(of, name)()
         listed = [self.value(one, known, depth) for one in call.args if not isinstance(one, ast.Starred)]
         arguments = {
             one.arg: self.value(one.value, known, depth) for one in call.keywords if one.arg is not None

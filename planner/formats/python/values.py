@@ -83,6 +83,10 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 """Python's own functions that are computed."""
 
 
+METHODS = ("lower", "upper", "strip")
+"""Methods of texts that are computed."""
+
+
 def computed(node: ast.BinOp, left: Any, right: Any) -> Any:
     """The value of a sum, product and the like; `Unresolved` where it is none, or too large."""
     unknown = Unresolved(written(node))
