@@ -322,8 +322,18 @@ def _writer(reading: Reading) -> Callable[[Plan], Mapping[str, str]] | None:
     if reading.framework == "mindformers-dynamic":
         return lambda plan: keys_of_layout(plan.layout)
     usual = "megatron" if reading.engine in ("megatron", "megatron-deepspeed") else ""
+    usual = reading.engine if reading.framework == "primus" else usual
     target = TARGETS.get(reading.framework, TARGETS.get(usual))
-    return None if target is None else lambda plan: target(plan).layout_flags
+    return None if target is None else lambda plan: _in_words(target(plan).layout_flags, reading.words)
+
+
+def _in_words(flags: Mapping[str, str], words: Mapping[str, str]) -> dict[str, str]:
+    """Flags in the words of a file; a switch is a key that is true there."""
+    found = {}
+    for flag, text in flags.items():
+        name = words.get(flag, flag)
+        found[name] = "true" if not text and flag.startswith("--") and not name.startswith("--") else text
+    return found
 
 
 def _changes(reading: Reading, plan: Plan | None, best: Plan | None) -> tuple[FlagChange, ...]:

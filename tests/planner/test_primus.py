@@ -10,6 +10,7 @@ import pytest
 
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
+from planner import check
 from planner.inputs.model import with_seq
 from tests.planner.test_public_cases import Read, written
 
@@ -160,3 +161,20 @@ def test_jobs_of_torchtitan_are_torchtitans(tmp_path: Path) -> None:
 def test_other_frameworks_are_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="trains with maxtext"):
         read_one(tmp_path, "steps: 3", framework="maxtext")
+
+
+def test_changes_are_in_the_words_of_the_file(tmp_path: Path) -> None:
+    overrides = (
+        "global_batch_size: 32\ntensor_model_parallel_size: 4\nsequence_parallel: true\nmicro_batch_size: 1"
+    )
+    files = {"experiment.yaml": experiment(overrides, "own.yaml"), "own.yaml": PRESET, "base.yaml": BASE}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    answer = check([tmp_path / name for name in files], device="h100", world_size=8)
+    changes = {change.flag: change for change in answer.changes}
+    degree = changes["tensor_model_parallel_size"]
+    assert (degree.before, degree.line) == (
+        "4",
+        1 + files["experiment.yaml"].splitlines().index("      tensor_model_parallel_size: 4"),
+    )
+    assert not [name for name in changes if name.startswith("--")]

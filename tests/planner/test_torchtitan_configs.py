@@ -260,6 +260,8 @@ def test_faults_are_named_in_the_words_of_the_file(tmp_path: Path) -> None:
     (problem,) = written(tmp_path, {"job.toml": text}, world_size=16).reading.problems
     assert (problem.severity, problem.flag) == ("illegal", "training.batch_size")
     assert text.splitlines()[(problem.line or 0) - 1] == "batch_size = 8"
+    words = written(tmp_path, {"job.toml": text}, world_size=16).reading.words
+    assert words["parallelism.pipeline_parallel_degree"] == "experimental.pipeline_parallel_degree"
     defined = written(tmp_path, {"job.toml": text}, world_size=16, define={"batch_size": "9"})
     assert defined.legal and defined.layout.micro_batch_size == 3
 

@@ -66,6 +66,8 @@ class Reading:
     `parallel_config.data_parallel`."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The flags or keys of the software by the field of `Layout` or `ModelSpec` that they give."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """What the file calls the flags or keys in which plans are written for its software."""
     training: Mapping[str, str] = field(default_factory=dict)
     """What is learned and from which data, as flags of Megatron-LM, which the runtime takes too, with their
     values: the empty text for a switch."""
@@ -100,7 +102,7 @@ def in_own_words(reading: Reading, own: Mapping[str, str]) -> Reading:
     )
     flags = tuple(dataclasses.replace(one, name=own.get(one.name, one.name)) for one in reading.flags)
     names = {field: own.get(path, path) for field, path in reading.names.items()}
-    return dataclasses.replace(reading, problems=problems, flags=flags, names=names)
+    return dataclasses.replace(reading, problems=problems, flags=flags, names=names, words=own)
 
 
 def verdict(problems: Iterable[ConfigProblem]) -> tuple[bool | None, tuple[ConfigProblem, ...]]:

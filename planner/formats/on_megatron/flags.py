@@ -54,5 +54,6 @@ def renamed(reading: Reading, names: Mapping[str, str], framework: str, engine: 
             dataclasses.replace(flag, name=names.get(flag.name, flag.name)) for flag in reading.flags
         ),
         names={field: names.get(flag, flag) for field, flag in DEGREE_FLAGS.items()},
+        words=names,
         problems=tuple(problems),
     )
