@@ -182,6 +182,8 @@ def as_json(found: Explanation, assumed: list[str]) -> dict[str, Any]:
         "best": _plan(best),
         "closest": None if best else _plan(result.closest()[0]),
         "indistinguishable": found.indistinguishable,
+        "prefer": result.problem.preference.prefer,
+        "fastest_place": result.first_faster + 1 if result.feasible else None,
         "comparisons": [_comparison(comparison) for comparison in found.comparisons],
         "verdicts": [_verdict(verdict) for verdict in found.verdicts],
         "binding": None if found.binding is None else asdict(found.binding),

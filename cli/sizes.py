@@ -13,7 +13,7 @@ from planner.objective import MEANINGS
 from planner.plan import Plan
 from planner.world_sizes import Size, Sizes
 
-SHARED_FIELDS = {"version", "model", "engine", "objective", "rejected"}
+SHARED_FIELDS = {"version", "model", "engine", "objective", "preference", "rejected"}
 """Fields of plans that are said once, or not."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cli.flag_notes import planning_flag_notes
@@ -14,13 +14,16 @@ from cli.waiting import waiting
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.network.topology import describe
+from costmodels.spec.record import GIB
 from planner import advice
 from planner.api import search
 from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
 from planner.inputs.choice import Choice
 from planner.inputs.device import measured_notes
 from planner.inputs.engine import DEFAULT_ENGINE
-from planner.inputs.pins import WherePossible
+from planner.inputs.layout_notation import micro_batches_in
+from planner.inputs.pins import WherePossible, parse_pins
+from planner.inputs.written_layout import whole_layout_pins
 from planner.options.batch import BatchOptions
 from planner.options.budget import BudgetOptions
 from planner.options.cluster import HardwareOptions, WorldSizesOptions
@@ -35,7 +38,7 @@ from planner.plan import Plan
 from planner.problem import Problem
 from planner.ranking.distinct import DistinctPlan, distinct_plans
 from planner.ranking.result import SearchResult
-from planner.ranking.ties import indistinguishable
+from planner.ranking.ties import chances, indistinguishable
 from runtime.settings.job_rules import job_rules, reachable_batch
 from runtime.settings.plan_notes import (
     expert_island_notes,
@@ -80,6 +83,38 @@ class Output:
     )
 
 
+@dataclass(frozen=True)
+class GivenLayout:
+    """A layout that is written as this command prints them."""
+
+    SECTIONS: ClassVar[dict[str, str]] = {"layout": "Pins"}
+
+    layout: str | None = flag(
+        None,
+        'Plan this layout, as one is printed: "tp=4+sp pp=8 dp=2 mbs=1 x 8". With its number of micro batches '
+        "it is a whole one, of that batch unless a flag gives one; else what it does not name is chosen.",
+        metavar="LAYOUT",
+    )
+
+    def pinned(self, parallel: ParallelOptions) -> ParallelOptions:
+        """The flags of degrees with those of the layout."""
+        if self.layout is None:
+            return parallel
+        left_out = whole_layout_pins(self.layout) if micro_batches_in(self.layout) is not None else []
+        return replace(parallel, pin=[*parallel.pin, self.layout, *left_out])
+
+    def of_its_batch(self, batch: BatchOptions) -> BatchOptions:
+        """The flags of the batch, with that of a layout which names all of it."""
+        count = micro_batches_in(self.layout or "")
+        if self.layout is None or count is None or batch.global_batch_size or batch.max_global_batch_size:
+            return batch
+        pins = parse_pins(self.layout)
+        size, replicas = pins.get("micro_batch_size"), pins.get("data_parallel")
+        if not isinstance(size, int) or not isinstance(replicas, int):
+            return batch
+        return replace(batch, global_batch_size=count * size * replicas)
+
+
 @flag_groups(
     notes=(epilog_section("How plans are written", NOTATION),),
     late={"unused": lambda: training_flags(but=Output)},
@@ -88,6 +123,7 @@ class Output:
     batch=BatchOptions,
     budget=BudgetOptions,
     parallel=ParallelOptions,
+    given=GivenLayout,
     output=Output,
 )
 def suggest(
@@ -96,6 +132,7 @@ def suggest(
     batch: BatchOptions,
     budget: BudgetOptions,
     parallel: ParallelOptions,
+    given: GivenLayout,
     output: Output,
     unused: object | None,
 ) -> None:
@@ -107,6 +144,7 @@ def suggest(
     counted = cluster.device_count() if cluster.world_size is None else None
     world_size = cluster.required_world_size() if counted is None else counted
     spec, failures = model.spec(), budget.failures()
+    parallel, batch = given.pinned(parallel), given.of_its_batch(batch)
     job = search_keywords(spec, cluster, reachable_batch(batch, unused), parallel, job_rules(unused))
     assumed = [*model.notes(), *cluster.notes(), *parallel.notes()]
     if output.dry_run:
@@ -300,12 +338,18 @@ SHARED_FIELDS = {
     "cluster",
     "engine",
     "objective",
+    "preference",
     "considered",
     "legal",
     "feasible",
     "rejected",
 }
 """Fields of plans that the answer says once, or not."""
+
+
+def _at(of_places: Sequence[float], place: int) -> float | None:
+    """The chance of the plan at a place, from 1, to be faster than the first; None where it is not known."""
+    return of_places[place - 1] if 1 < place <= len(of_places) else None
 
 
 def as_json(
@@ -317,7 +361,7 @@ def as_json(
     traced: list[float],
 ) -> dict[str, Any]:
     """The answer of `planner suggest --json`; `runs` and `traced` have one for each plan, or none at all."""
-    problem = result.problem
+    problem, of_places = result.problem, chances(result)
     return {
         "model": problem.model.model_dump(mode="json") | {"parameters": problem.model.parameters},
         "cluster": problem.cluster.model_dump(mode="json"),
@@ -325,6 +369,8 @@ def as_json(
         "precision": problem.precision,
         "batch": {"size": problem.batch.size, "maximum": problem.batch.maximum},
         "objective": problem.objective,
+        "prefer": problem.preference.prefer,
+        "headroom_gib": problem.preference.headroom_bytes(problem.cluster.memory_bytes) / GIB,
         "pins": {
             name: str(value) if isinstance(value, (WherePossible, Choice)) else value
             for name, value in problem.pins.items()
@@ -337,8 +383,9 @@ def as_json(
         "rejected": result.rejected,
         "elapsed_s": result.elapsed_s,
         "indistinguishable": indistinguishable(result),
+        "fastest_place": result.first_faster + 1 if result.feasible else None,
         "plans": [
-            {"place": row.place, "twins": row.twins}
+            {"place": row.place, "twins": row.twins, "chance_faster": _at(of_places, row.place)}
             | row.plan.model_dump(mode="json", exclude=SHARED_FIELDS)
             | ({"run": asdict(runs[number])} if runs else {})
             | ({"dry_run_bytes": traced[number]} if traced else {})

@@ -18,8 +18,9 @@ from planner.objective import MEANINGS
 from planner.pipeline_ranks import device_ranks, idle_shares
 from planner.plan import Plan
 from planner.ranking.distinct import DistinctPlan
+from planner.ranking.reasons import lead_share
 from planner.ranking.result import SearchResult
-from planner.ranking.ties import indistinguishable, ties_text
+from planner.ranking.ties import chances, indistinguishable, ties_text
 
 SCREEN = 23
 """Lines of a terminal of 24, without that of the next prompt."""
@@ -33,6 +34,9 @@ MORE = "--verbose shows the ranking and the memory of each rank, --json everythi
 
 MOST_PARTS = 3
 """Parts of the step that have a bar each; one more shows the rest."""
+
+PROGRAMS = {"megatron": "pretrain_gpt.py", "mindspeed": "pretrain_gpt.py"}
+"""The file of another software that trains a plan, where each of its jobs starts the same one."""
 
 LABEL = 9
 """Columns of the names of lines."""
@@ -145,7 +149,7 @@ def _plan_lines(screen: Screen, plan: Plan, saved: str | None) -> Iterator[Line]
         return
     file = saved or "plan.json"
     nodes = plan.cluster.nodes
-    where = f" on each of {nodes} nodes" if nodes > 1 else ""
+    where = f" on each of {nodes} nodes" if nodes > 1 and plan.engine.name == DEFAULT_ENGINE else ""
     how = "" if saved else f" (after --save {file})"
     yield from _wrapped(screen, f"run: {_command(plan, file)}{where}{how}", indent=5)
 
@@ -156,6 +160,9 @@ def _command(plan: Plan, file: str) -> str:
         return f"planner launch --plan {file}"
     from planner.formats.targets import TARGETS  # It reads many formats, and most plans are trained here.
 
+    program = PROGRAMS.get(plan.engine.name)
+    if program is not None:
+        return f"planner script {file} --to slurm --program {program}"
     return f"planner export {file} --to {plan.engine.name if plan.engine.name in TARGETS else 'NAME'}"
 
 
@@ -219,12 +226,28 @@ def _rest(
     if len(rows) > 1 and rows[0].plan.fits:
         other = rows[1].plan
         yield from _wrapped(screen, f"next: {other.layout.describe()}", indent=6)
-        yield from _wrapped(screen, f"      {other.reason}", indent=6)
+        yield from _wrapped(screen, f"      {_of_next(result, rows[1])}", indent=6)
     ties = tie_line(result, rows)
     if ties is not None:
         yield from _wrapped(screen, f"ties: {ties}", "yellow", indent=6)
     for line in header_lines(result):
         yield from _wrapped(screen, line)
+
+
+def _of_next(result: SearchResult, row: DistinctPlan) -> str:
+    """What the next plan lacks, or how much faster it is than the first, and how likely that is."""
+    of_places = chances(result)
+    if row.place > len(of_places):
+        return row.plan.reason
+    likely = f"{100 * of_places[row.place - 1]:.0f} %"
+    if row.place - 1 != result.first_faster:
+        return f"{row.plan.reason}; {likely} likely to be the faster one"
+    first, objective = result.plan(0), result.problem.objective
+    share = lead_share(objective, row.plan.estimate, first.estimate)
+    return (
+        f"fastest within the doubt: {share} faster, {likely} likely to be the faster one; "
+        "--prefer fastest gives it"
+    )
 
 
 def _of_kinds(plan: Plan) -> Iterator[str]:

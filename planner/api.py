@@ -18,6 +18,7 @@ from planner.inputs.cluster import ClusterKeywords, resolve_cluster
 from planner.inputs.engine import resolve_engine, resolve_precision
 from planner.inputs.keywords import keywords
 from planner.inputs.model import resolve_model
+from planner.inputs.written_layout import layout_of_fields, written_fields
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords, resolve_problem
 from planner.ranking.ranking import rank
@@ -94,18 +95,23 @@ def suggest(model: ModelSpec | str | Path, *, world_size: int, **job: Unpack[Sea
 
 @keywords(ClusterKeywords)
 def evaluate(
-    layout: Layout,
+    layout: Layout | str,
     *,
     model: ModelSpec | str | Path,
     world_size: int | None = None,
     local_world_size: int | None = None,
     device: Device | str | None = None,
     engine: Engine | str | None = None,
+    global_batch_size: int | None = None,
+    precision: str | None = None,
     **cluster: Unpack[ClusterKeywords],
 ) -> Estimate:
     """Seconds of a step and bytes of each pipeline rank of one layout, whether or not it is searched.
 
-    `world_size` is the layout's own when not given; the others are as in `search`. Raises
+    The layout may be a text such as `"tp=4+sp pp=2 mbs=1 x 4"`: `world_size`
+    decides the data parallelism that it does not name, `global_batch_size` the number of micro batches, and
+    `precision` is the device's usual one unless given. `world_size` is the layout's own when not given; the
+    others are as in `search`. Raises
     `InputError` for a layout that breaks a rule, with the rule's numbers and what would be right. Whether it
     fits is for the caller to ask.
 
@@ -113,8 +119,19 @@ def evaluate(
     >>> plan = planner.suggest("llama3-8b", world_size=8, device="h100", global_batch_size=64)
     >>> planner.evaluate(plan.layout, model="llama3-8b", device="h100") == plan.estimate
     True
+    >>> job = dict(model="llama3-8b", device="h100", world_size=8, global_batch_size=64)
+    >>> planner.evaluate(plan.layout.describe(), **job) == plan.estimate
+    True
     """
     spec = resolve_model(model)
+    if isinstance(layout, str):
+        fields = written_fields(layout, spec, world_size, global_batch_size)
+        if "precision" not in fields:
+            devices = resolve_cluster(device, 1).device
+            fields["precision"] = resolve_precision(precision, devices, resolve_engine(engine, devices))
+        layout = layout_of_fields(layout, fields)
+    elif global_batch_size is not None or precision is not None:
+        raise InputError("global_batch_size and precision are for layouts that are written as text")
     if world_size is not None and world_size != layout.world_size:
         raise InputError(
             f"layout {layout.describe()} occupies {layout.world_size} devices, not world_size {world_size}"

@@ -20,6 +20,7 @@ from planner.budget.goodput import Failures
 from planner.budget.run import Run, run
 from planner.objective import Objective
 from planner.plan_rows import COLUMNS, html_table, shown
+from planner.preference import FASTEST, Preference
 
 if TYPE_CHECKING:
     from costmodels.timeline import Timeline
@@ -62,6 +63,8 @@ class Plan(Record):
     """Why this layout ranks where it does, against its nearest rival."""
     objective: Objective = "throughput"
     """What the ranking is by; what it was by before plans said so unless given."""
+    preference: Preference = FASTEST
+    """What decided between plans that the estimates do not tell apart; nothing before plans said so."""
     considered: CountOrZero
     """Layouts of the whole product, legal or not."""
     legal: CountOrZero

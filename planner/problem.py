@@ -19,6 +19,7 @@ from planner.inputs.engine import check_runs_on, resolve_engine, resolve_precisi
 from planner.inputs.model import resolve_model, with_lora, with_mtp
 from planner.inputs.pins import PinInput, Pins, parse_pins
 from planner.objective import DEFAULT_OBJECTIVE, Objective, parse_objective
+from planner.preference import FASTEST, Preference, parse_preference
 from planner.space.engine_rules import check_formats, check_pins, engine_rules
 from planner.space.graph_rules import check_graphs
 from planner.space.grid import Admit, MicroBatches, Space, build, obstacle
@@ -42,6 +43,8 @@ class Problem:
     objective: Objective = "throughput"
     rules: tuple[Rule, ...] = ()
     """What this job cannot run, besides what no job and what its engine cannot."""
+    preference: Preference = FASTEST
+    """What decides between plans that the estimates do not tell apart."""
 
     @cached_property
     def constants(self) -> Engine:
@@ -88,6 +91,11 @@ class JobKeywords(TypedDict, total=False):
     """Values of degrees that no layout may have."""
     objective: str | None
     """What the first plan is best at (`planner.objective.Objective`)."""
+    prefer: str | None
+    """`simple` or `fastest`: which of the plans that the estimates do not tell apart is the first; or a YAML
+    file of points (`planner.preference`)."""
+    headroom: str | float | None
+    """Memory that a plan should leave free on a device: GiB (`2`), or a share of it (`3%`)."""
     rules: Sequence[Rule] | None
     """What this job cannot run."""
     lora: Lora | None
@@ -124,6 +132,7 @@ def resolve_problem(model: ModelSpec | str | Path, world_size: int, **job: Unpac
         pins=pins,
         objective=parse_objective(job.get("objective") or DEFAULT_OBJECTIVE),
         rules=tuple(job.get("rules") or ()),
+        preference=parse_preference(job.get("prefer"), job.get("headroom")),
     )
     check_pins(engine, pins)
     check_formats(engine, problem.precision, pins)

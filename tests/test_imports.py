@@ -36,13 +36,14 @@ ORDER = {
             "memory",
             "network",
         ),
-        *("time", "rank_costs", "step_times", "pipeline_times", "pricing", "timeline"),
+        *("time", "rank_costs", "step_times", "pipeline_times", "pricing", "order", "timeline"),
         "calibration",
     ),
     "planner": (
         *(
             "inputs",
             "objective",
+            "preference",
             "budget",
             "plan_rows",
             "plan",

@@ -17,6 +17,7 @@ from planner.inputs.batch import Batch
 from planner.inputs.pin_notation import pins_without_one
 from planner.objective import gain, metric
 from planner.plan import Plan
+from planner.preference import FASTEST
 from planner.problem import Problem
 from planner.ranking.ranking import rank
 from planner.ranking.reasons import gain_text
@@ -50,11 +51,12 @@ class Change:
     what: str
     """The change in words."""
     ratio: float | None
-    """Tokens per second after over those before; None where nothing is legal or fits after it."""
+    """Tokens per second of the fastest plan after it over those of the fastest before; None where nothing is
+    legal or fits after it."""
     figure: float | None
     """What plans are ranked by, after it, in the unit of `objective.METRICS`; None as the ratio."""
     plan: Plan | None
-    """The best plan after it."""
+    """The fastest plan after it."""
     why_not: str
     """Why there is none; empty where there is one."""
 
@@ -68,13 +70,15 @@ class Binding:
 
 
 def changes(result: SearchResult) -> list[Change]:
-    """The best plans with twice the memory, links, batch and devices, and without each pin, where one fits.
+    """The fastest plans with twice the memory, links, batch and devices, and without each pin, if any fits.
 
-    Each is a search of its own and takes as long as the first.
+    Each is a search of its own and takes as long as the first. What is fastest is compared with what is
+    fastest before: which of the plans that tie is simplest says nothing of what a change buys.
     """
     if result.best is None:
         return []
-    return [_searched(kind, what, problem, result) for kind, what, problem in _changed(result.problem)]
+    problem = replace(result.problem, preference=FASTEST)
+    return [_searched(kind, what, changed, result) for kind, what, changed in _changed(problem)]
 
 
 def _searched(kind: Kind, what: str, problem: Problem, before: SearchResult) -> Change:
@@ -87,8 +91,8 @@ def _searched(kind: Kind, what: str, problem: Problem, before: SearchResult) -> 
     after = rank(problem, space, time.perf_counter(), offload=before.offloads)
     if not after.feasible:
         return Change(kind, what, None, None, None, "nothing fits")
-    best = after.plan(0)
-    ratio = best.estimate.tokens_per_s / before.plan(0).estimate.tokens_per_s
+    best, fastest = after.plan(0), before.plan(before.first_faster)
+    ratio = best.estimate.tokens_per_s / fastest.estimate.tokens_per_s
     return Change(kind, what, ratio, metric(problem.objective, best.estimate), best, "")
 
 
@@ -156,7 +160,7 @@ def binding(result: SearchResult, found: list[Change], near: list[Neighbour]) ->
     if result.best is None or result.problem.objective == "memory":
         return None
     objective = result.problem.objective
-    before = metric(objective, result.best.estimate)
+    before = metric(objective, result.plan(result.first_faster).estimate)
     worth = [
         (
             gain(objective, change.figure, before),

@@ -9,7 +9,7 @@ from costmodels.pricing import price
 from costmodels.spec.estimate import Estimate, StageMemory, StepTime
 from costmodels.spec.table import LayoutTable
 from planner.plan import Plan
-from planner.ranking.ties import separation
+from planner.ranking.ties import are_told_apart
 
 ORDER_DIGITS = 8
 """Digits to which a ratio of throughputs counts: what differs behind them is rounding."""
@@ -39,7 +39,7 @@ class Comparison:
     throughput: float
     """Tokens per second of the first plan over those of the second."""
     distinguishable: bool
-    """The ranges of the estimates leave no more than one chance in ten that the slower plan is the faster."""
+    """The slower plan has no more chance to be the faster one than plans that are told apart have."""
     time: tuple[Term, ...]
     """Seconds for the tokens of a step of the first plan, the largest difference first; they add up."""
     memory: tuple[Term, ...]
@@ -89,4 +89,4 @@ def _separated(first: Plan, second: Plan) -> bool:
         price(first.model, first.cluster, first.engine, LayoutTable.of([plan.layout])).simulate(np.array([0]))
         for plan in (first, second)
     )
-    return bool(abs(separation(one, other)[0]) >= 1.0)
+    return are_told_apart(one, other)

@@ -234,6 +234,7 @@ def _problem_of(plan: Plan) -> Problem:
         precision=layout.precision,
         pins=pins,
         objective=plan.objective,
+        preference=plan.preference,
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -25,6 +24,7 @@ from planner.inputs.pin_notation import pin_text
 from planner.inputs.pins import PinInput, Pins, WherePossible, parse_pins
 from planner.objective import EQUAL, logarithms
 from planner.plan import Plan
+from planner.preference import FASTEST
 from planner.problem import Problem
 from planner.ranking import reasons
 from planner.ranking.ranking import rank
@@ -44,9 +44,6 @@ SOLVED_COLUMNS = (
     "zero_replicas",
 )
 """Columns of a table that the search solves for layouts near the top, besides enumerating some values."""
-
-_MORE = re.compile(r"[\s,]+(?=[A-Za-z_-]+=)")
-"""Between two degrees: blanks or commas, after which a name follows."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +77,6 @@ def parse_layout(given: PinInput) -> Pins:
     Several degrees in one string have commas or blanks between them: `tp=8+sp pp=2 mbs=1 x 4`. Raises
     `InputError` for what is no layout.
     """
-    if isinstance(given, str):
-        given = [given]
-    if given is not None and not isinstance(given, Mapping):
-        given = [pin for word in given for text in _MORE.split(word.strip()) for pin in _spelled(text)]
     try:
         degrees = parse_pins(given)
     except InputError as error:
@@ -91,27 +84,6 @@ def parse_layout(given: PinInput) -> Pins:
     if not degrees:
         raise InputError("layout: no degrees given; expected some, such as tp=8,pp=2")
     return degrees
-
-
-def _spelled(word: str) -> Iterator[str]:
-    """The degrees that one word of `Layout.describe` holds."""
-    name, _, value = word.partition("=")
-    if name == "tp" and value.endswith("+sp"):
-        yield from (f"tp={value.removesuffix('+sp')}", "sp=true")
-    elif name == "mbs":
-        # The number of micro batches follows from the batch.
-        yield f"mbs={re.sub(r' x [0-9]+$', '', value)}"
-    elif name == "offload":
-        yield from (f"offload_{what}=true" for what in value.split("+"))
-    elif name == "recompute" and (parts := re.fullmatch(r"(\w+)(?:\((.+)\))?(?:/(\w+):(\d+))?", value)):
-        kind, modules, method, layers = parts.groups()
-        yield f"recompute={kind}"
-        if modules:
-            yield f"recompute_modules={modules.replace('+', ',')}"
-        if method:
-            yield from (f"recompute_method={method}", f"recompute_num_layers={layers}")
-    else:
-        yield word
 
 
 def outcome_of(result: SearchResult, layout: PinInput) -> Verdict:
@@ -137,8 +109,12 @@ def _illegal(asked: str, reason: str, rules: dict[str, int]) -> Verdict:
 
 def _priced(result: SearchResult, problem: Problem, space: Space, asked: str) -> Verdict:
     # The last resort is for a search in which nothing fits, not for one layout of many.
-    found = rank(problem, space, time.perf_counter(), offload=result.offloads)
+    by_speed = replace(problem, preference=FASTEST)
+    found = rank(by_speed, space, time.perf_counter(), offload=result.offloads)
     plan = found.plan(0)
+    if result.best is not None and found.feasible and _same(found, result.best.layout, ARRAY_FIELDS).any():
+        # The first of all layouts is the first of these, whatever they are compared with.
+        plan = result.best
     place = place_of(result, plan) if found.feasible else None
     comparison = None
     outcome: Outcome = "slower"
@@ -148,8 +124,7 @@ def _priced(result: SearchResult, problem: Problem, space: Space, asked: str) ->
         outcome, reason = "first", "nothing that fits is better"
     else:
         comparison = compare(result.best, plan)
-        candidates = ((each.layout, each.estimate) for each in (plan, result.best))
-        reason = reasons.lag_reason(problem.objective, *candidates)
+        reason = result.reason_behind((plan.layout, plan.estimate))
         if place == 1:
             better = lead_text(problem.objective, plan.estimate, result.best.estimate)
             outcome, reason = "first", f"would be first: {better} the best that was searched"

@@ -26,6 +26,7 @@ from costmodels.spec.layout import (
 from costmodels.spec.table import BOOLEANS, FORMATS
 from costmodels.spelling import near_names, nearest
 from planner.inputs.choice import EXAMPLES, Choice, Value, Values, span
+from planner.inputs.layout_notation import degrees_in
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ Pins = dict[str, PinValue]
 PinInput = Mapping[str, object] | Iterable[str] | str | None
 """What callers may give: a mapping, or strings `name=value`; names full or short.
 
+A string may name several degrees, as layouts are printed (`tp=4+sp pp=8`).
 A value may be a range (`2..8`, `..4`, `2..`) or a list (`2,4`, or a Python list) where the search varies it.
 """
 
@@ -251,7 +253,8 @@ def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
         for name, value in pin.items():
             yield _Item(_full_name(name, verb), value, verb)
         return
-    for text in [pin] if isinstance(pin, str) else pin:
+    given = [pin] if isinstance(pin, str) else pin
+    for text in given if verb == "forbid" else (word for each in given for word in degrees_in(each)):
         name, equals, value = text.partition("=")
         if not equals or not value.strip():
             plain = _plain(text)

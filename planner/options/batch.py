@@ -7,6 +7,7 @@ from typing import ClassVar
 from costmodels.dataclass import dataclass
 from planner.objective import DEFAULT_OBJECTIVE
 from planner.options.flags import flag
+from planner.preference import PREFERENCES, USUAL_GIB, USUAL_SHARE
 
 
 @dataclass(frozen=True)
@@ -25,4 +26,17 @@ class BatchOptions:
         "under a maximum, of the largest batch that each layout can run), cost (device-hours per token), or "
         "memory (lowest peak, then throughput).",
         metavar="NAME",
+    )
+    prefer: str = flag(
+        PREFERENCES[0],
+        "Which plan is first of those that the estimates do not tell apart: the simplest, or the fastest all "
+        "the same; or a YAML file of points that says what is simple.",
+        metavar="simple|fastest|FILE",
+        values=lambda: PREFERENCES,
+    )
+    headroom: str | None = flag(
+        None,
+        f"Memory that a plan should leave free on each device: GiB (4), or a share of it (5%); unless given "
+        f"{USUAL_GIB:.0f} GiB, and no more than {100 * USUAL_SHARE:.0f}%.",
+        metavar="GIB|SHARE",
     )

@@ -34,6 +34,8 @@ def search_keywords(
         "global_batch_size": batch.global_batch_size,
         "max_global_batch_size": batch.max_global_batch_size,
         "objective": batch.objective,
+        "prefer": batch.prefer,
+        "headroom": batch.headroom,
         "engine": parallel.engine,
         "pin": parallel.pins(model),
         "memory_margin_gib": cluster.memory_margin_gib,

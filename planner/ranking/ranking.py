@@ -13,6 +13,7 @@ from planner.objective import logarithms
 from planner.problem import Problem
 from planner.ranking.contenders import Tail, contenders, first_prices
 from planner.ranking.first_plans import Ranking, order, simulated
+from planner.ranking.preferred import preferred_first
 from planner.ranking.result import SearchResult
 from planner.solve.bounds import floor_of
 from planner.solve.concatenation import concatenate_prices
@@ -64,6 +65,10 @@ def _ranked(problem: Problem, pinned: Sequence[Problem], space: Space, started: 
     places = order(prices.table, np.arange(len(prices)), *logarithms(problem.objective, prices))
     tail = Tail(space.table, behind) if len(behind) else None
     ranking = simulated(Ranking(problem.objective, prices, places, tail))
+    rows = np.concatenate([rows, len(space.table) + np.arange(more), behind])
+    chosen = preferred_first(problem, space, found, floor, ranking, rows, len(space.table) + more)
+    if chosen.added is not None:
+        added, more = [*added, chosen.added], more + 1
     return SearchResult(
         problem=problem,
         considered=space.considered + more,
@@ -71,8 +76,8 @@ def _ranked(problem: Problem, pinned: Sequence[Problem], space: Space, started: 
         illegal=dict(space.illegal),
         elapsed_s=time.perf_counter() - started,
         tables=(space.table, *(some.table for some in added)),
-        ranking=ranking,
-        rows=np.concatenate([rows, len(space.table) + np.arange(more), behind]),
+        ranking=chosen.ranking,
+        rows=chosen.rows,
         solutions=more,
     )
 

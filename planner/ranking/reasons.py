@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from costmodels.spec.estimate import Estimate, StepTime
 from costmodels.spec.hardware import Cluster
@@ -34,6 +35,46 @@ def lag_reason(objective: Objective, candidate: Candidate, best: Candidate) -> s
     if fewer < EQUAL:
         return "as fast as the best, but less simple"
     return f"{_percent(fewer)} fewer tokens/s than the best: {_trade(candidate[1], best[1])}"
+
+
+def preferred_reason(objective: Objective, winner: Candidate, fastest: Candidate, room: Room) -> str:
+    """The reason why the first of a ranking is before one that is faster by the estimate."""
+    what = f"the fastest within the doubt, {fastest[0].describe()}"
+    lead = f"{lead_share(objective, fastest[1], winner[1])} faster"
+    if room.lacks(fastest[1]) and not room.lacks(winner[1]):
+        return (
+            f"leaves {room.left_gib(winner[1]):.1f} GiB of memory; {what}, is {lead} and leaves "
+            f"{room.left_gib(fastest[1]):.1f} GiB"
+        )
+    return f"simpler than {what}, which is {lead}"
+
+
+def ahead_reason(objective: Objective, candidate: Candidate, best: Candidate, room: Room) -> str:
+    """The reason why a plan that is faster by the estimate than the first of a ranking is not before it."""
+    lead = f"{lead_share(objective, candidate[1], best[1])} faster than the first, within the doubt"
+    if room.lacks(candidate[1]) and not room.lacks(best[1]):
+        return f"{lead}, and leaves {room.left_gib(candidate[1]):.1f} GiB of memory"
+    return f"{lead}, and less simple"
+
+
+def lead_share(objective: Objective, one: Estimate, other: Estimate) -> str:
+    """The share by which the first plan is better than the second, in percent."""
+    return _percent(gain(objective, metric(objective, one), metric(objective, other)) - 1)
+
+
+class Room(NamedTuple):
+    """The memory that plans should leave on the fullest device."""
+
+    memory_bytes: float
+    headroom_bytes: float
+
+    def left_gib(self, estimate: Estimate) -> float:
+        """GiB that a plan leaves."""
+        return (self.memory_bytes - estimate.peak_memory_bytes) / GIB
+
+    def lacks(self, estimate: Estimate) -> bool:
+        """Whether a plan leaves less than it should."""
+        return estimate.peak_memory_bytes > self.memory_bytes - self.headroom_bytes
 
 
 def memory_reason(estimate: Estimate, cluster: Cluster) -> str:

@@ -13,6 +13,7 @@ from costmodels.pricing import Prices, estimate, peak_memory
 from costmodels.spec.estimate import Estimate
 from costmodels.spec.layout import Layout
 from costmodels.spec.table import Ints, LayoutTable
+from planner.objective import EQUAL, gain, logarithms, metric
 from planner.plan import Plan
 from planner.plan_rows import COLUMNS, html_table, record, shown
 from planner.problem import Problem
@@ -163,6 +164,7 @@ class SearchResult:
             fits=rank < self.feasible,
             reason=self._reason(rank),
             objective=self.problem.objective,
+            preference=self.problem.preference,
             considered=self.considered,
             legal=self.legal,
             feasible=self.feasible,
@@ -192,14 +194,48 @@ class SearchResult:
             return reasons.memory_reason(self._candidate(rank)[1], self.problem.cluster)
         if self.feasible == 1:
             return self._resort + "the only legal layout that fits into memory"
-        if rank == 0:
-            best = self._candidate(0)
-            others = (self._candidate(place) for place in range(1, min(self.feasible, MOST)))
-            rival = next((one for one in others if other_form(best, one) is None), self._candidate(1))
-            found = reasons.lead_reason(self.problem.objective, best, rival)
-        else:
-            found = reasons.lag_reason(self.problem.objective, self._candidate(rank), self._candidate(0))
-        return self._resort + found
+        best = self._candidate(0)
+        if rank:
+            return self._resort + self.reason_behind(self._candidate(rank))
+        if self.first_faster:
+            fastest = self._candidate(self.first_faster)
+            return self._resort + reasons.preferred_reason(self.problem.objective, best, fastest, self._room)
+        others = (self._candidate(place) for place in range(1, min(self.feasible, MOST)))
+        rival = next((one for one in others if other_form(best, one) is None), self._candidate(1))
+        return self._resort + reasons.lead_reason(self.problem.objective, best, rival)
+
+    def reason_behind(self, candidate: tuple[Layout, Estimate]) -> str:
+        """Why a plan that fits ranks behind the first one."""
+        objective, best = self.problem.objective, self._candidate(0)
+        if objective != "memory":
+            mine, first = (metric(objective, each[1]) for each in (candidate, best))
+            if gain(objective, mine, first) > 1 + EQUAL:
+                return reasons.ahead_reason(objective, candidate, best, self._room)
+        return reasons.lag_reason(objective, candidate, best)
+
+    @property
+    def _room(self) -> reasons.Room:
+        memory = self.problem.cluster.memory_bytes
+        return reasons.Room(memory, self.problem.preference.headroom_bytes(memory))
+
+    @property
+    def first_faster(self) -> int:
+        """The place, from 0, of the fastest of the plans that are faster than the first by the estimate.
+
+        0 where the first is the fastest; else the first is simpler, or leaves more memory
+        (`planner.ranking.preferred`).
+        """
+        objective = self.problem.objective
+        if objective == "memory" or not self.feasible:
+            return 0
+        scores = logarithms(objective, self.first(MOST))[0]
+        place = int(scores.argmin())
+        return place if scores[place] < scores[0] - EQUAL else 0
+
+    @property
+    def fastest(self) -> Plan | None:
+        """The plan that is best by what the objective wants alone; None where none fits."""
+        return self.plan(self.first_faster) if self.feasible else None
 
     @property
     def _resort(self) -> str:

@@ -1,12 +1,6 @@
-"""Which plans at the top of a ranking cannot be told apart, because their estimates may be off.
+"""Which plans at the top of a ranking cannot be told apart from the first, because estimates may be off.
 
-Estimates of one problem err together: what makes the products of one plan slower than predicted makes those
-of another slower too. Where a step is the sum of parts t of T seconds in all, and each part takes e^x times
-as long as predicted, ln T grows by the sum of t / T * x (to first order). What two plans really differ by
-lies around the prediction by the sum of (share of the part in the one - share in the other) * x: an error
-that all parts have in common cancels, and only what one plan has more of than the other counts. The
-half-widths of x are those of `costmodels.spec.engine.Spread`, which make the range of a single plan
-(`costmodels/time/uncertainty.py`).
+`costmodels.order` says how sure the order of two estimates is, as far as published sweeps tell.
 """
 
 from __future__ import annotations
@@ -15,85 +9,47 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from costmodels.order import chance_of, order_width, order_widths
 from costmodels.pricing import Prices
 from costmodels.spec.table import Floats
-from costmodels.time.measured_layers import measurement_share
-from costmodels.time.uncertainty import COMMUNICATION, NARROW_HIDDEN
 
 if TYPE_CHECKING:
     from planner.ranking.result import SearchResult
-
-KERNELS = ("compute", "attention", "elementwise", "recompute")
-"""Parts of `StepTime` whose kernels have other shapes where a layout cuts layers in another way."""
-
-SHAPE_SPREAD = 0.06
-"""Half-width of the error of kernels that layouts which cut layers in another way do not share, at most.
-
-With it 0 to 7 % of the pairs in published sweeps that are told apart were measured in the other order
-(vTrain, Hagemann et al., Zero Bubble, MoE Parallel Folding, SimuMax: 3,011 pairs of near places), and up to
-30 % of those that are not; a range that holds four of five promises 10 % at most.
-"""
-
-SHAPE = ("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel", "micro_batch_size")
-"""Columns of a table that decide the shapes of kernels."""
-
-NOISE = 0.01
-"""Natural logarithm by which the same job takes longer or shorter from run to run: plans that are closer are
-not told apart even where they differ in next to nothing."""
 
 MOST = 20
 """Plans at the top of a ranking that are compared with the first."""
 
 
-def half_width(first: Prices, others: Prices) -> Floats:
-    """Half the width of the 80 % range of ln(step time of `others` / that of `first`), [n]; `NOISE` at least.
+def chance_to_be_faster(first: Prices, others: Prices, whole_step: bool = False) -> Floats:
+    """The chance of each of `others` to be faster than `first`, [n], 0 to 1: for a token, or a step.
 
     Args:
         first: one layout.
         others: layouts of the same model, cluster and engine.
     """
-    model, width = first.model, first.engine.spread
-    kernel = float(np.hypot(width.base, width.narrow * NARROW_HIDDEN / model.hidden))
-    squares, one, other = np.zeros(len(others)), np.zeros(1), np.zeros(len(others))
-    for part in first.time:
-        share, theirs = first.time[part] / first.step_time_s, others.time[part] / others.step_time_s
-        squares += (_width(others, part, kernel) * theirs - _width(first, part, kernel) * share) ** 2
-        if part in KERNELS:
-            one, other = one + share, other + theirs
-    differ = np.zeros(len(others), dtype=bool)
-    for name in SHAPE:
-        differ |= getattr(others.table, name) != getattr(first.table, name)
-    squares += differ * min(SHAPE_SPREAD, kernel) ** 2 * (one**2 + other**2)
-    known = [measurement_share(model, first.engine, each.table) for each in (first, others)]
-    both = np.minimum(*known)
-    # Layers of two shapes that were both measured err independently, and by that much only.
-    result: Floats = np.sqrt(squares) * (1.0 - both) + differ * np.sqrt(2.0) * width.measured * both
-    return np.maximum(result, NOISE)
-
-
-def _width(prices: Prices, part: str, kernel: float) -> Floats | float:
-    """Half-width of the error of a part of the step, [n] or one for all."""
-    width, table = prices.engine.spread, prices.table
-    if part not in COMMUNICATION:
-        return {"launch": width.launch, "bubble": width.bubble}.get(part, kernel)
-    # A node's own links are as the data sheet says; each doubling of nodes adds switches and other jobs.
-    nodes: Floats | float = float(prices.cluster.nodes)
-    if part in ("tensor_parallel", "context_parallel"):
-        devices = table.tensor_parallel * (1 if part == "tensor_parallel" else table.context_parallel)
-        nodes = np.clip(devices / prices.cluster.devices_per_node, 1.0, nodes)
-    return width.network * (1.0 + np.log2(nodes))
-
-
-def separation(first: Prices, others: Prices, whole_step: bool = False) -> Floats:
-    """The half-widths of that range by which `others` take longer than `first`, [n]: for a token, or a step.
-
-    Of those at 1 or more, no more than one in ten can be expected to be faster in truth.
-    """
     slower = np.log(first.tokens_per_s / others.tokens_per_s)
     if whole_step:
         slower = np.log(others.step_time_s / first.step_time_s)
-    result: Floats = slower / half_width(first, others)
-    return result
+    return chance_of(slower / order_width(first, others))
+
+
+def are_told_apart(first: Prices, others: Prices) -> bool:
+    """Whether the order of two plans in tokens per second is as sure as that of plans that are told apart."""
+    chance = float(chance_to_be_faster(first, others)[0])
+    return min(chance, 1.0 - chance) < order_widths().told_apart
+
+
+def chances(result: SearchResult) -> tuple[float, ...]:
+    """The chance of each of the first `MOST` plans to be faster than the first; of itself, one half.
+
+    None where nothing fits, and where plans are ranked by their peaks of memory: of these no chance is known.
+    """
+    objective = result.problem.objective
+    if not result.feasible or objective == "memory":
+        return ()
+    prices = result.first(MOST)
+    found = chance_to_be_faster(prices.take(slice(0, 1)), prices, whole_step=objective == "step-time")
+    return tuple(found.tolist())
 
 
 def indistinguishable(result: SearchResult) -> tuple[int, ...]:
@@ -104,13 +60,9 @@ def indistinguishable(result: SearchResult) -> tuple[int, ...]:
     """
     if not result.feasible:
         return ()
-    objective = result.problem.objective
-    if objective == "memory":
-        return (1,)
-    prices = result.first(MOST)
-    first, others = prices.take(slice(0, 1)), prices.take(slice(1, None))
-    clear = separation(first, others, whole_step=objective == "step-time") >= 1.0
-    return 1, *(int(place) + 2 for place in np.flatnonzero(~clear))
+    found = chances(result)[1:]
+    least = order_widths().told_apart
+    return 1, *(place for place, chance in enumerate(found, 2) if chance >= least)
 
 
 def ties_text(places: tuple[int, ...]) -> str | None:

@@ -28,6 +28,8 @@ class Fit:
     """Rows whose parameters, gradients and optimizer states alone would, on every pipeline rank."""
     mean: Bools
     """Rows whose states would if all pipeline ranks had as many."""
+    peaks: Floats
+    """Bytes of the fullest device; infinite for those that cannot fit whatever they recompute."""
 
 
 def fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space) -> Fit:
@@ -38,11 +40,10 @@ def fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space) -> Fit
     within, within_mean = np.zeros((2, len(first)), dtype=np.bool_)
     within[some], within_mean[some] = highest <= cluster.memory_bytes, mean <= cluster.memory_bytes
     possible = within[space.states]
-    fits = possible.copy()
     rows = np.flatnonzero(possible)
-
-    fits[rows] = peak_memory(model, cluster, engine, table, rows) <= cluster.memory_bytes
-    return Fit(fits, possible, within_mean[space.states])
+    peaks = np.full(len(table), np.inf)
+    peaks[rows] = peak_memory(model, cluster, engine, table, rows)
+    return Fit(peaks <= cluster.memory_bytes, possible, within_mean[space.states], peaks)
 
 
 def _state_bytes(

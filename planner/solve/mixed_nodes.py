@@ -48,7 +48,8 @@ Where = tuple[ModelSpec, Cluster, Engine]
 def fit_of_kinds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Fit:
     """`planner.solve.fit.fit`, which leaves no row unsolved: other layers may make any of them fit."""
     every = np.ones(len(table), dtype=bool)
-    return Fit(peak_memory(model, cluster, engine, table) <= cluster.memory_bytes, every, every)
+    peaks = peak_memory(model, cluster, engine, table)
+    return Fit(peaks <= cluster.memory_bytes, every, every, peaks)
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ def plan_for_ranks(
         precision=layout.precision,
         pins=_kept(layout, training, bool(plan.model.moe_layers)),
         objective=plan.objective,
+        preference=plan.preference,
         rules=job_rules(training, data),
     )
     started = time.perf_counter()

@@ -49,7 +49,13 @@ def test_json_holds_the_ranked_plans_and_the_whole_account(planner: Any) -> None
         assert plan["layout"]["global_batch_size"] <= 16
         assert plan["estimate"]["step_time_s"] > 0
     speeds = [plan["estimate"]["tokens_per_s"] for plan in answer["plans"]]
-    assert speeds == sorted(speeds, reverse=True)
+    # The first is the simplest of those that tie, and the others go by speed.
+    assert speeds[1:] == sorted(speeds[1:], reverse=True) and speeds[0] <= speeds[1]
+    assert (answer["prefer"], answer["fastest_place"]) == ("simple", 2)
+    assert answer["headroom_gib"] == pytest.approx(2)
+    chances = [plan["chance_faster"] for plan in answer["plans"]]
+    assert chances[0] is None and all(0 < chance < 1 for chance in chances[1:])
+    assert [chance > 0.5 for chance in chances[1:]] == [speed > speeds[0] for speed in speeds[1:]]
     too_big = answer["rejected"].get("device_memory", 0)
     assert answer["considered"] == answer["legal"] + sum(answer["rejected"].values()) - too_big
     assert answer["legal"] == answer["feasible"] + too_big

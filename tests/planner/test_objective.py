@@ -57,7 +57,7 @@ def test_every_plan_is_at_least_as_good_as_the_ones_behind_it(
 ) -> None:
     model = ModelSpec(name="tiny", layers=layers, hidden=256, heads=8, vocab=1000, seq=128)
     sizes = {"max_global_batch_size" if maximum else "global_batch_size": batch - batch % world}
-    result = search(model, world_size=world, objective=objective, **sizes)  # type: ignore[arg-type]
+    result = search(model, world_size=world, objective=objective, prefer="fastest", **sizes)  # type: ignore[arg-type]
     ranked, problem = result.prices.take(result.places), result.problem
     assert in_order(keys(ranked, objective)[: first_plans.FEWEST])
     # Behind those whose pipelines are simulated, closed forms decide.
@@ -89,7 +89,7 @@ def test_the_lowest_peak_is_of_all_layouts_and_says_what_it_costs() -> None:
 def test_a_shorter_step_wins_even_if_it_is_of_fewer_sequences() -> None:
     model = ModelSpec(name="six", layers=6, hidden=1536, heads=12, vocab=32000, seq=1024)
     by_step, by_speed = (
-        search(model, world_size=8, max_global_batch_size=15, objective=objective)
+        search(model, world_size=8, max_global_batch_size=15, objective=objective, prefer="fastest")
         for objective in ("step-time", "throughput")
     )
     assert by_step.best is not None and by_speed.best is not None
@@ -105,7 +105,7 @@ def test_a_shorter_step_wins_even_if_it_is_of_fewer_sequences() -> None:
 
 def test_an_exact_batch_makes_step_time_and_cost_the_order_of_throughput() -> None:
     found = [
-        search(TINY, world_size=8, global_batch_size=16, objective=objective)
+        search(TINY, world_size=8, global_batch_size=16, objective=objective, prefer="fastest")
         for objective in ("throughput", "step-time", "cost")
     ]
     by_throughput, *others = (result.prices.step_time_s[result.order] for result in found)

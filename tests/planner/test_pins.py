@@ -188,8 +188,24 @@ def test_wrong_ranges_and_prohibitions_are_refused_in_one_line(pin: Any, forbid:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("verb", ["pin", "forbid"])
-def test_two_degrees_in_one_word_are_told_apart(verb: str) -> None:
+def test_two_degrees_that_are_forbidden_in_one_word_are_told_apart() -> None:
     with pytest.raises(InputError) as error:
-        parse_pins(**{"pin": None, verb: "ep=64, pp=4"})
-    assert str(error.value) == f"{verb} 'ep=64, pp=4': one degree each, as in --{verb} ep=64 --{verb} pp=4"
+        parse_pins(None, "ep=64, pp=4")
+    assert str(error.value) == "forbid 'ep=64, pp=4': one degree each, as in --forbid ep=64 --forbid pp=4"
+
+
+@pytest.mark.parametrize(
+    ("text", "pins"),
+    [
+        ("tp=4+sp pp=8", {"tensor_parallel": 4, "sequence_parallel": True, "pipeline_parallel": 8}),
+        ("ep=64, pp=4", {"expert_parallel": 64, "pipeline_parallel": 4}),
+        (
+            "dp=2 zero=1 mbs=1 x 8 recompute=selective(norm+mlp)/block:2 offload=activations cuda_graphs",
+            {"data_parallel": 2, "zero_stage": 1, "micro_batch_size": 1, "recompute": "selective"}
+            | {"recompute_modules": ("mlp", "norm"), "recompute_method": "block", "recompute_num_layers": 2}
+            | {"offload_activations": True, "cuda_graphs": True},
+        ),
+    ],
+)
+def test_layouts_as_they_are_printed_are_pins(text: str, pins: dict[str, Any]) -> None:
+    assert parse_pins(text) == parse_pins([text]) == pins

@@ -17,7 +17,7 @@ TINY = ModelSpec(name="tiny", layers=8, hidden=256, heads=8, vocab=1000, seq=128
 
 @pytest.fixture(scope="module")
 def result():
-    return search("gpt-22b", world_size=64, global_batch_size=64)
+    return search("gpt-22b", world_size=64, global_batch_size=64, prefer="fastest")
 
 
 def test_the_first_plans_are_ordered_by_their_simulated_pipelines(result):
@@ -58,7 +58,12 @@ def test_search_evaluate_and_saved_plans_agree(pin, tmp_path):
 
 
 def test_long_pipelines_leave_fewer_plans_to_simulate(monkeypatch):
-    problem: dict[str, Any] = {"world_size": 16, "global_batch_size": 64, "pin": ["pp=4"]}
+    problem: dict[str, Any] = {
+        "world_size": 16,
+        "global_batch_size": 64,
+        "pin": ["pp=4"],
+        "prefer": "fastest",
+    }
     many = search(TINY, **problem).prices.simulated.sum()
     monkeypatch.setattr(first_plans, "MOST_PASSES", 1)
     few = search(TINY, **problem).prices.simulated.sum()

@@ -33,7 +33,8 @@ def test_counts_add_up_and_plans_are_ranked(
     layers: int, world: int, batch: int, memory: float | None
 ) -> None:
     model = ModelSpec(name="tiny", layers=layers, hidden=256, heads=8, vocab=1000, seq=128)
-    result = search(model, world_size=world, max_global_batch_size=batch, device_memory_gib=memory)
+    job: dict[str, Any] = {"max_global_batch_size": batch, "device_memory_gib": memory}
+    result = search(model, world_size=world, prefer="fastest", **job)
     too_big = result.rejected.get("device_memory", 0)
     assert result.considered == result.legal + sum(result.rejected.values()) - too_big
     assert result.legal == result.feasible + too_big == len(result.table)
@@ -276,7 +277,7 @@ def test_a_model_can_be_a_yaml_file(tmp_path: Path) -> None:
 
 
 def test_the_best_plan_says_why(tmp_path: Path) -> None:
-    result = search("gpt-22b", world_size=64, max_global_batch_size=16)
+    result = search("gpt-22b", world_size=64, max_global_batch_size=16, prefer="fastest")
     best, second = result.plans(2)
     assert isinstance(best, Plan)
     assert second.layout.describe() in best.reason

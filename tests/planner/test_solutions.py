@@ -29,13 +29,13 @@ def recomputations(result: SearchResult) -> set[str]:
 
 
 def test_the_best_plan_recomputes_no_more_than_it_must() -> None:
-    result = search(**SMALL, device_memory_gib=74.0, pin=["pp=1", "zero_replicas=1"])
+    result = search(**SMALL, device_memory_gib=74.0, pin=["pp=1", "zero_replicas=1"], prefer="fastest")
     best = result.best
     assert best is not None and result.solutions > 0
     layout = best.layout
     assert (layout.recompute, layout.recompute_method) == ("selective", "block")
     uniform = ["pp=1", "recompute_method=uniform", "mbs=1,2,4,8,16"]
-    enumerated = search(**SMALL, device_memory_gib=74.0, pin=uniform)
+    enumerated = search(**SMALL, device_memory_gib=74.0, pin=uniform, prefer="fastest")
     assert enumerated.solutions == 0 and enumerated.best is not None
     assert best.estimate.tokens_per_s > 1.03 * enumerated.best.estimate.tokens_per_s
     # One layer less does not fit.
@@ -67,7 +67,7 @@ def test_pins_say_what_may_be_solved_for(pin: Any, forbid: Any, kinds: set[str])
 
 def test_no_number_of_copies_is_faster_than_the_one_found() -> None:
     job: dict[str, Any] = {"model": "llama3-8b", "world_size": 512, "device": "h100"}
-    job |= {"max_global_batch_size": 1024, "pin": ["tp=1", "pp=1", "cp=1"]}
+    job |= {"max_global_batch_size": 1024, "pin": ["tp=1", "pp=1", "cp=1"], "prefer": "fastest"}
     free = search(**job)
     assert free.best is not None and free.best.layout.zero_replicas > 1
     pins = job.pop("pin")
@@ -125,7 +125,7 @@ def test_what_is_solved_fits_and_the_runtime_takes_it(job: dict[str, Any]) -> No
 def test_every_micro_batch_under_a_maximum_counts(world: int) -> None:
     """No pinned micro batch is faster than the plan of a free search."""
     job: dict[str, Any] = {"model": "gpt3-125m", "world_size": world, "local_world_size": world}
-    job |= {"device": "h100", "max_global_batch_size": 128}
+    job |= {"device": "h100", "max_global_batch_size": 128, "prefer": "fastest"}
     best = search(**job).best
     assert best is not None
     for size in range(1, 128 // world + 1):

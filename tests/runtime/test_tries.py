@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,8 @@ def plans() -> list[Plan]:
     """Plans that differ in what their steps are made of."""
     found: list[Plan] = []
     for pins in ("dp=8", "tp=2", "tp=4", "tp=8", "pp=2", "pp=4,schedule=1f1b", "tp=2,pp=2", "recompute=full"):
-        result = search(
-            "llama3-8b", world_size=8, device="a100-80g", global_batch_size=32, pin=pins.split(",")
-        )
+        job: dict[str, Any] = {"device": "a100-80g", "global_batch_size": 32, "prefer": "fastest"}
+        result = search("llama3-8b", world_size=8, pin=pins.split(","), **job)
         found += result.plans(1)
     return sorted(found, key=lambda plan: plan.estimate.step_time_s)
 

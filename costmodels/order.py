@@ -1,0 +1,123 @@
+"""How sure the order of two estimates is: the chance that what is said to be slower is the faster one.
+
+Estimates of one job err together, and what two of them differ by errs by what their layouts differ in. The
+published sweeps tell how much: of their pairs, what was measured lies around what was predicted by so much
+for each doubling of a degree, and for each other choice that differs. Widths add in squares, and grow with
+the range of the estimates: where nobody has measured an engine on a device, its order is less sure too.
+The distribution is Cauchy's: most pairs lie near what is predicted, and a few, of jobs whose network was not
+well, far from it.
+`python -m benchmarks.order` fits the numbers, and tells how often the order was right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from costmodels.catalogue.yaml_files import catalogue_file
+from costmodels.dataclass import dataclass
+from costmodels.pricing import Prices
+from costmodels.spec.table import Floats, LayoutTable
+
+DOUBLINGS: dict[str, tuple[str, ...]] = {
+    "tensor_parallel": ("tensor_parallel",),
+    "pipeline_parallel": ("pipeline_parallel",),
+    "chunks": ("virtual_pipeline_parallel",),
+    "sequences_and_experts": ("context_parallel", "expert_parallel", "expert_tensor_parallel"),
+    "micro_batch_size": ("micro_batch_size",),
+}
+"""Columns whose doublings count, by the width that they have."""
+
+CHOICES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "chunks": (("schedule",),),
+    "sequences_and_experts": (("context_parallel_form",),),
+    "recompute": (
+        ("recompute", "recompute_modules", "recompute_method", "recompute_num_layers"),
+        ("offload_activations",),
+    ),
+    "sharding": (("zero_stage",), ("sequence_parallel",), ("zero_replicas",), ("offload_optimizer",)),
+}
+"""Groups of columns of which each counts as one doubling where any of its columns differs."""
+
+RUN = "run"
+"""The width of what two layouts have not in common even where they are alike in all of these."""
+
+KINDS = (RUN, *dict.fromkeys((*DOUBLINGS, *CHOICES)))
+
+USUAL_RANGE = 0.1
+"""Half the width of the range of an estimate at which widths are as the file says; a natural logarithm."""
+
+
+@dataclass(frozen=True)
+class OrderWidths:
+    """What the published pairs tell of the order of two estimates."""
+
+    widths: Mapping[str, float]
+    """Width of each of `KINDS` as a natural logarithm, for the first doubling."""
+    range_power: float
+    """Power of the estimates' range with which all widths grow."""
+    told_apart: float
+    """The chance of the slower one to be the faster one, below which two plans are told apart."""
+
+
+@cache
+def order_widths() -> OrderWidths:
+    """The widths that were fitted (catalogue/order.yaml)."""
+    known = catalogue_file("order.yaml")
+    return OrderWidths(known["widths"], known["range_power"], known["told_apart"])
+
+
+def measured_choices(engine: str, architecture: str | None) -> Mapping[str, tuple[Any, ...]]:
+    """The values of columns with which somebody has measured an engine on such devices, by column."""
+    found: Mapping[str, tuple[Any, ...]] = (
+        catalogue_file("order.yaml")["measured"].get(engine, {}).get(architecture, {})
+    )
+    return found
+
+
+def differences(one: LayoutTable, others: LayoutTable) -> Floats:
+    """By how many doublings and choices the rows differ, for each of `KINDS`, [kinds, n]."""
+    found = dict.fromkeys(KINDS, np.zeros(len(others)))
+    found[RUN] = np.ones(len(others))
+    for kind, columns in DOUBLINGS.items():
+        for name in columns:
+            apart = np.log2(getattr(one, name) / getattr(others, name))
+            found[kind] = found[kind] + np.abs(apart)
+    for kind, groups in CHOICES.items():
+        for group in groups:
+            differ = np.logical_or.reduce([getattr(one, name) != getattr(others, name) for name in group])
+            found[kind] = found[kind] + differ
+    return np.stack([found[kind] for kind in KINDS])
+
+
+def widths_of(differ: Floats, spread: Floats | float, known: OrderWidths) -> Floats:
+    """Width of the error of what two estimates differ by, as a natural logarithm, [n].
+
+    Args:
+        differ: `differences` of the rows.
+        spread: half the width of the narrower range of the two estimates.
+    """
+    squares = np.square([known.widths[kind] for kind in KINDS]) @ differ
+    result: Floats = np.sqrt(squares) * (np.asarray(spread) / USUAL_RANGE) ** known.range_power
+    return result
+
+
+def order_width(one: Prices, others: Prices) -> Floats:
+    """Width of the error of ln(step time of `others` / that of `one`), [n]; `one` has a row, or as many."""
+    spread = np.minimum(one.spread, others.spread)
+    return widths_of(differences(one.table, others.table), spread, order_widths())
+
+
+def chance_of(apart: Floats) -> Floats:
+    """The chance that what is `apart` widths slower is the faster one, 0 to 1."""
+    result: Floats = 0.5 - np.arctan(apart) / np.pi
+    return result
+
+
+def apart_at(chance: float) -> float:
+    """The widths at which `chance_of` is `chance`."""
+    return math.tan(math.pi * (0.5 - chance))

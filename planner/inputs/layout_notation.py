@@ -1,0 +1,51 @@
+"""Layouts as they are printed, `tp=4+sp pp=8 mbs=1 x 4`: the degrees that such a text names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+SWITCHES = ("expert_halves", "cuda_graphs", "fp8_param_gather")
+"""Degrees that are printed as a word alone where they are true."""
+
+_MORE = re.compile(rf"[\s,]+(?=[A-Za-z_-]+=|(?:{'|'.join(SWITCHES)})\b)")
+"""Between two degrees: blanks or commas, after which a name follows."""
+
+_MICRO_BATCHES = re.compile(r"\bmbs=[0-9]+ x ([0-9]+)\b")
+
+
+def degrees_in(text: str) -> Iterator[str]:
+    """The degrees in a text, as `name=value` each; what is no degree comes back as it is.
+
+    >>> list(degrees_in("tp=4+sp pp=8 mbs=1 x 4 recompute=full/block:2"))[:4]
+    ['tp=4', 'sp=true', 'pp=8', 'mbs=1']
+    """
+    for word in _MORE.split(text.strip()):
+        yield from _spelled(word)
+
+
+def micro_batches_in(text: str) -> int | None:
+    """The micro batches of a step that a text names (`mbs=1 x 4`: 4); None where it names none."""
+    found = _MICRO_BATCHES.search(text)
+    return None if found is None else int(found[1])
+
+
+def _spelled(word: str) -> Iterator[str]:
+    """The degrees that one word holds."""
+    name, _, value = word.partition("=")
+    if name == "tp" and value.endswith("+sp"):
+        yield from (f"tp={value.removesuffix('+sp')}", "sp=true")
+    elif name == "mbs":
+        # The number of micro batches follows from the batch.
+        yield f"mbs={re.sub(r' x [0-9]+$', '', value)}"
+    elif name == "offload":
+        yield from (f"offload_{what}=true" for what in value.split("+"))
+    elif name == "recompute" and (parts := re.fullmatch(r"(\w+)(?:\((.+)\))?(?:/(\w+):(\d+))?", value)):
+        kind, modules, method, layers = parts.groups()
+        yield f"recompute={kind}"
+        if modules:
+            yield f"recompute_modules={modules.replace('+', ',')}"
+        if method:
+            yield from (f"recompute_method={method}", f"recompute_num_layers={layers}")
+    else:
+        yield f"{word}=true" if word in SWITCHES else word

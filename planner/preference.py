@@ -1,0 +1,148 @@
+"""Which of the plans that the estimates do not tell apart is the first: the simplest, or the fastest."""
+
+from __future__ import annotations
+
+import reprlib
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from costmodels.catalogue.yaml_files import build, is_file_name, parse, user_fields
+from costmodels.errors import InputError
+from costmodels.spec.layout import Schedule
+from costmodels.spec.record import GIB, NonNegative, Record
+from costmodels.spelling import or_nearest
+
+DATA = Path(__file__).with_name("complexity.yaml")
+
+Prefer = Literal["simple", "fastest"]
+
+PREFERENCES: tuple[Prefer, ...] = ("simple", "fastest")
+
+
+USUAL_GIB, USUAL_SHARE = 2.0, 0.03
+"""Memory that a plan should leave unless somebody says otherwise; the smaller one counts."""
+
+
+class Complexity(Record):
+    """Points of what a layout has; `complexity.yaml` says what each stands for."""
+
+    name: str = "complexity"
+    kinds: dict[str, NonNegative]
+    doublings: dict[str, NonNegative]
+    schedule: dict[Schedule, NonNegative]
+    zero_stage: dict[int, NonNegative]
+    zero_3_across_nodes: NonNegative
+    zero_replicas: NonNegative
+    recompute: dict[Literal["none", "selective", "full"], NonNegative]
+    recompute_modules: NonNegative
+    recompute_some_layers: NonNegative
+    offload_activations: NonNegative
+    offload_optimizer: NonNegative
+    not_power_of_two: NonNegative
+    uneven_stages: NonNegative
+    outside_node: dict[str, NonNegative]
+    unmeasured: dict[str, NonNegative]
+
+    @property
+    def least_recompute(self) -> float:
+        """Points of recomputation that is solved: of other modules, or of a part of the layers, at least."""
+        some = self.recompute_some_layers
+        of_kinds = (
+            self.recompute["selective"] + min(self.recompute_modules, some),
+            self.recompute["full"] + some,
+        )
+        return min(of_kinds)
+
+
+class Preference(Record):
+    """What decides between plans that the estimates do not tell apart, and the memory to leave free."""
+
+    prefer: Prefer = "simple"
+    headroom_gib: NonNegative | None = None
+    """GiB that the fullest device should have left; as the share says unless given."""
+    headroom_share: NonNegative | None = None
+    """The same as a share of its memory; the smaller of the usual two where neither is given."""
+    complexity: Complexity | None = None
+    """Points of the user's own; those of this package unless given."""
+
+    def headroom_bytes(self, memory_bytes: float) -> float:
+        """Bytes that the fullest device should have left."""
+        if self.headroom_gib is None and self.headroom_share is None:
+            return min(USUAL_GIB * GIB, USUAL_SHARE * memory_bytes)
+        return (self.headroom_gib or 0.0) * GIB + (self.headroom_share or 0.0) * memory_bytes
+
+    @property
+    def points(self) -> Complexity:
+        """The points that count."""
+        return self.complexity or usual_complexity()
+
+    @property
+    def weighs(self) -> bool:
+        """Whether anything but speed decides."""
+        return self.prefer == "simple" or self.headroom_gib is not None or self.headroom_share is not None
+
+
+FASTEST = Preference(prefer="fastest")
+
+
+@cache
+def usual_complexity() -> Complexity:
+    """The points of this package."""
+    return build(Complexity, parse(DATA.read_text(encoding="utf-8"), DATA.name), DATA.name)
+
+
+def parse_preference(prefer: str | None, headroom: str | float | None = None) -> Preference:
+    """The preference that two words say: `simple`, `fastest` or a YAML file of points; `2`, `2GiB` or `3%`.
+
+    Raises `InputError` for other words.
+    """
+    memory = _headroom(headroom)
+    if prefer is None:
+        return memory
+    if is_file_name(str(prefer)):
+        return memory.model_copy(update={"complexity": _own_complexity(str(prefer))})
+    for known in PREFERENCES:
+        if str(prefer).lower() == known:
+            return memory.model_copy(update={"prefer": known})
+    raise InputError(
+        f"prefer {prefer}: expected one of {', '.join(PREFERENCES)}, or a YAML file of points"
+        f"{or_nearest(str(prefer), PREFERENCES)}"
+    )
+
+
+def _own_complexity(path: str) -> Complexity:
+    """The points of a user's file, which says what differs."""
+    given = user_fields(path, "preference")
+    fields: dict[str, Any] = usual_complexity().model_dump()
+    for name, value in given.items():
+        usual = fields.get(name)
+        if isinstance(usual, dict) and isinstance(value, dict):
+            unknown = [key for key in value if key not in usual]
+            if unknown:
+                raise InputError(
+                    f"preference file {path!r}: unknown {name} {unknown[0]}; known are "
+                    f"{', '.join(map(str, usual))}"
+                )
+            value = {**usual, **value}
+        fields[name] = value
+    return build(Complexity, fields, f"preference file {path!r}")
+
+
+def _headroom(given: str | float | None) -> Preference:
+    """The simple plan, with the memory that is to be left."""
+    if given is None:
+        return Preference()
+    text = str(given).strip().lower()
+    share = text.endswith("%")
+    number = text.removesuffix("%").removesuffix("gib").removesuffix("gb").strip()
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if not (0.0 <= value < (100.0 if share else 1e6)):
+        raise InputError(
+            f"headroom {reprlib.repr(given)}: expected GiB of a device to leave free, such as 2, or a share, "
+            "such as 3%"
+        )
+    return Preference(headroom_share=value / 100.0) if share else Preference(headroom_gib=value)

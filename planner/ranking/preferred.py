@@ -1,0 +1,282 @@
+"""The plan that is first: of those that the estimates do not tell apart from the fastest one, the simplest.
+
+A plan that leaves as much memory as one should comes before all that do not. Points of complexity
+(`planner.preference`), what a layout holds, and how far it may lie behind the fastest one follow from its
+degrees, so that all layouts are looked at at once. Of those that could be first few are priced, the simplest
+at first, until one of them is not told apart from the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from costmodels.dataclass import dataclass
+from costmodels.order import apart_at, differences, order_width, order_widths, widths_of
+from costmodels.pricing import Prices, price
+from costmodels.spec.table import ARRAY_FIELDS, Bools, Floats, Ints, LayoutTable
+from planner.objective import logarithms, slowness
+from planner.problem import Problem
+from planner.ranking.complexity import points_of
+from planner.ranking.contenders import Tail
+from planner.ranking.first_plans import Ranking
+from planner.ranking.twins import FORMS, SAME
+from planner.solve.bounds import Floor, Worth
+from planner.solve.concatenation import concatenate_prices
+from planner.solve.fit import Fit
+from planner.solve.recompute import least_recompute, recompute_kinds
+from planner.space.grid import Space
+
+AT_ONCE = 512
+"""Layouts that are priced together, the simplest at first."""
+
+SIMULATED = 4
+"""Pipelines that are simulated together."""
+
+SHORT = 1e9
+"""Points of a plan that leaves too little memory: more than all others together."""
+
+
+@dataclass(frozen=True)
+class Preferred:
+    """A ranking whose first plan is the one to prefer."""
+
+    ranking: Ranking
+    rows: Ints
+    """Rows of the legal layouts that those of `ranking.prices` are, and then those of its tail."""
+    added: Prices | None = None
+    """A layout that was not legal before: what it recomputes is solved. It is the last one of them."""
+
+
+def preferred_first(
+    problem: Problem, space: Space, found: Fit, floor: Floor, ranking: Ranking, rows: Ints, legal: int
+) -> Preferred:
+    """The ranking with the plan to prefer at its first place; the others keep their order.
+
+    Args:
+        found: which layouts of the space fit.
+        floor: what none of them can beat.
+        ranking: by what the objective wants, the first ones simulated.
+        rows: those of the legal layouts that its prices and its tail are.
+        legal: the number of legal layouts.
+    """
+    if not problem.preference.weighs or problem.objective == "memory" or not len(ranking):
+        return Preferred(ranking, rows)
+    choice = _Choice(problem, space, found, floor, ranking.prices.take(ranking.places[:1]))
+    priced = choice.simplest(ranking.prices, ranking.places)
+    assert priced is not None  # The fastest is not told apart from itself.
+    prices, place, points = priced
+    ranking = replace(ranking, prices=prices)
+    if ranking.tail is not None:
+        other = choice.of_rows(ranking.tail.rows, points)
+        if other is not None:
+            row, points = other
+            ranking, rows, place = _with_row(ranking, rows, row)
+    solved = choice.solved(points)
+    if solved is not None:
+        place = len(ranking.prices)
+        prices = concatenate_prices([ranking.prices, solved])
+        ranking = replace(ranking, prices=prices, places=np.append(ranking.places, place))
+        rows = np.insert(rows, place, legal)
+    return Preferred(_first(ranking, place), rows, solved)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What decides which plan is preferred."""
+
+    problem: Problem
+    space: Space
+    found: Fit
+    floor: Floor
+    fastest: Prices
+    """The fastest plan alone, its pipeline simulated."""
+
+    @cached_property
+    def reach(self) -> float:
+        """Widths by which a plan that is not told apart from the fastest lies behind it at most."""
+        return apart_at(order_widths().told_apart)
+
+    def points(self, table: LayoutTable, peaks: Floats) -> Floats:
+        """Points of each row, [n]: least is best."""
+        cluster, preference = self.problem.cluster, self.problem.preference
+        short = peaks > cluster.memory_bytes - preference.headroom_bytes(cluster.memory_bytes)
+        found = np.where(short, SHORT, 0.0)
+        if preference.prefer == "simple":
+            found += points_of(preference.points, table, cluster, self.problem.engine)
+        return found
+
+    def tied(self, prices: Prices) -> Bools:
+        """Rows that are not told apart from the fastest, [n]."""
+        score, best = (logarithms(self.problem.objective, each)[0] for each in (prices, self.fastest))
+        result: Bools = score - best < self.reach * order_width(self.fastest, prices)
+        return result | (score <= best)
+
+    def could_tie(self, table: LayoutTable) -> Floats:
+        """The slowness up to which each row is not told apart from the fastest, at most, [n]."""
+        spread = float(self.fastest.spread[0])
+        width = widths_of(differences(self.fastest.table, table), spread, order_widths())
+        last: Floats = self.pace * np.exp(self.reach * width) * (1.0 + 1e-6)
+        return last
+
+    @property
+    def pace(self) -> float:
+        """Slowness of the fastest."""
+        fastest = self.fastest
+        return float(
+            slowness(self.problem.objective, fastest.table.global_batch_size, fastest.step_time_s)[0]
+        )
+
+    def simplest(self, prices: Prices, rows: Ints) -> tuple[Prices, int, float] | None:
+        """The simplest of some rows of `prices`, with its points; None where none ties.
+
+        Of equally simple ones the fastest. The prices come back with the pipelines simulated of what was
+        looked at: closed forms say who could be it, and the simulated ones must agree.
+        """
+        some = prices.take(rows)
+        order = self._in_order(some, np.flatnonzero(self.tied(some)))
+        points = self.points(some.table, some.peak_memory_bytes)
+        for start in range(0, len(order), SIMULATED):
+            block = rows[order[start : start + SIMULATED]]
+            new = block[~prices.simulated[block]]
+            if len(new):
+                prices = prices.simulate(new)
+            good = np.flatnonzero(self.tied(prices.take(block)))
+            if len(good):
+                place = int(good[0])
+                return prices, int(block[place]), float(points[order[start + place]])
+        return None
+
+    def _in_order(self, prices: Prices, rows: Ints) -> Ints:
+        some = prices.take(rows)
+        points = self.points(some.table, some.peak_memory_bytes)
+        score = logarithms(self.problem.objective, some)[0]
+        return rows[np.lexsort((score, points))]
+
+    def of_rows(self, rows: Ints, most: float) -> tuple[int, float] | None:
+        """The simplest of some rows of the space that ties, with its points; fewer than `most`."""
+        wide = widths_of(_widest(self.space.table), float(self.fastest.spread[0]), order_widths())
+        rows = self.floor.rows_below(rows, self.pace * float(np.exp(self.reach * wide[0])))
+        points = self.points(self.space.table.take(rows), self.found.peaks[rows])
+        rows, points = rows[points < most], points[points < most]
+        table = self.space.table.take(rows)
+        could = self.floor.of(rows) <= self.could_tie(table)
+        rows, points = rows[could], points[could]
+        order = np.lexsort((self.floor.of(rows), points))
+        where = self.problem.model, self.problem.cluster, self.problem.constants
+        for some in _blocks(points[order]):
+            block = rows[order[some]]
+            prices = price(*where, self.space.table.take(block))
+            found = self.simplest(prices, np.arange(len(block)))
+            if found is not None:
+                return int(block[found[1]]), found[2]
+        return None
+
+    def solved(self, most: float) -> Prices | None:
+        """A layout that ties, has fewer points than `most`, and fits with a part of its modules or layers."""
+        problem, table = self.problem, self.space.table
+        kinds = recompute_kinds(problem.pins, problem.engine)
+        if problem.cluster.parts or problem.preference.prefer != "simple" or not kinds:
+            return None
+        cluster = problem.cluster
+        left = cluster.memory_bytes - problem.preference.headroom_bytes(cluster.memory_bytes)
+        bases = np.flatnonzero(self.found.states & (self.found.peaks > left) & (table.recompute == 0))
+        points = self.points(table.take(bases), np.zeros(len(bases)))
+        bases = bases[points + problem.preference.points.least_recompute < most]
+        bases = bases[self.floor.of(bases) <= self.could_tie(table.take(bases))]
+        if not len(bases):
+            return None
+        chosen = np.zeros(len(table), dtype=np.bool_)
+        chosen[bases] = True
+        found = replace(self.found, rows=self.found.peaks <= left, states=chosen)
+        worth = Worth(problem.objective, float(self.could_tie(table.take(bases)).max()))
+        smaller = cluster.model_copy(update={"memory_bytes": left})
+        where = problem.model, smaller, problem.constants
+        prices = least_recompute(*where, self.space, found, kinds, worth, self.floor)
+        if prices is None or not len(prices):
+            return None
+        prices = replace(prices, cluster=cluster)
+        best = self.simplest(prices, np.arange(len(prices)))
+        if best is None or best[2] >= most:
+            return None
+        return best[0].take(np.array([best[1]]))
+
+
+def _widest(table: LayoutTable) -> Floats:
+    """Differences of two rows of a table at most, [kinds, 1]."""
+    found = []
+    for end in (np.min, np.max):
+        columns: dict[str, Any] = {name: np.array([end(getattr(table, name))]) for name in ARRAY_FIELDS}
+        found.append(replace(table, **columns))
+    return differences(*found)
+
+
+def _blocks(points: Floats) -> Iterator[slice]:
+    """Parts of rows in the order of their points, those with the same points in one part."""
+    start = 0
+    while start < len(points):
+        last = points[min(start + AT_ONCE, len(points)) - 1]
+        end = int(np.searchsorted(points, last, side="right"))
+        yield slice(start, end)
+        start = end
+
+
+def _with_row(ranking: Ranking, rows: Ints, row: int) -> tuple[Ranking, Ints, int]:
+    """The ranking with a row of its tail, and the rows that are its twins, among its prices.
+
+    Also the rows of the legal layouts, and the place of the prices of that row.
+    """
+    assert ranking.tail is not None
+    prices, tail = ranking.prices, ranking.tail
+    own = tail.rows == row
+    alike = _differ_in_form(tail.table.take(np.array([row])), tail.table.take(tail.rows)) & ~own
+    moved = np.concatenate([tail.rows[own], tail.rows[alike]])
+    added = price(prices.model, prices.cluster, prices.engine, tail.table.take(moved))
+    if not added.simulated.all():
+        added = added.simulate(np.flatnonzero(~added.simulated))
+    twins = _equal_figures(added, added.take(slice(0, 1)))
+    moved, added = moved[twins], added.take(twins)
+    kept = tail.rows[~np.isin(tail.rows, moved)]
+    place = len(prices)
+    rows = np.concatenate([rows[:place], moved, kept])
+    ranking = replace(
+        ranking,
+        prices=concatenate_prices([prices, added]),
+        places=np.concatenate([ranking.places, place + np.arange(len(moved))]),
+        tail=Tail(tail.table, kept) if len(kept) else None,
+    )
+    return ranking, rows, place
+
+
+def _equal_figures(prices: Prices, one: Prices) -> Bools:
+    """Rows that take as long as `one`, and hold as much, [n]."""
+    result: Bools = np.isclose(prices.step_time_s, one.step_time_s[0], rtol=SAME, atol=0.0)
+    result &= np.isclose(prices.peak_memory_bytes, one.peak_memory_bytes[0], rtol=SAME, atol=0.0)
+    return result
+
+
+def _differ_in_form(one: LayoutTable, others: LayoutTable) -> Bools:
+    """Rows that differ from `one` in nothing but the forms of twins, [n]."""
+    same = np.ones(len(others), dtype=np.bool_)
+    for name in ARRAY_FIELDS:
+        if name not in FORMS and name != "split":
+            same &= getattr(others, name) == getattr(one, name)
+    if same.any():
+        split = one.splits[int(one.split[0])]
+        same &= np.array([each == split for each in others.splits])[others.split]
+    return same
+
+
+def _first(ranking: Ranking, place: int) -> Ranking:
+    """The ranking with a row of its prices at the first place, and its twins next to it."""
+    prices = ranking.prices
+    own = prices.take(np.array([place]))
+    alike = _differ_in_form(own.table, prices.table) & _equal_figures(prices, own)
+    alike[place] = False
+    of_place = alike[ranking.places]
+    rest = ranking.places[~of_place & (ranking.places != place)]
+    return replace(ranking, places=np.concatenate([[place], ranking.places[of_place], rest]))

@@ -1,0 +1,111 @@
+"""The flags that say which of the plans that tie is first, and a layout that is pasted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+JOB = (
+    "suggest",
+    "--model",
+    "llama3-8b",
+    "--world-size",
+    "8",
+    "--device",
+    "h100",
+    "--global-batch-size",
+    "64",
+)
+
+
+def first(planner_command: Any, *words: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The answer, and its first plan."""
+    code, out, err = planner_command(*JOB, "--json", *words)
+    assert code == 0, err
+    answer = json.loads(out)
+    return answer, answer["plans"][0]
+
+
+def test_the_fastest_is_named_and_given_where_it_is_preferred(planner_command: Any) -> None:
+    code, out, _ = planner_command(*JOB)
+    assert code == 0
+    said = " ".join(out.split())
+    answer, simple = first(planner_command)
+    other, fastest = first(planner_command, "--prefer", "fastest")
+    assert (answer["prefer"], other["prefer"]) == ("simple", "fastest") and other["fastest_place"] == 1
+    gain = fastest["estimate"]["tokens_per_s"] / simple["estimate"]["tokens_per_s"] - 1
+    assert gain > 0 and f"fastest within the doubt: {100 * gain:.1f} % faster, " in said
+    [named] = [plan for plan in answer["plans"] if plan["place"] == answer["fastest_place"]]
+    chance = named["chance_faster"]
+    assert f"{100 * chance:.0f} % likely to be the faster one; --prefer fastest gives it" in said
+    assert named["layout"] == fastest["layout"]
+
+
+def test_a_runner_up_says_how_likely_it_is_the_faster_one(planner_command: Any) -> None:
+    _, out, _ = planner_command(*JOB, "--prefer", "fastest")
+    answer, _ = first(planner_command, "--prefer", "fastest")
+    chance = answer["plans"][1]["chance_faster"]
+    assert 0.3 < chance < 0.5
+    assert f"; {100 * chance:.0f} % likely to be the faster one" in " ".join(out.split())
+
+
+def test_headroom_is_left(planner_command: Any) -> None:
+    answer, plan = first(planner_command, "--headroom", "10%")
+    limit = answer["cluster"]["memory_bytes"]
+    assert answer["headroom_gib"] == pytest.approx(0.1 * limit / 2**30)
+    assert plan["estimate"]["peak_memory_bytes"] <= 0.9 * limit
+    assert first(planner_command)[1]["estimate"]["peak_memory_bytes"] > 0.9 * limit
+
+
+def test_points_come_from_a_file(planner_command: Any, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("kinds: {tensor_parallel: 100}\nzero_stage: {3: 0}\n")
+    _, plan = first(planner_command, "--prefer", str(mine))
+    assert plan["layout"]["tensor_parallel"] == 1 < first(planner_command)[1]["layout"]["tensor_parallel"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--prefer", "speed"), "prefer speed: expected one of simple, fastest, or a YAML file of points"),
+        (("--headroom", "much"), "headroom 'much': expected GiB of a device to leave free"),
+        (("--layout", "fast"), "pin 'fast': expected name=value"),
+    ],
+)
+def test_wrong_words_end_in_one_line(planner_command: Any, words: tuple[str, ...], line: str) -> None:
+    code, out, err = planner_command(*JOB, *words)
+    assert code == 2 and out == "" and line in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_printed_layout_is_planned_whole_and_with_its_batch(planner_command: Any) -> None:
+    _, plan = first(planner_command, "--prefer", "fastest")
+    printed = "tp=2+sp pp=2 dp=2 zero=1 mbs=2 x 8 recompute=none"
+    code, out, err = planner_command(*JOB[:7], "--layout", printed, "--json")
+    assert code == 0, err
+    answer = json.loads(out)
+    layout = answer["plans"][0]["layout"]
+    assert answer["batch"]["size"] == 2 * 2 * 8
+    assert (layout["tensor_parallel"], layout["sequence_parallel"], layout["schedule"]) == (2, True, "1f1b")
+    assert layout["virtual_pipeline_parallel"] == 1 and layout["recompute"] == "none"
+    # Without the number of micro batches it is a part of a layout, and --pin takes the same.
+    for words in (("--layout", "tp=2+sp pp=2"), ("--pin", "tp=2+sp pp=2")):
+        answer, part = first(planner_command, *words)
+        assert (part["layout"]["tensor_parallel"], part["layout"]["pipeline_parallel"]) == (2, 2)
+        assert answer["batch"]["size"] == 64
+    assert plan["layout"]["tensor_parallel"] == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "run"),
+    [
+        ("megatron", "run: planner script plan.json --to slurm --program pretrain_gpt.py (after --save"),
+        ("torchtitan", "run: planner export plan.json --to torchtitan (after --save plan.json)"),
+        ("bundled", "run: planner launch --plan plan.json (after --save plan.json)"),
+    ],
+)  # fmt: skip
+def test_the_line_that_runs_a_plan_is_that_of_its_engine(planner_command: Any, engine: str, run: str) -> None:
+    code, out, _ = planner_command(*JOB, "--engine", engine)
+    assert code == 0 and run in " ".join(out.split())

@@ -1,0 +1,71 @@
+"""Layouts as they are printed: pasted into a question, they are the layouts that were printed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import planner
+from costmodels.errors import InputError
+from costmodels.spec.layout import Layout
+from planner.inputs.layout_notation import degrees_in, micro_batches_in
+
+JOB: dict[str, Any] = {"model": "llama3-8b", "device": "h100"}
+
+
+@pytest.mark.parametrize("prefer", ["simple", "fastest"])
+@pytest.mark.parametrize("pin", [None, "schedule=zbv", "cp=2", "recompute=full", "optimizer=muon", "etp=1"])
+def test_a_printed_layout_costs_what_the_plan_says(pin, prefer):
+    found = planner.search(**JOB, world_size=16, global_batch_size=64, pin=pin, prefer=prefer)
+    for plan in found.plans(3):
+        if len(set(plan.layout.layers_per_stage)) > 1:
+            continue  # Layers of stages are not printed.
+        again = planner.evaluate(plan.layout.describe(), **JOB)
+        assert again == plan.estimate
+        pinned = planner.search(**JOB, world_size=16, global_batch_size=64, pin=plan.layout.describe())
+        assert plan.layout in [one.layout for one in pinned.plans(20)]
+
+
+def test_what_is_left_out_follows_from_the_job():
+    layout = Layout(
+        tensor_parallel=4,
+        pipeline_parallel=2,
+        virtual_pipeline_parallel=2,
+        schedule="interleaved",
+        data_parallel=2,
+        global_batch_size=32,
+        layers_per_stage=(8,) * 4,
+        precision="bf16",
+    )
+    whole = planner.evaluate(layout, **JOB)
+    assert planner.evaluate("tp=4,pp=2,vpp=2", **JOB, world_size=16, global_batch_size=32) == whole
+    assert planner.evaluate("tp=4 pp=2 vpp=2 dp=2 mbs=1 x 16", **JOB) == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "line"),
+    [
+        ("tp=4", {}, "layout tp=4: its other degrees take 4 devices: give world_size or"),
+        ("tp=3", {"world_size": 16}, "layout tp=3: its other degrees take 3 devices: no divisor"),
+        ("tp=4 dp=4", {}, "layout tp=4 dp=4: say how many sequences a step has, by"),
+        ("tp=2..4", {"world_size": 8}, "layout tp=2..4: expected one value of each degree"),
+        ("tp=x", {}, "layout: tensor_parallel=x: expected a whole number"),
+        ("fast", {}, "layout: 'fast': expected name=value"),
+        ("dp=2 mbs=3", {"global_batch_size": 8}, "layout dp=2 mbs=3: "),
+    ],
+)  # fmt: skip
+def test_what_is_no_layout_ends_in_one_line(text, more, line):
+    with pytest.raises(InputError) as error:
+        planner.evaluate(text, **JOB, **more)
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
+
+
+def test_words_of_a_layout():
+    assert list(degrees_in("tp=4+sp pp=8")) == ["tp=4", "sp=true", "pp=8"]
+    assert list(degrees_in("offload=activations+optimizer cuda_graphs")) == [
+        "offload_activations=true",
+        "offload_optimizer=true",
+        "cuda_graphs=true",
+    ]
+    assert micro_batches_in("dp=2 mbs=1 x 8 recompute=none") == 8 and micro_batches_in("mbs=1") is None
