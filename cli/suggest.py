@@ -91,8 +91,8 @@ class GivenLayout:
 
     layout: str | None = flag(
         None,
-        'Plan this layout, as one is printed: "tp=4+sp pp=8 dp=2 mbs=1 x 8". With its number of micro batches '
-        "it is a whole one, of that batch unless a flag gives one; else what it does not name is chosen.",
+        'Plan this layout, as one is printed: "tp=4+sp pp=8 dp=2 mbs=1 x 8". With its micro batches '
+        "it is whole, of that batch unless a flag gives one; else what it does not name is chosen.",
         metavar="LAYOUT",
     )
 
