@@ -95,7 +95,7 @@ def test_releases_that_stretch_rotary_positions() -> None:
     kinds = {name: scaling.kind for name in model_names() if (scaling := load_model(name).rope_scaling)}
     llama = {"llama3.1-8b", "llama3.1-70b", "llama3-405b", "llama3.2-1b", "llama3.2-3b"}
     yarn = {"deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "gpt-oss-20b", "gpt-oss-120b"}
-    linear = {"gemma-3-4b", "gemma-3-12b", "gemma-3-27b"}
+    linear = {"gemma-3-4b", "gemma-3-12b", "gemma-3-27b", "deepseek-coder-6.7b"}
     expected = dict.fromkeys({*llama, "llama4-scout-17b-16e"}, "llama3") | dict.fromkeys(yarn, "yarn")
     assert kinds == expected | dict.fromkeys(linear, "linear")
     plain, stretched = load_model("llama3-8b"), load_model("llama3.1-8b")

@@ -67,6 +67,11 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
         MEGATRON + "--patch-tokenizer-type DeepSeekV2Tokenizer",
         lambda r: r.legal is None and r.unknown == ("--vocab-size",),
     ),
+    "a tokenizer in a file whose name is not known": (
+        "job.sh",
+        MEGATRON + "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model $DATA/any.model",
+        lambda r: r.legal is None and "--vocab-size" in r.unknown,
+    ),
     "a file that the script writes under the number of its job": (
         "job.sh",
         'config="./ds.$SLURM_JOBID.json"\ncat <<EOT > $config\n{"train_micro_batch_size_per_gpu": 1,\n'
@@ -86,6 +91,11 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
         + MEGATRON
         + "--vocab-size 32000 $MORE",
         lambda r: r.legal is None,
+    ),
+    "a batch that grows in steps": (
+        "job.sh",
+        MEGATRON.replace("--global-batch-size 64", "--step-batch-size-schedule '0:16 1.5B:32'"),
+        lambda r: r.legal and r.layout.global_batch_size == 32,
     ),
     "flags with underscores": (
         "job.sh",

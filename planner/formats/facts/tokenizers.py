@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-TYPES = {"GPT2BPETokenizer": 50257, "GPTSentencePieceTokenizer": 32000, "Llama2Tokenizer": 32000}
+TYPES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Entries by Megatron-LM's `--tokenizer-type`, where it is always the same (megatron/training/tokenizer)."""
 
 _NAMES = (

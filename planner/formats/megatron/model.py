@@ -170,11 +170,11 @@ def _vocabulary(values: dict[str, Any], given: Given, problems: Problems, assume
     """Entries of the tokenizer that is named, where no flag says them."""
     named = given.get("--tokenizer-type") or given.get("--patch-tokenizer-type")
     kind = named.text if named is not None else "GPT2BPETokenizer"
-    path = next((given[name] for name in TOKENIZERS if name in given and not given[name].unknown), None)
+    path = next((given[name] for name in TOKENIZERS if name in given), None)
     if path is None and named is not None and named.name == "--patch-tokenizer-type":
         path = named
     size = vocabulary_of(path.text) if path is not None else None
-    if size is None and kind in TYPES and (path is None or kind != "GPTSentencePieceTokenizer"):
+    if size is None and kind in TYPES:
         size = TYPES[kind]
     if size is None:
         about = f" of {path.text}" if path is not None else ""

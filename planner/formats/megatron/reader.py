@@ -152,7 +152,7 @@ def read_command(
     layout = None
     if chooses and model is not None:
         layout = job.layout(world, launch)
-    exact = layout.global_batch_size if layout is not None else job.count("--global-batch-size")
+    exact = layout.global_batch_size if layout is not None else job.batch()
     most = job.count("--max-global-batch-size")
     if not chooses and not (exact or most):
         problems.add(
@@ -285,6 +285,18 @@ class _Job:
             return None
         return int(text)
 
+    def batch(self) -> int | None:
+        """Sequences of a step; of a batch that grows in steps, the last one."""
+        flag = self._word("--step-batch-size-schedule")
+        if flag is None:
+            return self.count("--global-batch-size")
+        found = re.findall(r"[0-9.]+[KMBT]?:([1-9][0-9]{0,8})", flag.text)
+        if flag.unknown or len(found) != len(flag.text.split()):
+            text = f"{flag.text} is no list of TOKENS:BATCH"
+            self.problems.add("unknown", text, flag.name, flag.line, "give --define global_batch_size=N")
+            return None
+        return int(found[-1])
+
     def _is_given(self, *names: str) -> bool:
         return any(name in self.given for name in names)
 
@@ -343,7 +355,7 @@ class _Job:
         if mbs is None and not self._is_given("--micro-batch-size"):
             problems.add("illegal", "is missing: Megatron-LM has no default for it", "--micro-batch-size")
         degrees["micro_batch_size"] = mbs or 1
-        gbs = self.count("--global-batch-size")
+        gbs = self.batch()
         check_rules(self.given, model, degrees, world, gbs, self.framework, launch, problems)
         shards = tp * degrees["pipeline_parallel"] * degrees["context_parallel"]
         if world is None or problems.fatal or world % shards:
