@@ -1,10 +1,11 @@
 """Public scripts and configurations: is what `planner check` reads of them what a person read off them?
 
     python -m benchmarks.public_configs FOLDER
+    python -m benchmarks.public_configs FOLDER --fuzz 1000 --seed 1
 
 FOLDER holds the files that public_configs.yaml names, each at OWNER/NAME/PATH as of its commit. Facts of that
-list are compared with what was read, field by field: right, not known, or wrong. Exit code 1 where a field is
-wrong.
+list are compared with what was read, field by field: right, not known, or wrong. `--fuzz` removes or changes
+lines that decide facts, and names each verdict that still rests on one. Exit code 1 where anything is wrong.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.model_parts import Lora
 from planner import check
 from planner.formats.check import Check
+from planner.formats.facts.reading import Reading
 from planner.formats.recognised import NotReadError
 
 LIST = Path(__file__).with_name("public_configs.yaml")
@@ -110,9 +112,8 @@ def jobs() -> Iterator[Job]:
             )
 
 
-def facts_of(answer: Check) -> dict[str, object]:
+def facts_of_reading(reading: Reading) -> dict[str, object]:
     """The fields of `FIELDS` as they were read; None where they were not."""
-    reading = answer.reading
     layout, model = reading.layout, reading.model
     found: dict[str, object] = dict.fromkeys(FIELDS)
     found["framework"] = reading.framework
@@ -157,7 +158,7 @@ def compared(job: Job, answer: Check | str, software: str = "") -> tuple[Field, 
     Beside a fact that is not known no other value stands for anything: it is not known either.
     """
     refused = {"framework": software or None}
-    read: Mapping[str, object] = refused if isinstance(answer, str) else facts_of(answer)
+    read: Mapping[str, object] = refused if isinstance(answer, str) else facts_of_reading(answer.reading)
     known = not isinstance(answer, str) and answer.legal is not None
     fields = []
     for name in FIELDS:
@@ -165,13 +166,14 @@ def compared(job: Job, answer: Check | str, software: str = "") -> tuple[Field, 
             continue
         fact, value = job.facts[name], read.get(name)
         outcome: Outcome = "right"
-        if value is None or not _same(name, fact, value):
+        if value is None or not same(name, fact, value):
             outcome = "wrong" if value is not None and (known or name == "framework") else "not known"
         fields.append(Field(name, fact, value, outcome))
     return tuple(fields)
 
 
-def _same(name: str, fact: object, value: object) -> bool:
+def same(name: str, fact: object, value: object) -> bool:
+    """Whether a value is the one of a fact, parameters to a hundredth."""
     if name == "parameters":
         assert isinstance(fact, (int, float)) and isinstance(value, (int, float))
         return abs(value - fact) <= NEAR * fact
@@ -271,4 +273,11 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    sys.exit(main(parser.parse_args().folder))
+    parser.add_argument("--fuzz", type=int, metavar="N", help="lines to remove or change")
+    parser.add_argument("--seed", type=int, default=1, help="of the draw of these lines")
+    asked = parser.parse_args()
+    if asked.fuzz is None:
+        sys.exit(main(asked.folder))
+    from benchmarks.public_configs_fuzz import fuzz
+
+    sys.exit(fuzz(asked.folder, asked.fuzz, asked.seed))

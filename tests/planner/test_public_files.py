@@ -28,6 +28,19 @@ NEOX = (
 NEOX_BATCH = "train_micro_batch_size_per_gpu: 4\n"
 TRAINER = "deepspeed --num_gpus 8 train.py --model_name_or_path meta-llama/Llama-2-7b-hf --bf16 True "
 SWIFT = "NPROC_PER_NODE=2 swift sft --model Qwen/Qwen3-8B --max_length 512 --per_device_train_batch_size 1 "
+NANOTRON = (
+    "parallelism:\n  dp: 8\n  pp: 1\n  tp: 1\ntokens:\n  batch_accumulation_per_replica: 2\n"
+    "  micro_batch_size: 2\n  sequence_length: 1024\nmodel:\n  dtype: bfloat16\n  model_config:\n"
+    "    hidden_size: 512\n    intermediate_size: 2048\n    num_attention_heads: 8\n"
+    "    num_hidden_layers: 8\n"
+    "    num_key_value_heads: 8\n    vocab_size: 32000\n    max_position_embeddings: 1024\n"
+)
+NEMO = (
+    "trainer: {devices: 8, num_nodes: 1, precision: bf16}\nmodel:\n  micro_batch_size: 1\n"
+    "  global_batch_size: 8\n  tensor_model_parallel_size: 1\n  pipeline_model_parallel_size: 1\n"
+    "  encoder_seq_length: 512\n  max_position_embeddings: 512\n  num_layers: 4\n  hidden_size: 256\n"
+    "  ffn_hidden_size: 1024\n  num_attention_heads: 4\n  tokenizer: {type: GPT2BPETokenizer}\n"
+)
 AXOLOTL = (
     "base_model: NousResearch/Llama-2-7b-hf\nsequence_len: 512\nmicro_batch_size: 1\nbf16: auto\n"
     "gradient_accumulation_steps: 2\n"
@@ -185,6 +198,31 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
         TRAINER + "--per_device_train_batch_size 2 --gradient_accumulation_steps 2",
         lambda r: r.legal is None and "--max_seq_length" in r.unknown,
     ),
+    "ms-swift's own batch": (
+        "job.sh",
+        SWIFT.replace("--per_device_train_batch_size 1", ""),
+        lambda r: r.shown.startswith("tp=1 pp=1 dp=8 zero=0 mbs=1 x 2"),
+    ),
+    "axolotl's own micro batch": (
+        "axolotl.yml",
+        AXOLOTL.replace("micro_batch_size: 1", "sample_packing: true"),
+        lambda r: r.layout.micro_batch_size == 1,
+    ),
+    "nanotron without its micro batch": (
+        "nanotron.yaml",
+        NANOTRON.replace("  micro_batch_size: 2\n", ""),
+        lambda r: r.legal is None and r.unknown == ("tokens.micro_batch_size",),
+    ),
+    "a degree of nanotron that nothing says": (
+        "nanotron.yaml",
+        NANOTRON.replace("  pp: 1\n", ""),
+        lambda r: r.legal is None and r.unknown == ("parallelism.pp",),
+    ),
+    "a format of fp8 that nothing turns on": (
+        "nemo.yaml",
+        NEMO.replace("  num_layers", "  fp8_hybrid: true\n  num_layers"),
+        lambda r: r.legal and r.reading.precision == "bf16",
+    ),
     "what a model calls itself": (
         "job.sh",
         SWIFT + "--model_name swift-robot --deepspeed zero3",
@@ -288,17 +326,10 @@ def _checked(folder: Path, file: str, text: str, engine: str | None = None) -> C
 
 
 def test_what_an_engine_is_not_priced_with_is_no_fault(tmp_path: Path) -> None:
-    nemo = (
-        "trainer: {devices: 8, num_nodes: 1, precision: 32}\nmodel:\n  micro_batch_size: 1\n"
-        "  global_batch_size: 8\n  tensor_model_parallel_size: 1\n  pipeline_model_parallel_size: 1\n"
-        "  encoder_seq_length: 512\n  max_position_embeddings: 512\n  num_layers: 4\n  hidden_size: 256\n"
-        "  ffn_hidden_size: 1024\n  num_attention_heads: 4\n  tokenizer: {type: GPT2BPETokenizer}\n"
-    )
-    unpriced = _checked(tmp_path, "nemo.yaml", nemo)
+    unpriced = _checked(tmp_path, "nemo.yaml", NEMO.replace("precision: bf16", "precision: 32"))
     assert unpriced.legal is None and "precision fp32" in unpriced.unknown[0].text
-    eight = _checked(tmp_path, "nemo.yaml", nemo.replace("precision: 32", "precision: bf16").replace(
-        "  num_layers", "  fp8: true\n  fp8_hybrid: true\n  num_layers"
-    ))  # fmt: skip
+    with_fp8 = NEMO.replace("  num_layers", "  fp8: true\n  fp8_hybrid: true\n  num_layers")
+    eight = _checked(tmp_path, "nemo.yaml", with_fp8)
     assert eight.legal is False  # An A100 has no products in fp8.
 
 

@@ -39,6 +39,9 @@ from planner.formats.hugging_face.names import (
 from planner.formats.hugging_face.trainer_files import as_flags
 from planner.inputs.model import with_seq
 
+TRAINING_COMMANDS = ("sft", "pt", "rlhf", "train")
+"""Commands of ms-swift, LLaMA-Factory and TRL that train, whatever their flags."""
+
 FEWEST_FLAGS = 3
 """Flags of TrainingArguments of a command that trains."""
 
@@ -85,7 +88,9 @@ def find_command(
     for launch in commands(source, dict(define), beside):
         entries = _flag_entries(launch)
         count = sum(path in known for path in entries)
-        if names & {word.text.rpartition("/")[2] for word in launch.arguments}:
+        if names & {word.text.rpartition("/")[2] for word in launch.arguments} or (
+            _software(launch) != "transformers" and launch.program in TRAINING_COMMANDS
+        ):
             count += FEWEST_FLAGS
         if count >= FEWEST_FLAGS and (best is None or count > best[0]):
             best = count, launch, entries
@@ -436,6 +441,16 @@ def _fsdp(job: _Job) -> dict[str, Any]:
     return found
 
 
+_MICRO_BATCHES = {"ms-swift": 1, "axolotl": 1}
+"""Default micro batches that are not TrainingArguments'.
+
+swift/trainers/arguments.py and axolotl/utils/schemas/training.py.
+"""
+
+SWIFT_BATCH = 16
+"""Sequences of a step to which ms-swift fills up steps that nobody says."""
+
+
 def _batch(job: _Job, ranks: int, assumed: list[str]) -> dict[str, Any]:
     """Micro batch and global batch; DeepSpeed fills in the one of three numbers that is missing."""
     keys = job.deepspeed
@@ -453,8 +468,12 @@ def _batch(job: _Job, ranks: int, assumed: list[str]) -> dict[str, Any]:
         keys.add("unknown", text, path, "give that script too, or --define per_device_train_batch_size=N")
         micro = 1
     if micro is None:
-        micro = 8
-        assumed.append(f"{MICRO} 8 (the default of TrainingArguments)")
+        micro = _MICRO_BATCHES.get(job.software, 8)
+        whose = job.software if job.software in _MICRO_BATCHES else "TrainingArguments"
+        assumed.append(f"{MICRO} {micro} (the default of {whose})")
+    if steps is None and job.software == "ms-swift":
+        steps = -(-SWIFT_BATCH // (micro * ranks))
+        assumed.append(f"{STEPS} {steps} (ms-swift's default: {SWIFT_BATCH} sequences a step)")
     whole = micro * (steps or 1) * ranks
     if total is not None and total != whole:
         text = f"{total} is not micro batch {micro} x {steps or 1} steps x {ranks} ranks = {whole}"

@@ -7,6 +7,19 @@ from planner.formats.facts.key_table import key_table
 KEYS = key_table("nanotron").fields
 """Keys of its YAML by the field of `Layout` or `ModelSpec` that they give (keys/nanotron.yaml)."""
 
+REQUIRED = tuple(
+    KEYS[name]
+    for name in (
+        "data_parallel",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "micro_batch_size",
+        "micro_batches",
+        "seq",
+    )
+)
+"""Keys that have no default (config/config.py, `TokensArgs`, and config/parallelism_config.py)."""
+
 TP_MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
 """`parallelism.tp_mode`, by whether it is sequence parallelism."""
 

@@ -14,7 +14,7 @@ from planner.formats.facts.layout_fields import Places, build_layout, degrees_of
 from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
-from planner.formats.nanotron.names import FORMATS, KEYS, OPTIMIZERS, TP_MODES
+from planner.formats.nanotron.names import FORMATS, KEYS, OPTIMIZERS, REQUIRED, TP_MODES
 
 AT = "model.model_config"
 
@@ -43,6 +43,11 @@ def read_nanotron(source: Source, around: Surroundings) -> Reading:
         degrees |= {"expert_parallel": ep}  # Each expert is whole (nn/moe.py, GroupedMLP).
     elif ep > 1:
         keys.add("illegal", "there are no experts to spread", KEYS["expert_parallel"])
+    for path in REQUIRED:
+        if path not in keys:
+            keys.add(
+                "unknown", "is not given, and nanotron has no default for it", path, f"give --define {path}=N"
+            )
     product = degrees["tensor_parallel"] * degrees["pipeline_parallel"] * degrees["context_parallel"]
     world = around.world_size or int(degrees["data_parallel"] * product)
     layout = None if model is None else _layout(keys, model, degrees, world, places)

@@ -243,8 +243,11 @@ def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, s
             continue
         if path.startswith("tokenizer.") and not text.isdigit():
             continue
-        if leaf.startswith("fp8_") and keys.text(path.rpartition(".")[0] + ".fp8") in ("False", "false"):
-            continue  # Details of a format that is off.
+        if leaf.startswith("fp8_"):
+            switch = path.rpartition(".")[0] + ".fp8"
+            off = (keys.text(switch) or "").lower() == "false"
+            if off or (framework == "nemo" and path.startswith("model.") and switch not in keys):
+                continue  # Details of a format that is off.
         if known[name].role == "unpriced" and text.lower() != "true":
             continue  # Formats and numbers that recipes spell out though they are the usual ones.
         if text.lower() in ("true", "false"):
@@ -340,7 +343,9 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
     named = {name for name, _ in found}
     if framework == "megatron-bridge" or any("MegatronStrategy" in path for path in keys.entries):
         # Recipes start from bf16 and the distributed optimizer (recipes/common.py, recipes/optim).
-        if not named & {"--bf16", "--fp16"}:
+        # A trainer of NeMo 2 that is made here without a precision trains in fp32, as Lightning's does.
+        own = any(path.startswith("Trainer.") for path in keys.entries) and "plugins" not in given
+        if not named & {"--bf16", "--fp16"} and not own:
             found.append(("--bf16", made))
         if given.get("use_distributed_optimizer") != "false":
             found.append(("--use-distributed-optimizer", made))
