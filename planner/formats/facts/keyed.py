@@ -147,6 +147,11 @@ class Keyed:
             if flag.known.role in DECIDING and flag.values:
                 self._is_unknown(self.entries[flag.name])
 
+    def training(self) -> dict[str, str]:
+        """What is learned, as flags of Megatron-LM."""
+        pairs = {flag: self.text(path) for flag, path in key_table(self.framework).training.items()}
+        return {flag: text for flag, text in pairs.items() if text}
+
     def flags(self) -> tuple[GivenFlag, ...]:
         """All keys with what each does to the answer."""
         known = known_keys(self.framework)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
-from planner.formats.nanotron.names import FORMATS, KEYS, OPTIMIZERS, TP_MODES
+from planner.formats.nanotron.names import FORMATS, KEYS, OPTIMIZERS, TP_MODES, TRAINING
 from planner.formats.writing.export import (
     Export,
     Values,
@@ -47,14 +47,14 @@ def export_nanotron(model: ModelSpec, layout: Layout) -> Export:
     values: Values = {
         "general.project": "planner",
         "general.run": model.name,
-        "general.seed": 42,
+        TRAINING["--seed"]: 42,
         **{path: of_layout[path] for path in of_layout if path.startswith("parallelism.")},
         "model.ddp_bucket_cap_mb": 25,
         KEYS["precision"]: of_layout[KEYS["precision"]],
         "model.init_method.std": 0.02,
         "model.make_vocab_size_divisible_by": 1,
         **model_values(model, missing, ring=layout.context_parallel > 1),
-        "tokens.train_steps": 100,
+        TRAINING["--train-iters"]: 100,
         KEYS["seq"]: model.seq,
         **{path: of_layout[path] for path in of_layout if path.startswith("tokens.")},
         **_optimizer(layout),
@@ -77,7 +77,7 @@ def layout_values(layout: Layout, missing: list[str]) -> Values:
         KEYS["sequence_parallel"]: next(
             name for name, split in TP_MODES.items() if split == layout.sequence_parallel
         ),
-        "parallelism.tp_linear_async_communication": layout.sequence_parallel,
+        KEYS["asynchronous_messages"]: layout.sequence_parallel,
         KEYS["recompute"]: layout.recompute == "full",
         KEYS["expert_parallel"]: 1,
         KEYS["context_parallel"]: layout.context_parallel,
@@ -130,20 +130,20 @@ def _optimizer(layout: Layout) -> Values:
     values: Values = {KEYS["optimizer"]: name}
     if name == "adamW":
         values |= {
-            f"{at}.adam_beta1": 0.9,
-            f"{at}.adam_beta2": 0.95,
-            f"{at}.adam_eps": 1e-8,
+            TRAINING["--adam-beta1"]: 0.9,
+            TRAINING["--adam-beta2"]: 0.95,
+            TRAINING["--adam-eps"]: 1e-8,
             f"{at}.torch_adam_is_fused": True,
         }
     schedule = "optimizer.learning_rate_scheduler"
     return values | {
-        "optimizer.weight_decay": 0.01,
-        "optimizer.clip_grad": 1.0,
-        f"{schedule}.learning_rate": 3e-4,
-        f"{schedule}.lr_warmup_steps": 10,
+        TRAINING["--weight-decay"]: 0.01,
+        TRAINING["--clip-grad"]: 1.0,
+        TRAINING["--lr"]: 3e-4,
+        TRAINING["--lr-warmup-iters"]: 10,
         f"{schedule}.lr_warmup_style": "linear",
-        f"{schedule}.lr_decay_style": "cosine",
-        f"{schedule}.min_decay_lr": 3e-5,
+        TRAINING["--lr-decay-style"]: "cosine",
+        TRAINING["--min-lr"]: 3e-5,
     }
 
 
@@ -152,33 +152,32 @@ def model_values(model: ModelSpec, missing: list[str], ring: bool) -> Values:
     qwen = bool(model.experts) or model.qkv_bias or ring
     lacks_of_model(missing, model, SAID, BECAUSE)
     values: Values = {
-        f"{AT}.is_{'qwen2' if qwen else 'llama'}_config": True,
+        KEYS["qwen2" if qwen else "llama"]: True,
         KEYS["hidden"]: model.hidden,
         KEYS["ffn"]: model.ffn,
         KEYS["layers"]: model.layers,
         KEYS["heads"]: model.heads,
         KEYS["kv_heads"]: model.kv_heads,
         f"{AT}.hidden_act": "silu",
-        f"{AT}.max_position_embeddings": model.max_positions,
-        f"{AT}.rms_norm_eps": model.norm_eps,
-        f"{AT}.rope_theta": model.rope_theta,
+        KEYS["max_positions"]: model.max_positions,
+        KEYS["norm_eps"]: model.norm_eps,
+        KEYS["rope_theta"]: model.rope_theta,
         f"{AT}.rope_interleaved": False,
-        f"{AT}.attention_bias": model.qkv_bias,
-        f"{AT}.tie_word_embeddings": model.tied,
+        KEYS["qkv_bias"]: model.qkv_bias,
+        KEYS["tied"]: model.tied,
         KEYS["vocab"]: model.vocab,
     }
     if not model.experts:
         return values
-    at = f"{AT}.moe_config"
     kinds = [model.layer_kind(layer).mlp for layer in range(model.layers)]
     mixed = [layer for layer, kind in enumerate(kinds) if kind == "experts"]
     values |= {
         KEYS["experts"]: model.experts,
-        f"{at}.top_k": model.top_k,
-        f"{at}.moe_intermediate_size": model.expert_ffn,
-        f"{at}.enable_shared_expert": bool(model.shared_expert_ffn),
-        f"{at}.layers": mixed if len(mixed) < model.layers else [-1],
+        KEYS["top_k"]: model.top_k,
+        KEYS["expert_ffn"]: model.expert_ffn,
+        KEYS["shared_expert"]: bool(model.shared_expert_ffn),
+        KEYS["layers_with_experts"]: mixed if len(mixed) < model.layers else [-1],
     }
     if model.shared_expert_ffn:
-        values[f"{at}.shared_expert_intermediate_size"] = model.shared_expert_ffn
+        values[KEYS["shared_expert_ffn"]] = model.shared_expert_ffn
     return values

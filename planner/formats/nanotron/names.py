@@ -20,6 +20,9 @@ REQUIRED = tuple(
 )
 """Keys that have no default (config/config.py, `TokensArgs`, and config/parallelism_config.py)."""
 
+TRAINING = key_table("nanotron").training
+"""Keys by the flag of Megatron-LM that says the same of what is learned."""
+
 TP_MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
 """`parallelism.tp_mode`, by whether it is sequence parallelism."""
 

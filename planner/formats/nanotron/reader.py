@@ -9,9 +9,9 @@ from costmodels.errors import InputError, on_one_line
 from costmodels.spec.layout import Layout, even_split
 from costmodels.spec.model import MOST_LAYERS, ModelSpec
 from planner.formats.facts.entries import Entries
-from planner.formats.facts.keyed import Keyed, defined
+from planner.formats.facts.keyed import Keyed, defined, todays
 from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
-from planner.formats.facts.reading import Problems, Reading
+from planner.formats.facts.reading import Problems, Reading, in_own_words
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
 from planner.formats.nanotron.names import FORMATS, KEYS, OPTIMIZERS, REQUIRED, TP_MODES
@@ -21,14 +21,16 @@ AT = "model.model_config"
 
 def recognises(entries: Entries) -> bool:
     """Whether keys are those of nanotron."""
-    return "parallelism.tp" in entries and "parallelism.dp" in entries
+    return {KEYS["tensor_parallel"], KEYS["data_parallel"]} <= entries.keys()
 
 
 def read_nanotron(source: Source, around: Surroundings) -> Reading:
     """The job that a configuration of nanotron describes."""
     problems = Problems(source.file)
     assumed: list[str] = []
-    keys = Keyed(defined(source.entries, around.define, "nanotron"), "nanotron", source.file, problems)
+    entries, own = todays(source.entries, "nanotron")
+    entries, _ = todays(defined(entries, around.define, "nanotron"), "nanotron")
+    keys = Keyed(entries, "nanotron", source.file, problems)
     flags = tuple(flag for flag in keys.flags() if flag.line)
     places = Places(KEYS, {path: entry.line for path, entry in keys.entries.items()})
     model = around.model or _model(keys, places)
@@ -53,7 +55,7 @@ def read_nanotron(source: Source, around: Surroundings) -> Reading:
     layout = None if model is None else _layout(keys, model, degrees, world, places)
     keys.name_unread()
     name_others(flags, problems, "is no key of nanotron that is known here")
-    return Reading(
+    reading = Reading(
         framework="nanotron",
         engine="nanotron",
         file=source.file,
@@ -69,6 +71,7 @@ def read_nanotron(source: Source, around: Surroundings) -> Reading:
         assumed=tuple(assumed),
         problems=tuple(problems.found),
     )
+    return in_own_words(reading, own)
 
 
 def _precision(keys: Keyed) -> str:
@@ -85,31 +88,30 @@ def _model(keys: Keyed, places: Places) -> ModelSpec | None:
     if missing:
         keys.problems.add("unknown", f"no {', '.join(missing)}: the model is not known", missing[0])
         return None
-    qwen = keys.switch(f"{AT}.is_qwen2_config") or keys.switch(f"{AT}.is_qwen2_moe_config")
+    qwen = keys.switch(KEYS["qwen2"]) or keys.switch(KEYS["qwen2_moe"])
     fields: dict[str, Any] = dict(sizes) | {
         "name": (keys.text("general.run") or "model")[:60].strip() or "model",
         "kv_heads": keys.count(KEYS["kv_heads"]) or sizes["heads"],
-        "max_positions": max(keys.count(f"{AT}.max_position_embeddings") or 0, sizes["seq"] or 0),
+        "max_positions": max(keys.count(KEYS["max_positions"]) or 0, sizes["seq"] or 0),
         "gated": True,
         "activation": "silu",
         "norm": "rmsnorm",
-        "norm_eps": keys.number(f"{AT}.rms_norm_eps") or 1e-6,
+        "norm_eps": keys.number(KEYS["norm_eps"]) or 1e-6,
         "position": "rope",
-        "rope_theta": keys.number(f"{AT}.rope_theta") or 10000.0,
-        "tied": keys.switch(f"{AT}.tie_word_embeddings"),
+        "rope_theta": keys.number(KEYS["rope_theta"]) or 10000.0,
+        "tied": keys.switch(KEYS["tied"]),
         "linear_bias": False,
-        "qkv_bias": qwen and keys.switch(f"{AT}.attention_bias"),
+        "qkv_bias": qwen and keys.switch(KEYS["qkv_bias"]),
     }
-    experts = keys.count(KEYS["experts"], f"{AT}.moe_num_experts", f"{AT}.num_experts")
+    experts = keys.count(KEYS["experts"])
     if experts and experts > 1:
-        moe = f"{AT}.moe_config"
-        width = keys.count(f"{moe}.moe_intermediate_size") or 1408
-        shared = keys.count(f"{moe}.shared_expert_intermediate_size") or 5632
+        width = keys.count(KEYS["expert_ffn"]) or 1408
+        shared = keys.count(KEYS["shared_expert_ffn"]) or 5632
         fields |= {
             "experts": experts,
-            "top_k": keys.count(f"{moe}.top_k", f"{AT}.num_experts_per_tok") or 2,
+            "top_k": keys.count(KEYS["top_k"]) or 2,
             "expert_ffn": width,
-            "shared_expert_ffn": shared if keys.switch(f"{moe}.enable_shared_expert") else 0,
+            "shared_expert_ffn": shared if keys.switch(KEYS["shared_expert"]) else 0,
         }
         mixed = _layers_with_experts(keys, int(sizes["layers"] or 0))
         if mixed is not None:
@@ -124,12 +126,12 @@ def _model(keys: Keyed, places: Places) -> ModelSpec | None:
 
 def _layers_with_experts(keys: Keyed, layers: int) -> tuple[str, ...] | None:
     """MLPs of all layers where `moe_config.layers` lists those with experts; None for all of them ([-1])."""
-    entry = keys.entries.get(f"{AT}.moe_config.layers")
+    entry = keys.entries.get(KEYS["layers_with_experts"])
     items = [] if entry is None or entry.items is None else list(entry.items)
     if not items or items == ["-1"] or layers > MOST_LAYERS:
         return None
     if not all(item.isdigit() and len(item) < 6 and int(item) < layers for item in items):
-        keys.add("illegal", f"are not layers from 0 to {layers - 1}", f"{AT}.moe_config.layers")
+        keys.add("illegal", f"are not layers from 0 to {layers - 1}", KEYS["layers_with_experts"])
         return None
     listed = {int(item) for item in items}
     return tuple("experts" if layer in listed else "dense" for layer in range(layers))
@@ -146,9 +148,9 @@ def _layout(
     whole = degrees_of_world(degrees, world, places, keys.problems)
     if whole is None:
         return None
-    if not keys.switch("parallelism.tp_recompute_allgather", default=True):
+    if not keys.switch(KEYS["gathers_again"], default=True):
         text = "not priced: gathered inputs are kept, and estimates gather them again"
-        keys.add("note", text, "parallelism.tp_recompute_allgather")
+        keys.add("note", text, KEYS["gathers_again"])
     mode = (keys.text(KEYS["sequence_parallel"]) or "ALL_REDUCE").upper()
     if mode not in TP_MODES:
         keys.add("illegal", f"{mode} is not one of {', '.join(TP_MODES)}", KEYS["sequence_parallel"])
@@ -187,22 +189,7 @@ def _layout(
 
 def _training(keys: Keyed) -> dict[str, str]:
     """What is learned, as flags of Megatron-LM."""
-    rate = "optimizer.learning_rate_scheduler"
-    pairs = {
-        "--seed": keys.text("general.seed"),
-        "--train-iters": keys.text("tokens.train_steps"),
-        "--lr": keys.text(f"{rate}.learning_rate"),
-        "--min-lr": keys.text(f"{rate}.min_decay_lr"),
-        "--lr-warmup-iters": keys.text(f"{rate}.lr_warmup_steps"),
-        "--lr-decay-iters": keys.text(f"{rate}.lr_decay_steps"),
-        "--clip-grad": keys.text("optimizer.clip_grad"),
-        "--weight-decay": keys.text("optimizer.weight_decay"),
-        "--adam-beta1": keys.text("optimizer.optimizer_factory.adam_beta1"),
-        "--adam-beta2": keys.text("optimizer.optimizer_factory.adam_beta2"),
-        "--adam-eps": keys.text("optimizer.optimizer_factory.adam_eps"),
-        "--log-interval": keys.text("logging.iteration_step_info_interval"),
-    }
-    style = keys.text(f"{rate}.lr_decay_style")
-    if style in ("linear", "cosine"):
-        pairs["--lr-decay-style"] = style
-    return {name: value for name, value in pairs.items() if value}
+    found = keys.training()
+    if found.get("--lr-decay-style") not in ("linear", "cosine"):
+        found.pop("--lr-decay-style", None)
+    return found

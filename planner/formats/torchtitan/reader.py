@@ -83,7 +83,7 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
         global_batch_size=None if layout is None else layout.global_batch_size,
         flags=flags,
         names=KEYS,
-        training=_training(keys),
+        training=keys.training(),
         assumed=tuple(assumed),
         problems=tuple(problems.found),
     )
@@ -393,19 +393,3 @@ def _fp8(keys: Keyed) -> dict[str, Any]:
     found: dict[str, Any] = {"fp8_recipe": recipe} if recipe in get_args(Fp8Recipe) else {}
     gathers = keys.switch(given.get("enable_fsdp_float8_all_gather", ""))
     return {"fp8_recipe": "tensorwise", "fp8_param_gather": True} if gathers else found
-
-
-def _training(keys: Keyed) -> dict[str, str]:
-    """What is learned, as flags of Megatron-LM."""
-    pairs = {
-        "--lr": keys.text("optimizer.lr"),
-        "--adam-eps": keys.text("optimizer.eps"),
-        "--weight-decay": keys.text("optimizer.weight_decay"),
-        "--train-iters": keys.text("training.steps"),
-        "--clip-grad": keys.text("training.max_norm"),
-        "--lr-warmup-iters": keys.text("lr_scheduler.warmup_steps"),
-        "--lr-decay-style": keys.text("lr_scheduler.decay_type"),
-        "--seed": keys.text("training.seed", "debug.seed"),
-        "--log-interval": keys.text("metrics.log_freq"),
-    }
-    return {name: value for name, value in pairs.items() if value}
