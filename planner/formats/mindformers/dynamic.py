@@ -179,8 +179,8 @@ def _layout(keys: Keyed, model: ModelSpec, world: int, places: Places) -> Layout
     if whole is None or stages is None:
         return None
     micro, batches = (
-        keys.count("dataset_config.batch_size") or 1,
-        keys.count("dataset_config.micro_batch_num") or 1,
+        keys.count(DYNAMIC_KEYS["micro_batch_size"]) or 1,
+        keys.count(DYNAMIC_KEYS["micro_batches"]) or 1,
     )
     whole |= {
         "layers_per_stage": stages,
@@ -258,24 +258,11 @@ def _training(keys: Keyed) -> dict[str, str]:
     betas = keys.first("optimizer_config.betas")
     items = betas.items if betas is not None and betas.items else (None, None)
     cosine = keys.switch("optimizer_config.learning_rate_scheduler_kwargs.use_cosine")
-    schedule = "optimizer_config.learning_rate_scheduler_kwargs"
-    pairs = {
-        "--seed": keys.text("training_config.seed"),
-        "--train-iters": keys.text("training_config.training_iters"),
-        "--log-interval": keys.text("training_config.log_interval"),
-        "--clip-grad": keys.text("training_config.grad_clip_kwargs.clip_value"),
-        "--lr": keys.text("optimizer_config.learning_rate"),
-        "--weight-decay": keys.text("optimizer_config.weight_decay"),
-        "--lr-warmup-iters": keys.text(f"{schedule}.warmup_steps"),
-        "--lr-decay-iters": keys.text(f"{schedule}.decay_steps"),
-        "--min-lr": keys.text(f"{schedule}.end_learning_rate"),
-        "--lr-decay-style": "cosine" if cosine else None,
-    }
+    pairs: dict[str, str | None] = {**keys.training(), "--lr-decay-style": "cosine" if cosine else None}
     if optimizer_of(keys, DYNAMIC_KEYS["optimizer"]) == "came":
-        pairs |= came_training(keys, "optimizer_config")
+        pairs |= {"--adam-eps": None, **came_training(keys, "optimizer_config")}
     else:
         pairs |= {
-            "--adam-eps": keys.text("optimizer_config.eps"),
             "--adam-beta1": items[0],
             "--adam-beta2": items[1] if len(items) > 1 else None,
         }

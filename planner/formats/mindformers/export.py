@@ -21,7 +21,6 @@ from planner.formats.writing.export import (
 from planner.formats.writing.model_words import Said, lacks_of_model
 
 AT = "model.model_config"
-RECOMPUTE, OPTIMIZER = "recompute_config", "parallel.parallel_optimizer_config"
 
 OPTIMIZERS: dict[str, Values] = {
     "adam": {STATIC_KEYS["optimizer"]: "AdamW"},
@@ -79,15 +78,15 @@ def export_mindformers(model: ModelSpec, layout: Layout) -> Export:
         "run_mode": "train",
         "use_parallel": True,
         "trainer.type": "CausalLanguageModelingTrainer",
-        "trainer.model_name": model.name,
+        STATIC_KEYS["name"]: model.name,
         "runner_config.epochs": 1,
         "context.mode": 0,
         "context.device_target": "Ascend",
-        "parallel.parallel_mode": 1,
+        STATIC_KEYS["mode"]: 1,
         "parallel.full_batch": True,
         "parallel.gradients_mean": False,
         "parallel.search_mode": "sharding_propagation",
-        "parallel_config.vocab_emb_dp": False,
+        STATIC_KEYS["table_on_each_rank"]: False,
         **of_layout,
         **model_values(model, missing),
         "runner_wrapper.type": "MFTrainOneStepCell",
@@ -122,11 +121,11 @@ def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Value
             lacks(missing, layout, "expert_parallel", "experts are spread over data-parallel ranks alone")
     pipelined = layout.pipeline_parallel > 1
     values[keys["micro_batches"]] = layout.micro_batches if pipelined else 1
-    values["runner_config.gradient_accumulation_steps"] = 1 if pipelined else layout.micro_batches
+    values[STATIC_KEYS["accumulated_batches"]] = 1 if pipelined else layout.micro_batches
     values[keys["micro_batch_size"]] = layout.micro_batch_size
     values |= _stages(layout, missing) | _zero(layout, missing) | _recompute(layout, missing)
     if layout.offload_activations:
-        values["swap_config.swap"] = True
+        values[STATIC_KEYS["offload_activations"]] = True
     if layout.offload_optimizer:
         lacks(missing, layout, "offload_optimizer", "it keeps the state of the optimizer on devices")
     name = next((name for name, short in FORMATS.items() if short == layout.precision), None)
@@ -159,7 +158,7 @@ def _stages(layout: Layout, missing: list[str]) -> Values:
         if layout.schedule not in ("interleaved", *SCHEDULES.values()):
             lacks(missing, layout, "schedule", f"its schedulers are {', '.join(SCHEDULES)}")
         values = {
-            "parallel.pipeline_config.pipeline_interleave": True,
+            STATIC_KEYS["interleaves"]: True,
             STATIC_KEYS["schedule"]: scheduler,
             STATIC_KEYS["virtual_pipeline_parallel"]: chunks,
         }
@@ -171,11 +170,11 @@ def _stages(layout: Layout, missing: list[str]) -> Values:
 def _zero(layout: Layout, missing: list[str]) -> Values:
     values: Values = {STATIC_KEYS["zero_stage"]: layout.zero_stage > 0}
     if layout.zero_stage:
-        values[f"{OPTIMIZER}.gradient_accumulation_shard"] = layout.zero_stage >= 2
+        values[STATIC_KEYS["shards_gradients"]] = layout.zero_stage >= 2
         if layout.zero_replicas > 1:
             values[STATIC_KEYS["zero_replicas"]] = layout.zero_shards
     if layout.zero_stage == 3:
-        values[f"{RECOMPUTE}.parallel_optimizer_comm_recompute"] = True
+        values[STATIC_KEYS["gathers_again"]] = True
     return values
 
 

@@ -61,7 +61,7 @@ def read_model(keys: Keyed, problems: Problems, assumed: list[str]) -> ModelSpec
             sizes[name] = value
             assumed.append(f"{STATIC_KEYS[name]}: {value} (the default of {kind or 'Llama'})")
     fields: dict[str, Any] = dict(sizes) | (_gpt2(keys) if kind in _LEARNED else _llama(keys, sizes))
-    fields |= {"name": (keys.text("trainer.model_name") or kind or "model").strip() or "model"}
+    fields |= {"name": (keys.text(STATIC_KEYS["name"]) or kind or "model").strip() or "model"}
     positions = keys.count(f"{AT}.max_position_embedding", f"{AT}.max_position_embeddings")
     fields["max_positions"] = max(positions or 0, int(fields["seq"] or 0))
     fields |= _experts(keys)

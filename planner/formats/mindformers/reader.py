@@ -37,7 +37,6 @@ from planner.inputs.model import resolve_model
 MOST_CHUNKS = 64
 """Chunks of a pipeline rank whose lists are looked for."""
 
-PARALLEL, RECOMPUTE, OPTIMIZER = "parallel_config", "recompute_config", "parallel.parallel_optimizer_config"
 
 OLDER_NPU_GIB = 32.0
 """Memory of an Ascend 910 of the first generation; a configuration that may use more is for a later one."""
@@ -46,7 +45,7 @@ OLDER_NPU_GIB = 32.0
 def recognises(entries: Entries) -> bool:
     """Whether keys are those of a configuration for the static graph."""
     return any(
-        f"{PARALLEL}.{name}" in entries for name in ("model_parallel", "pipeline_stage", "data_parallel")
+        STATIC_KEYS[name] in entries for name in ("tensor_parallel", "pipeline_parallel", "data_parallel")
     )
 
 
@@ -64,7 +63,7 @@ def read_static(source: Source, around: Surroundings) -> Reading:
     world, per_node = launched_devices(source.text)
     memory = device_memory_gib(keys)
     degrees = _degrees(keys, model)
-    known = keys.first(f"{PARALLEL}.data_parallel", f"{PARALLEL}.model_parallel") is not None
+    known = keys.first(STATIC_KEYS["data_parallel"], STATIC_KEYS["tensor_parallel"]) is not None
     shards = degrees["tensor_parallel"] * degrees["pipeline_parallel"] * degrees["context_parallel"]
     said = around.world_size or world or (degrees["data_parallel"] * shards if known else None)
     layout = None
@@ -112,14 +111,14 @@ def _completed(source: Source, assumed: list[str]) -> tuple[Entries, str]:
             return {
                 **source.entries,
                 **added,
-            }, "" if "model.model_config.num_layers" in source.entries else model
+            }, "" if STATIC_KEYS["layers"] in source.entries else model
     return source.entries, ""
 
 
 def _published(name: str, keys: Keyed, assumed: list[str]) -> ModelSpec | None:
     if not name:
         return None
-    seq = keys.count("model.model_config.seq_length")
+    seq = keys.count(STATIC_KEYS["seq"])
     assumed.append(f"the model is {name} (the page gives no sizes)")
     return resolve_model(load_model(name), seq)
 
@@ -151,7 +150,7 @@ def launched_devices(text: str) -> tuple[int | None, int | None]:
 
 def device_memory_gib(keys: Keyed) -> float | None:
     """GiB of a device that the job may use (`max_device_memory`, such as 31GB)."""
-    entry = keys.first("context.max_device_memory")
+    entry = keys.first(STATIC_KEYS["device_memory"])
     if entry is None:
         return None
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*[Gg][Bb]?", entry.text)
@@ -162,7 +161,7 @@ def device_memory_gib(keys: Keyed) -> float | None:
 
 
 def _precision(keys: Keyed) -> str:
-    return FORMATS.get(keys.text("model.model_config.compute_dtype") or "float16", "fp16")
+    return FORMATS.get(keys.text(STATIC_KEYS["precision"]) or "float16", "fp16")
 
 
 def _degrees(keys: Keyed, model: ModelSpec | None) -> dict[str, Any]:
@@ -179,7 +178,10 @@ def _degrees(keys: Keyed, model: ModelSpec | None) -> dict[str, Any]:
         name = keys.choice(STATIC_KEYS["context_parallel_form"], CONTEXT_ALGORITHMS, "colossalai_cp")
         ring = name == "colossalai_cp" and keys.switch("model.model_config.use_ring_attention")
         degrees["context_parallel_form"] = "ring" if ring else CONTEXT_ALGORITHMS[name]
-    degrees |= {"zero_stage": _zero(keys), "offload_activations": keys.switch("swap_config.swap")}
+    degrees |= {
+        "zero_stage": _zero(keys),
+        "offload_activations": keys.switch(STATIC_KEYS["offload_activations"]),
+    }
     sharded = STATIC_KEYS["zero_replicas"]
     shards = keys.count(sharded) if degrees["zero_stage"] and keys.text(sharded) != "-1" else None
     ranks = degrees["data_parallel"] * degrees["context_parallel"]
@@ -191,18 +193,18 @@ def _degrees(keys: Keyed, model: ModelSpec | None) -> dict[str, Any]:
 def _zero(keys: Keyed) -> int:
     """The stage of ZeRO that MindSpore's optimizer parallelism is like in memory."""
     if not keys.switch(STATIC_KEYS["zero_stage"]):
-        if keys.switch(f"{PARALLEL}.optimizer_shard"):
+        if keys.switch(STATIC_KEYS["shards_optimizer"]):
             text = "has had no effect since MindFormers 0.7"
             keys.add(
-                "note", text, f"{PARALLEL}.optimizer_shard", "set parallel.enable_parallel_optimizer: True"
+                "note", text, STATIC_KEYS["shards_optimizer"], "set parallel.enable_parallel_optimizer: True"
             )
         return 0
-    level = keys.text(f"{OPTIMIZER}.optimizer_level")
+    level = keys.text(STATIC_KEYS["optimizer_level"])
     if level is not None:
         return {"level1": 1, "level2": 2, "level3": 3}.get(level.lower(), 1)
-    if keys.switch(f"{RECOMPUTE}.parallel_optimizer_comm_recompute"):
+    if keys.switch(STATIC_KEYS["gathers_again"]):
         return 3
-    return 2 if keys.switch(f"{OPTIMIZER}.gradient_accumulation_shard") else 1
+    return 2 if keys.switch(STATIC_KEYS["shards_gradients"]) else 1
 
 
 def _layout(
@@ -224,7 +226,7 @@ def _layout(
         # Without a pipeline micro_batch_num is not looked at (base_trainer.py).
         if batches > 1:
             keys.add("note", "has no effect without pipeline stages", STATIC_KEYS["micro_batches"])
-        batches = keys.count("runner_config.gradient_accumulation_steps") or 1
+        batches = keys.count(STATIC_KEYS["accumulated_batches"]) or 1
     interleave = keys.count("micro_batch_interleave_num") or 1
     if interleave > 1:
         text = f"each micro batch is {interleave} that overlap; they are priced as one"
@@ -238,12 +240,12 @@ def _layout(
 
 def _check_sizes(keys: Keyed, model: ModelSpec, degrees: dict[str, Any]) -> None:
     tp, dp = degrees["tensor_parallel"], degrees["data_parallel"]
-    mode = keys.count("parallel.parallel_mode", least=0)
+    mode = keys.count(STATIC_KEYS["mode"], least=0)
     sharded = max(tp, degrees["pipeline_parallel"], degrees["context_parallel"]) > 1
     if mode == 0 and sharded:
         text = "0 is data parallelism alone; model and pipeline parallelism need semi-automatic (1)"
         keys.add("illegal", text, "parallel.parallel_mode", "use 1")
-    if not keys.switch(f"{PARALLEL}.vocab_emb_dp", default=True) and model.vocab % tp:
+    if not keys.switch(STATIC_KEYS["table_on_each_rank"], default=True) and model.vocab % tp:
         text = f"a vocabulary of {model.vocab} does not split over {tp} (vocab_emb_dp is off)"
         keys.add("illegal", text, "model.model_config.vocab_size", "pad it, or set vocab_emb_dp: True")
     ep = degrees.get("expert_parallel", 1)
@@ -255,7 +257,7 @@ def _check_sizes(keys: Keyed, model: ModelSpec, degrees: dict[str, Any]) -> None
 def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | None:
     """Chunks, schedule, and layers of the stages."""
     chunks = keys.count(STATIC_KEYS["virtual_pipeline_parallel"]) or 1
-    if chunks > 1 and not keys.switch("parallel.pipeline_config.pipeline_interleave"):
+    if chunks > 1 and not keys.switch(STATIC_KEYS["interleaves"]):
         path = STATIC_KEYS["virtual_pipeline_parallel"]
         keys.add("note", "has no effect without parallel.pipeline_config.pipeline_interleave", path)
         chunks = 1
@@ -269,7 +271,7 @@ def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | No
         text = f"{stages} stages are more than the {model.layers} layers"
         keys.add("illegal", text, STATIC_KEYS["pipeline_parallel"])
         return None
-    entry = keys.first("model.model_config.offset")
+    entry = keys.first(STATIC_KEYS["layers_per_stage"])
     base = model.layers // stages
     # What does not divide goes to the last stage.
     listed = [base] * (stages - 1) + [model.layers - base * (stages - 1)]
@@ -294,14 +296,14 @@ def _scheduler(keys: Keyed) -> str:
 
 def _recompute(keys: Keyed, pipeline: int) -> dict[str, Any]:
     """Whole layers (all of them, or some of each stage), or some operators."""
-    whole = _layers_of_stages(keys, f"{RECOMPUTE}.recompute", pipeline)
+    whole = _layers_of_stages(keys, STATIC_KEYS["recompute"], pipeline)
     if whole is True:
         return {"recompute": "full"}
     if whole:
         return {"recompute": "full", "recompute_method": "block", "recompute_num_layers": whole}
-    some = _layers_of_stages(keys, f"{RECOMPUTE}.select_recompute", pipeline)
-    patterns = [path for path in keys.entries if path.startswith(f"{RECOMPUTE}.select_recompute.")]
-    text = keys.text(f"{RECOMPUTE}.select_recompute") or ""
+    some = _layers_of_stages(keys, STATIC_KEYS["recompute_modules"], pipeline)
+    patterns = [path for path in keys.entries if path.startswith(f"{STATIC_KEYS['recompute_modules']}.")]
+    text = keys.text(STATIC_KEYS["recompute_modules"]) or ""
     modules = _modules(" ".join([*patterns, text]))
     if not some and not patterns and not modules:
         return {}
@@ -346,13 +348,13 @@ def _layers_of_stages(keys: Keyed, path: str, pipeline: int) -> bool | int:
 def _name_unpriced(keys: Keyed, model: ModelSpec, layout: Layout) -> None:
     """What the estimates are without, in GiB where that is plain arithmetic."""
     tp = layout.tensor_parallel
-    table = keys.first(f"{PARALLEL}.vocab_emb_dp")
-    if tp > 1 and keys.switch(f"{PARALLEL}.vocab_emb_dp", default=True):
+    table = keys.first(STATIC_KEYS["table_on_each_rank"])
+    if tp > 1 and keys.switch(STATIC_KEYS["table_on_each_rank"], default=True):
         rows = model.vocab * model.hidden * (1 - 1 / tp)
         size = rows * (4 + 12 / layout.zero_shards) / GIB
         text = f"the whole embedding on every rank, priced as split over {tp}: {size:.2f} GiB more on stage 0"
-        keys.add("note", text, f"{PARALLEL}.vocab_emb_dp" if table else "")
-    path = f"{RECOMPUTE}.recompute_slice_activation"
+        keys.add("note", text, STATIC_KEYS["table_on_each_rank"] if table else "")
+    path = STATIC_KEYS["recompute_slices"]
     if tp > 1 and layout.recompute == "full" and not layout.sequence_parallel and keys.switch(path):
         layers, stages = layout.layers_per_stage[0], layout.pipeline_parallel
         kept = (
@@ -366,7 +368,7 @@ def _name_unpriced(keys: Keyed, model: ModelSpec, layout: Layout) -> None:
         saved = kept * (1 - 1 / tp) / GIB
         text = f"inputs of layers are kept in {tp} slices, priced whole: {saved:.2f} GiB less on stage 0"
         keys.add("note", text, path)
-    path = f"{RECOMPUTE}.mp_comm_recompute"
+    path = STATIC_KEYS["recompute_messages"]
     if tp > 1 and layout.recompute == "full" and not keys.switch(path, default=True):
         keys.add("note", "collectives of recomputed layers are priced as repeated, and are not", path)
 
@@ -387,22 +389,11 @@ def came_training(keys: Keyed, section: str) -> dict[str, str | None]:
 
 def _training(keys: Keyed) -> dict[str, str]:
     """What is learned, as flags of Megatron-LM, and of the optimizers that it has not."""
-    pairs = {
-        "--seed": keys.text("seed"),
-        "--lr": keys.text("lr_schedule.learning_rate"),
-        "--min-lr": keys.text("lr_schedule.lr_end"),
-        "--lr-warmup-iters": keys.text("lr_schedule.warmup_steps"),
-        "--weight-decay": keys.text("optimizer.weight_decay"),
-    }
+    pairs: dict[str, str | None] = {**keys.training()}
     if optimizer_of(keys, STATIC_KEYS["optimizer"]) == "came":
+        pairs |= dict.fromkeys(("--adam-beta1", "--adam-beta2", "--adam-eps"))
         pairs |= came_training(keys, "optimizer")
-    else:
-        pairs |= {
-            "--adam-beta1": keys.text("optimizer.beta1"),
-            "--adam-beta2": keys.text("optimizer.beta2"),
-            "--adam-eps": keys.text("optimizer.eps"),
-        }
-    kind = (keys.text("lr_schedule.type") or "").lower()
+    kind = (pairs.pop("--lr-decay-style", None) or "").lower()
     styles = {"cosine": "cosine", "linear": "linear", "constant": "constant", "polynomial": "linear"}
     style = next((word for name, word in styles.items() if name in kind), None)
     if style is not None:
