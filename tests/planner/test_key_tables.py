@@ -13,6 +13,7 @@ import yaml
 from planner.formats.facts.flag_catalogue import Role
 from planner.formats.facts.key_table import FOLDER, OTHERS, key_table
 from tests.planner.test_public_cases import written
+from tests.support.key_page import PAGE, page
 
 TABLES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
@@ -52,3 +53,7 @@ def test_the_stage_of_deepspeed_decides(tmp_path: Path) -> None:
     )
     read = written(tmp_path, {"ds.json": text}, model="llama2-7b", world_size=8)
     assert read.legal is None and "zero_optimization.stage" in read.unknown
+
+
+def test_the_page_shows_the_tables() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.support.key_page writes it"

@@ -1,7 +1,7 @@
 """The keys of each software, one table a file: what each does, which field it gives, and its earlier names.
 
 A table has a section for each role. A row of a section is `FIELD: KEY EARLIER-NAME ...`, where the field is
-one of `Layout`, of `ModelSpec`, a flag of Megatron-LM that says what is learned, or a word of the reader.
+one of `Layout`, of `ModelSpec`, a flag of Megatron-LM that says the same, or a word of the reader.
 `others` lists keys that give no field by themselves, in which `*` stands for anything.
 """
 
@@ -27,8 +27,8 @@ class KeyTable(NamedTuple):
     """What each key does, those by their earlier names too."""
     fields: Mapping[str, str]
     """Keys by the field that they give."""
-    training: Mapping[str, str]
-    """Keys by the flag of Megatron-LM that says the same of what is learned."""
+    flags: Mapping[str, str]
+    """Keys by the flag of Megatron-LM that says the same."""
     earlier: Mapping[str, str]
     """Keys by the names that they had before."""
 
@@ -48,6 +48,6 @@ def key_table(software: str) -> KeyTable:
             if field != OTHERS:
                 fields[field], *names = keys
                 earlier |= dict.fromkeys(names, keys[0])
-    training = {flag: key for flag, key in fields.items() if flag.startswith("--")}
-    fields = {field: key for field, key in fields.items() if field not in training}
-    return KeyTable(roles, fields, training, earlier)
+    flags = {flag: key for flag, key in fields.items() if flag.startswith("--")}
+    fields = {field: key for field, key in fields.items() if field not in flags}
+    return KeyTable(roles, fields, flags, earlier)

@@ -149,7 +149,7 @@ class Keyed:
 
     def training(self) -> dict[str, str]:
         """What is learned, as flags of Megatron-LM."""
-        pairs = {flag: self.text(path) for flag, path in key_table(self.framework).training.items()}
+        pairs = {flag: self.text(path) for flag, path in key_table(self.framework).flags.items()}
         return {flag: text for flag, text in pairs.items() if text}
 
     def flags(self) -> tuple[GivenFlag, ...]:

@@ -20,7 +20,7 @@ REQUIRED = tuple(
 )
 """Keys that have no default (config/config.py, `TokensArgs`, and config/parallelism_config.py)."""
 
-TRAINING = key_table("nanotron").training
+TRAINING = key_table("nanotron").flags
 """Keys by the flag of Megatron-LM that says the same of what is learned."""
 
 TP_MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False}

@@ -6,6 +6,7 @@ import dataclasses
 
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
+from planner.formats.facts.key_table import key_table
 from planner.formats.facts.keyed import Keyed
 from planner.formats.facts.launcher import Launch
 from planner.formats.facts.reading import Problems, Reading
@@ -16,36 +17,8 @@ from planner.formats.megatron.reader import read_command
 from planner.formats.on_megatron.flags import as_flags, renamed
 from planner.formats.shell.text import Word
 
-NEOX = {
-    "pipe_parallel_size": "--pipeline-model-parallel-size",
-    "model_parallel_size": "--tensor-model-parallel-size",
-    "context_parallel_size": "--context-parallel-size",
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "intermediate_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "num_kv_heads": "--num-query-groups",
-    "seq_length": "--seq-length",
-    "max_position_embeddings": "--max-position-embeddings",
-    "pos_emb": "--position-embedding-type",
-    "rotary_pct": "--rotary-percent",
-    "norm": "--normalization",
-    "checkpoint_num_layers": "--recompute-num-layers",
-    "train_micro_batch_size_per_gpu": "--micro-batch-size",
-    "train_batch_size": "--global-batch-size",
-    "zero_optimization.stage": "--zero-stage",
-    "fp16.enabled": "--fp16",
-    "bf16.enabled": "--bf16",
-    "no_weight_tying": "--untie-embeddings-and-output-weights",
-    "sequence_parallel": "--sequence-parallel",
-    "checkpoint_activations": "--checkpoint-activations",
-    "moe_num_experts": "--num-experts",
-    "moe_top_k": "--moe-router-topk",
-    "tokenizer_type": "--tokenizer-type",
-    "vocab_file": "--tokenizer-model",
-    "padded_vocab_size": "--vocab-size",
-}
-"""Flags by the keys of GPT-NeoX (megatron/neox_arguments/neox_args.py)."""
+NEOX = {key: flag for flag, key in key_table("gpt-neox").flags.items()}
+"""Flags by the keys of GPT-NeoX (keys/gpt-neox.yaml)."""
 
 
 def is_neox(entries: Entries) -> bool:
