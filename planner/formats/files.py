@@ -73,6 +73,7 @@ KINDS = (
     *TRAINERS,
     Kind("gpt-neox", gpt_neox.is_neox, gpt_neox.read_neox),
     Kind("verl", verl.is_verl, verl.read_verl),
+    Kind("verl-sft", verl.is_verl_sft, verl.read_verl_sft),
     Kind("mindformers-dynamic", mindformers_dynamic.recognises, mindformers_dynamic.read_dynamic),
     Kind("mindformers", mindformers.recognises, mindformers.read_static),
     Kind("nanotron", nanotron.recognises, nanotron.read_nanotron),
@@ -151,7 +152,11 @@ def read_files(
     parts = _joined([_part(file, texts[file], around) for file in own])
     reading = _together(parts, around, described)
     if defined:
-        scripts = [part.source.text for part in parts if not part.source.page and _is_program(part)]
+        scripts = [
+            part.source.text
+            for part in parts
+            if not part.source.page and Path(part.source.file).suffix.lower() not in PARSERS
+        ]
         check_definitions(
             defined, [*scripts, *beside.values()], _known_names(parts, reading), " and ".join(own)
         )
@@ -256,8 +261,9 @@ def _part(file: str, text: str, around: Surroundings) -> _Part:
     elif slime.find_slime(text, around.define, around.beside) is not None:
         return _Part(Source(file, text), SLIME)
     elif entries := override_entries(text, around.define, around.beside):
-        kind = next(kind for kind in KINDS if kind.framework == "verl")
-        return _Part(Source(file, text, entries), kind if verl.is_verl(entries) else OVERRIDES)
+        kind = _kind_of(entries)
+        own = kind is not None and kind.framework in ("verl", "verl-sft")
+        return _Part(Source(file, text, entries), kind if own else OVERRIDES)
     elif _starts_job(text, around):
         return _Part(Source(file, text), None)
     else:

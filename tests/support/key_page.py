@@ -27,6 +27,8 @@ NAMES = {
     "nemo-rl": "NeMo-RL, DTensor",
     "torchtitan": "torchtitan",
     "transformers": "Hugging Face's trainer",
+    "verl": "verl's actor",
+    "verl-sft": "verl's trainer of given answers",
 }
 """Titles of the tables that have fields; other keys are flags of Megatron-LM, spelled otherwise."""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.launcher import commands
 from planner.formats.nemo.reader import recognises
-from planner.formats.on_megatron.verl import is_verl
+from planner.formats.on_megatron.verl import is_verl, is_verl_sft
 
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 
@@ -32,6 +32,10 @@ def override_entries(text: str, define: Mapping[str, str], beside: Mapping[str, 
                 if value.startswith("[") and value.endswith("]"):
                     items = tuple(part.strip(" '\"") for part in value[1:-1].split(",") if part.strip())
                 found[path] = Entry(path, value.strip("'\""), word.line, items)
-        if len(found) >= FEWEST and len(found) > len(best) and (recognises(found) or is_verl(found)):
+        if (
+            len(found) >= FEWEST
+            and len(found) > len(best)
+            and any(one(found) for one in (recognises, is_verl, is_verl_sft))
+        ):
             best = found
     return best
