@@ -1,9 +1,9 @@
 """Closed forms of memory, by which the search ranks all layouts, against dry runs of the runtime.
 
-python -m benchmarks.closed_memory [--rows N] [--seed S] [--minutes M] [--only JOB]... [--write] [--json]
+python -m benchmarks.closed_memory [--rows N] [--seed S] [--minutes M] [--only JOB]... [--save FILE] [--write] [--json]
 
 Legal layouts are drawn from the searches of some jobs, whether they fit or not. Compared are bytes of tensors
-on the fullest pipeline rank, of the two that are the fullest by closed forms, the first and the last one.
+on the fullest pipeline rank, of the two that are the fullest by closed forms.
 
 Decisions are those at limits between 80 and 120 % of what a layout takes, all of them equally likely.
 Admitted are layouts whose upper end fits and whose dry run does not; rejected are those the other way round.
@@ -129,14 +129,21 @@ class Drawn(NamedTuple):
     workspace: float
     ranks: tuple[int, ...]
     """Pipeline ranks that may be the fullest."""
+    parts: tuple[dict[str, float], ...]
+    """Bytes of tensors of each of them by category, by closed forms."""
 
 
 class Compared(NamedTuple):
     """Closed forms of one layout beside its dry run."""
 
     drawn: Drawn
-    traced: float
-    """Bytes of tensors of the fullest of its ranks, with the workspaces of libraries."""
+    traced_parts: tuple[dict[str, float], ...]
+    """Bytes of tensors of each of its ranks by category, with the workspaces of libraries."""
+
+    @property
+    def traced(self) -> float:
+        """Bytes of tensors of the fullest of its ranks."""
+        return max(sum(parts.values()) for parts in self.traced_parts)
 
     @property
     def error(self) -> float:
@@ -167,45 +174,69 @@ def drawn_layouts(name: str, rows: int, rng: np.random.Generator) -> list[Drawn]
 def _drawn(name: str, problem: Problem, table: LayoutTable, row: int) -> Drawn:
     layout = table.layout(row)
     memory = RankCosts.of_all(problem.model, problem.cluster, problem.engine, table, row).memory
-    ranks = 1, layout.pipeline_parallel
-    tensors: Floats = sum((np.broadcast_to(memory[part], ranks)[0] for part in CATEGORIES), np.zeros(()))
+    shape = 1, layout.pipeline_parallel
+    each = {part: np.broadcast_to(memory[part], shape)[0] for part in CATEGORIES}
+    tensors: Floats = sum(each.values(), np.zeros(()))
     fullest = np.argsort(-tensors)[:2].tolist()
     engine = problem.engine.for_device(problem.cluster.device)
+    ranks = tuple(sorted(fullest))
     return Drawn(
         job=name,
         model=problem.model,
         layout=layout,
         closed=float(tensors.max()),
-        doubt=float(np.broadcast_to(memory["doubt"], ranks)[0][fullest[0]]),
+        doubt=float(np.broadcast_to(memory["doubt"], shape)[0][fullest[0]]),
         workspace=engine.allocator.workspace_bytes,
-        ranks=tuple(sorted({*fullest, 0, layout.pipeline_parallel - 1})),
+        ranks=ranks,
+        parts=tuple({part: float(some[rank]) for part, some in each.items()} for rank in ranks),
     )
 
 
-def traced_bytes(drawn: Drawn) -> float:
-    """Bytes of the fullest of the ranks of a layout, by their dry runs."""
+def traced_parts(drawn: Drawn) -> tuple[dict[str, float], ...]:
+    """Bytes of the ranks of a layout by category, at the peaks of their dry runs."""
     # Only here: it takes seconds, and the processes that draw do without.
     from runtime.dryrun.run import trace
 
     compiled = drawn.layout.schedule not in SPLIT_BACKWARD
-    peaks = [
-        trace(drawn.model, drawn.layout, pipeline_rank=rank, compiled=compiled).peak.total
-        for rank in drawn.ranks
+    peaks = []
+    for rank in drawn.ranks:
+        peak = trace(drawn.model, drawn.layout, pipeline_rank=rank, compiled=compiled).peak
+        parts: dict[str, float] = dict(peak.allocated)
+        peaks.append(parts | {"temporaries": parts.get("temporaries", 0) + drawn.workspace})
+    return tuple(peaks)
+
+
+def save_rows(file: Path, every: Sequence[Compared]) -> None:
+    """Write what was compared, a JSON object a line: closed forms and dry runs of each rank by category."""
+    lines = [
+        json.dumps(
+            {
+                "job": one.drawn.job,
+                "layout": one.drawn.layout.describe(),
+                "error": one.error,
+                "range": one.drawn.doubt / one.drawn.closed,
+                "ranks": one.drawn.ranks,
+                "closed": one.drawn.parts,
+                "dry_run": one.traced_parts,
+                "fields": one.drawn.layout.model_dump(mode="json"),
+            }
+        )
+        for one in sorted(every, key=lambda one: one.error)
     ]
-    return max(peaks) + drawn.workspace
+    file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def compared(every: Sequence[Drawn], processes: int, minutes: float) -> Iterator[Compared]:
     """Layouts whose dry runs end in so many minutes; those that the runtime refuses are named."""
     end = time.monotonic() + 60 * minutes
     with ProcessPoolExecutor(processes, mp_context=spawn_context()) as pool:
-        futures = {pool.submit(traced_bytes, one): one for one in every}
+        futures = {pool.submit(traced_parts, one): one for one in every}
         for number, future in enumerate(as_completed(futures), start=1):
             if future.cancelled():
                 continue
             try:
                 yield Compared(futures[future], future.result())
-            except (InputError, RuntimeError, NotImplementedError) as error:
+            except Exception as error:
                 print(f"{futures[future].layout.describe()}: {error}", file=sys.stderr)
             if number % 20 == 0:
                 print(f"{number} of {len(every)} layouts", file=sys.stderr)
@@ -291,6 +322,7 @@ def closed_memory(
     only: Annotated[list[str] | None, typer.Option(help="A job; all unless given. Repeatable.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Dry runs at a time.")] = 2,
     minutes: Annotated[float, typer.Option(min=0, help="After these no other layout is begun.")] = 120.0,
+    save: Annotated[Path | None, typer.Option(help="Write each layout's bytes there, as JSON lines.")] = None,
     write: Annotated[bool, typer.Option("--write", help=f"Write ranges into {TARGET.name}.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -304,6 +336,8 @@ def closed_memory(
     order = rng.permutation(len(drawn))[:rows]
     every = list(compared([drawn[place] for place in order], processes, minutes))
     table, widths = by_kind(every), fitted_ranges(every)
+    if save is not None:
+        save_rows(save, every)
     if write:
         write_ranges(widths, len(every))
     if as_json:

@@ -235,9 +235,10 @@ def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
 
 def recomputation_bytes(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Bytes that backward computes again for the layer at work, or all repeated from one input, [n, k]."""
-    layer = np.minimum(ranks.all_dense, 1.0) * sizes.dense_recomputation[:, None]
-    if sizes.experts.any():
-        layer = np.maximum(layer, np.minimum(ranks.all_moe, 1.0) * sizes.moe_recomputation[:, None])
+    layer = _of_fullest_layer(ranks.dense, ranks.moe, sizes.dense_recomputation, sizes.moe_recomputation)
+    if table.recompute_method.any():
+        plain, gone = _plain_recomputation(table, sizes, ranks)
+        layer = np.maximum(plain, layer - gone)
     if table.recompute_num_layers.max(initial=1) <= 1:
         return layer
     # Uniform recomputation repeats several layers from one input, and holds all of them.
@@ -247,6 +248,34 @@ def recomputation_bytes(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> F
     layers = np.clip(layers, 1.0, np.maximum(ranks.layers, 1.0))
     result: Floats = layers * layer + (layers - 1) * inner
     return result
+
+
+def _of_fullest_layer(dense: Floats, moe: Floats, dense_bytes: Floats, moe_bytes: Floats) -> Floats:
+    """The larger of the bytes of two kinds of layers that ranks have, [n, k].
+
+    Args:
+        dense, moe: layers of each kind, [n, k].
+        dense_bytes, moe_bytes: bytes of one of each, [n].
+    """
+    found: Floats = np.minimum(dense, 1.0) * dense_bytes[:, None]
+    return np.maximum(found, np.minimum(moe, 1.0) * moe_bytes[:, None]) if moe_bytes.any() else found
+
+
+def _plain_recomputation(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
+    """Bytes that backward has besides in layers that recompute nothing, and what of them has gone after that.
+
+    The last layers of a stage go backward first: nothing of theirs is left in a micro batch when the first
+    ones recompute.
+    """
+    plain = _of_fullest_layer(
+        ranks.dense_plain,
+        ranks.moe_plain,
+        sizes.dense_plain_recomputation,
+        sizes.moe_plain_recomputation,
+    )
+    gone = ranks.dense_plain * sizes.dense_plain_activations[:, None]
+    gone = gone + ranks.moe_plain * sizes.moe_plain_activations[:, None]
+    return plain, gone / table.virtual_pipeline_parallel[:, None]
 
 
 def _waiting_bytes(
@@ -379,8 +408,13 @@ def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes,
     moe: Floats = each * np.maximum(sizes.moe_layer, sizes.experts) - sizes.moe_activations
     moe = moe - policy.gathered * np.where(frees, 2 * sizes.experts, sizes.experts + sizes.moe_layer)
     most: Floats = np.maximum(np.maximum(dense, moe), 0.0)
-    found: Floats = np.where(rows, most, 0.0)
-    result: Floats = found[:, None] * (ranks.layers > 1)
+    found: Floats = np.where(rows, most, 0.0)[:, None] * (ranks.layers > 1)
+    if not table.recompute_method.any():
+        return found
+    # There is none while layers that recompute nothing are at work: they keep more than that.
+    plain, gone = _plain_recomputation(table, sizes, ranks)
+    first = _of_fullest_layer(ranks.dense, ranks.moe, sizes.dense_recomputation, sizes.moe_recomputation)
+    result: Floats = np.maximum(found - np.maximum(plain - (first - gone), 0.0), 0.0)
     return result
 
 

@@ -55,6 +55,9 @@ class UnitSizes:
     dense_plain_activations: Floats
     """Bytes of layers that recompute nothing while others do."""
     moe_plain_activations: Floats
+    dense_plain_recomputation: Floats
+    """Bytes that the backward pass of such a layer has besides."""
+    moe_plain_recomputation: Floats
     dense_plain_offload: Floats
     moe_plain_offload: Floats
     output_gradients: Floats
@@ -215,8 +218,8 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
     frozen_ends = zero, zero
     if model.lora is not None:
         ends, frozen_ends = frozen_ends, ends
-    dense_plain, _, dense_plain_offload = plain_layers["dense"]
-    moe_plain, _, moe_plain_offload = plain_layers["moe"]
+    dense_plain, dense_plain_working, dense_plain_offload = plain_layers["dense"]
+    moe_plain, moe_plain_working, moe_plain_offload = plain_layers["moe"]
     shown = t * vocabulary / (1 if engine.loss.gathers_logits else tp)
     copies: Floats | float = engine.loss.logits_copies
     if engine.loss.split_logits_copies is not None:
@@ -259,6 +262,8 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         moe_offload=moe_offload,
         dense_plain_activations=dense_plain,
         moe_plain_activations=moe_plain,
+        dense_plain_recomputation=dense_plain_working,
+        moe_plain_recomputation=moe_plain_working,
         dense_plain_offload=dense_plain_offload,
         moe_plain_offload=moe_plain_offload,
         output_gradients=model.mean(
