@@ -36,6 +36,9 @@ class KeptInputs(NamedTuple):
     """Of queries, keys and values."""
     up: bool
     down: bool
+    adapted_up: int = 0
+    """Matrices of the MLP's first half that have adapters."""
+    adapted_down: int = 0
 
 
 def kept_inputs(model: ModelSpec, mlp: MlpKind) -> KeptInputs:
@@ -44,7 +47,8 @@ def kept_inputs(model: ModelSpec, mlp: MlpKind) -> KeptInputs:
         return KeptInputs(True, True, True)
     names = {layer.module.rpartition(".")[2] for layer in adapted_layers(model, mlp)}
     heads = not names.isdisjoint(("query", "key", "value", "latent", "key_value"))
-    return KeptInputs(heads, not names.isdisjoint(("up", "gate")), "down" in names)
+    ups = len(names & {"up", "gate"})
+    return KeptInputs(heads, ups > 0, "down" in names, ups, int("down" in names))
 
 
 def activation_bytes(
@@ -156,6 +160,11 @@ def activation_bytes(
             + e * width * np.where(compiled, inputs, inputs + model.gated)
             + compiled * matrices * (not moe)
         )
+        if model.lora is not None and not moe:
+            # A matrix and its adapter have an output each, where their sum is computed again, and a gradient
+            # of their input each.
+            outputs = keeps.adapted_up * (table.recompute == FULL) + keeps.adapted_down
+            working = working + compiled * e * width * outputs
         ring = (table.context_parallel > 1) & (
             table.context_parallel_form == code_of("context_parallel_form", "ring")
         )
