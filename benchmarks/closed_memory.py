@@ -1,6 +1,6 @@
 """Closed forms of memory, by which the search ranks all layouts, against dry runs of the runtime.
 
-python -m benchmarks.closed_memory [--rows N] [--seed S] [--minutes M] [--only JOB]... [--save FILE] [--write] [--json]
+python -m benchmarks.closed_memory [--rows N] [--seed S] [--minutes M] [--only JOB]... [--save FILE] [--write]
 
 Legal layouts are drawn from the searches of some jobs, whether they fit or not. Compared are bytes of tensors
 on the fullest pipeline rank, of the two that are the fullest by closed forms.

@@ -29,6 +29,10 @@ CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
 """Modules that selective recomputation repeats unless others are named, as bits."""
 
 
+NARROW_PRODUCTS = ("fp8", "mxfp8")
+"""Formats whose matrix products take operands in 8 bits."""
+
+
 class KeptInputs(NamedTuple):
     """Inputs of matrices that backward needs: of those that train, and of those with adapters."""
 
@@ -127,12 +131,23 @@ def activation_bytes(
     else:
         width, routing = t * model.ffn / tp * (mlp == "dense"), np.zeros(len(table))
         mlp_input = mlp_input * (mlp == "dense")
+    kept_casts: Floats | float = 0.0
+    if compiled.any() and table.precision in NARROW_PRODUCTS and not moe:
+        # Compiled, what is cast to 8 bits for a matrix product is made again from what came before it: the
+        # activated half of the MLP, and normalised inputs, of which gathered ones are kept in 8 bits. Of
+        # split matrices those with the weights' transpose in 8 bits are kept, but for queries and keys.
+        narrow = np.where(sp & (tp > 1), 0.5, 0.0)
+        attention_input = np.where(compiled, narrow * attention_input, attention_input)
+        mlp_input = np.where(compiled, narrow * mlp_input, mlp_input)
+        inner = inner - compiled * e * int(keeps.down)
+        matrices = h * (values + (2 + model.gated) * model.ffn * (mlp == "dense"))
+        kept_casts = compiled * (tp > 1) * matrices / tp
     activations, layer_inputs = inner * width, attention_input + mlp_input
     if moe and model.shared_expert_gate:
         # What the shared experts give, before its gate.
         activations = activations + e * t * h / tp
     copies = _context_copies(model, table)
-    whole = norms + layer_inputs + attention + copies + core + activations + routing
+    whole = norms + layer_inputs + attention + copies + core + activations + routing + kept_casts
     if model.lora is not None:
         whole = whole + e * t * model.lora.rank * len(adapted_layers(model, mlp))
     # A compiled layer keeps what its collectives gave it, whatever it is told to recompute.
