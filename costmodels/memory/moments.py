@@ -35,7 +35,9 @@ class Held(NamedTuple):
     activations: Floats
     """Those of all micro batches in flight."""
     again: Floats
-    """What the backward pass of a layer has besides, one layer at a time."""
+    """What the backward pass of a layer has besides, one layer at a time, while all activations are there."""
+    at_end: Floats
+    """What that of a stage's first layer has besides, when nothing else of its micro batch is left."""
     logits: Floats
     late: Floats
     """The part of them that stays until backward has ended: gradients of what FSDP2 wraps as a whole."""
@@ -68,7 +70,7 @@ def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floa
     steady = np.maximum(table.micro_batches[:, None] * chunks - flight, 0.0)
     have = np.minimum(np.ceil(steady / turn - 1e-9), most)
     each = held.activations / flight
-    rest = np.maximum(held.again - held.layer_gradients, 0.0)
+    rest = np.maximum(held.at_end - held.layer_gradients, 0.0)
     draining = each * np.minimum(np.where(chunks > 1, turn, flight) - 1, flight - 1)
     moments = (
         (held.activations + held.again, held.logits, held.gradients * have / chunks),

@@ -235,7 +235,7 @@ def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
 
 def recomputation_bytes(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Bytes that backward computes again for the layer at work, or all repeated from one input, [n, k]."""
-    layer = _of_fullest_layer(ranks.dense, ranks.moe, sizes.dense_recomputation, sizes.moe_recomputation)
+    layer = _first_recomputation(sizes, ranks)
     if table.recompute_method.any():
         plain, gone = _plain_recomputation(table, sizes, ranks)
         layer = np.maximum(plain, layer - gone)
@@ -259,6 +259,11 @@ def _of_fullest_layer(dense: Floats, moe: Floats, dense_bytes: Floats, moe_bytes
     """
     found: Floats = np.minimum(dense, 1.0) * dense_bytes[:, None]
     return np.maximum(found, np.minimum(moe, 1.0) * moe_bytes[:, None]) if moe_bytes.any() else found
+
+
+def _first_recomputation(sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Bytes that backward computes again for the fullest layer of those that recompute something, [n, k]."""
+    return _of_fullest_layer(ranks.dense, ranks.moe, sizes.dense_recomputation, sizes.moe_recomputation)
 
 
 def _plain_recomputation(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
@@ -413,8 +418,8 @@ def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes,
         return found
     # There is none while layers that recompute nothing are at work: they keep more than that.
     plain, gone = _plain_recomputation(table, sizes, ranks)
-    first = _of_fullest_layer(ranks.dense, ranks.moe, sizes.dense_recomputation, sizes.moe_recomputation)
-    result: Floats = np.maximum(found - np.maximum(plain - (first - gone), 0.0), 0.0)
+    excess = np.maximum(plain - (_first_recomputation(sizes, ranks) - gone), 0.0)
+    result: Floats = np.maximum(found - excess, 0.0)
     return result
 
 
@@ -540,7 +545,10 @@ def stage_memory(
         one = whole / np.maximum(ranks.layers + ranks.first + ranks.last, 1.0)
         find = fullest_moment if moment is None else moment
         late = ranks.last * (~table.keeps_whole * sizes.logit_gradients)[:, None]
-        held = Held(activations - again, again, logits, late, whole, one)
+        at_end = again
+        if table.recompute_method.any():
+            at_end = np.maximum(again, _first_recomputation(sizes, ranks))
+        held = Held(activations - again, again, at_end, logits, late, whole, one)
         activations, logits, gradients = find(table, flight, held)
         gone = copies * (gradients > 0)
         gradients, parameters = gradients + gone, parameters - gone

@@ -1,0 +1,65 @@
+"""Closed forms of memory beside dry runs, for kinds whose compiled layers keep something of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import planner
+from costmodels import Layout, ModelSpec
+from costmodels.spec.model_parts import Lora
+from planner.inputs.model import resolve_model
+from runtime.dryrun.run import trace
+
+OFF = 0.02
+"""How far closed forms may be off, as a share of the dry run."""
+
+
+WORKSPACE = 65 * 2**18
+"""Bytes that the closed forms count for workspaces of libraries, which a dry run does not see."""
+
+
+def llama(**fields: Any) -> ModelSpec:
+    """A few layers of a large model, so that what layers keep decides."""
+    return resolve_model("llama3-8b").model_copy(update={"layers": 6, "seq": 4096, "vocab": 32000} | fields)
+
+
+def errors(spec: ModelSpec, **fields: Any) -> float:
+    """The closed form of a layout's tensors less its dry run, as a share of the latter."""
+    layout = Layout.model_validate(
+        {"layers_per_stage": (spec.layers,), "micro_batch_size": 4, "global_batch_size": 4} | fields
+    )
+    traced = trace(spec, layout, compiled=True).peak.total
+    found = planner.evaluate(layout, model=spec, device="h100").memory[0]
+    beside = found.reserve + found.context + found.communicators + found.doubt
+    return (found.total - beside - WORKSPACE) / traced - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"precision": "fp8", "tensor_parallel": 2},
+        {"precision": "fp8", "tensor_parallel": 2, "sequence_parallel": True},
+        {"precision": "fp8", "fp8_recipe": "tensorwise", "recompute": "selective"},
+    ],
+    ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items()),
+)
+def test_compiled_layers_keep_what_is_counted(fields: dict[str, Any]) -> None:
+    assert abs(errors(llama(), **fields)) < OFF
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [22, 24])
+def test_layers_that_recompute_nothing_go_first(again: int) -> None:
+    """Of a whole model the last layers; what they kept has gone when the others recompute."""
+    block = {"recompute": "full", "recompute_method": "block", "recompute_num_layers": again}
+    few = {"data_parallel": 64, "zero_stage": 3, "global_batch_size": 256}
+    assert abs(errors(llama(layers=24), **block, **few)) < OFF
+
+
+@pytest.mark.slow
+def test_layers_with_adapters_keep_what_is_counted() -> None:
+    adapted = llama(lora=Lora(rank=16, alpha=32.0))
+    assert abs(errors(adapted, recompute="full")) < OFF
