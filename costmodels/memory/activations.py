@@ -71,8 +71,8 @@ def activation_bytes(
     keeps = kept_inputs(model, mlp)
     compiled = engine.activations.compiled & ~table.runs(*SPLIT_BACKWARD)
     apart = ~compiled & (model.gated and not engine.activations.fused_activation)
-    activated = e * (int(keeps.down) + apart)
-    inner = e * (1 + model.gated) + activated
+    activated: Floats = e * (int(keeps.down) + apart) * np.ones(len(table))
+    inner: Floats = e * (1 + model.gated) + activated
     residual = t * h / part
     unfused = engine.activations.unfused_norm_bytes * (engine.elementwise.norm_passes > 1)
     norms = (2 * e + 2 * engine.activations.dropout + engine.activations.norm_bytes + unfused) * residual
@@ -139,9 +139,10 @@ def activation_bytes(
         narrow = np.where(sp & (tp > 1), 0.5, 0.0)
         attention_input = np.where(compiled, narrow * attention_input, attention_input)
         mlp_input = np.where(compiled, narrow * mlp_input, mlp_input)
-        inner = inner - compiled * e * int(keeps.down)
-        matrices = h * (values + (2 + model.gated) * model.ffn * (mlp == "dense"))
-        kept_casts = compiled * (tp > 1) * matrices / tp
+        made_again = compiled * e * int(keeps.down)
+        inner, activated = inner - made_again, activated - made_again
+        elements = h * (values + (2 + model.gated) * model.ffn * (mlp == "dense"))
+        kept_casts = compiled * (tp > 1) * elements / tp
     activations, layer_inputs = inner * width, attention_input + mlp_input
     if moe and model.shared_expert_gate:
         # What the shared experts give, before its gate.
