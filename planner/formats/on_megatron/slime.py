@@ -68,10 +68,14 @@ def read_slime(source: Source, around: Surroundings) -> Reading:
     problems, assumed = Problems(source.file), list[str]()
     by_name = {flag.name: flag for flag in flags}
     model = _model(by_name, around, problems, assumed)
+    unknown_model = problems.fatal
     steps = _global_batch(by_name)
     made = {"--use-distributed-optimizer": ""}
     made |= {"--seq-length": "4096", "--micro-batch-size": "1"}
     made |= {} if "--fp16" in by_name else {"--bf16": ""}
+    checkpoint = by_name.get("--hf-checkpoint")
+    if checkpoint is not None and not {"--tokenizer-model", "--tokenizer-type"} & by_name.keys():
+        made |= {"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": checkpoint.text}
     made |= {} if steps is None else {"--global-batch-size": steps}
     known = known_flags()
     flags += [
@@ -95,6 +99,9 @@ def read_slime(source: Source, around: Surroundings) -> Reading:
         framework="megatron",
         conditional=set(re.findall(r"([A-Za-z_]\w*)\+?=", source.text)),
     )
+    if steps is None and "--global-batch-size" not in by_name:
+        text = "no flag says how many samples a step has, for which slime has no default"
+        problems.add("unknown", text, "--global-batch-size", None, "give --define global_batch_size=N")
     _name_lengths(by_name, problems)
     if "--colocate" in by_name:
         flag = by_name["--colocate"]
@@ -103,7 +110,7 @@ def read_slime(source: Source, around: Surroundings) -> Reading:
     found = [
         dataclasses.replace(problem, flag=DEVICES) if problem.flag == "--nnodes" else problem
         for problem in reading.problems
-        if problem.flag != "--num-layers" or not problems.fatal
+        if problem.flag not in ("--num-layers", "--vocab-size") or not unknown_model
     ]
     return dataclasses.replace(
         reading,

@@ -59,6 +59,9 @@ def read_registry(source: Source, around: Surroundings) -> Reading:
         text = f"{function}() changes the configuration, and is in no file that is given"
         remedy = f"give the file of {function} too"
         problems.add("note" if own else "unknown", text, recipe.name, function.line, remedy, recipe.file)
+    if "model_spec" not in recipe.entries and around.model is None:
+        text = "the configuration has no model"
+        problems.add("unknown", text, "model_spec", None, "give --model")
     define = {name: value for name, value in around.define.items() if name != "recipe"}
     reading = read_torchtitan(
         dataclasses.replace(source, text="", entries=_as_file(recipe)),

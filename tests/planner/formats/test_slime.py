@@ -76,6 +76,16 @@ def test_steps_of_a_rollout_make_the_batch(tmp_path: Path) -> None:
     assert script(tmp_path, "--num-steps-per-rollout 2", define=ALONE).layout.global_batch_size == 32
 
 
+def test_samples_of_a_step_and_the_vocabulary_have_no_default(tmp_path: Path) -> None:
+    assert script(tmp_path, "--balance-data", define=ALONE).unknown == ("--global-batch-size",)
+    own = MODEL.replace("--vocab-size 1000", "")
+    texts = {"run.sh": SCRIPT.replace("EXTRA", "--global-batch-size 64"), "own.sh": own}
+    known = written(tmp_path, texts, define=ALONE).reading.model
+    assert known is not None and known.vocab == load_model("qwen3-4b").vocab  # Its tokenizer's.
+    texts["run.sh"] = texts["run.sh"].replace("Qwen3-4B", "own")
+    assert written(tmp_path, texts, define=ALONE).unknown == ("--vocab-size",)
+
+
 def test_without_its_file_the_checkpoint_names_the_model(tmp_path: Path) -> None:
     read = script(tmp_path, model=False, define=ALONE)
     assert read.legal and read.reading.model == with_seq(load_model("qwen3-4b"), 1024)

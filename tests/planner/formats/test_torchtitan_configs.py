@@ -132,6 +132,7 @@ def test_which_configuration_trains_has_to_be_said(tmp_path: Path) -> None:
         ("llama3_8b_own", "", "", "model.converters"),
         ("llama3_8b_listed", "", "", "parallelism.module_fqns_per_model_part"),
         ("llama3_8b", "seq_len=4096", "seq_len=own()", "training.seq_len"),
+        ("llama3_8b", "        model_spec=model_spec,\n", "", "model_spec"),
         ("llama3_8b", 'model_registry("8B")', "model_registry(SIZE)", "model.flavor"),
         ("llama3_8b", "steps=1000", 'dtype="bfloat16"', "training.dtype"),
         ("llama3_8b", "steps=1000", "own_batch_size=4", "training.own_batch_size"),
