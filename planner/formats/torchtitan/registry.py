@@ -13,7 +13,8 @@ from pathlib import Path
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.source import Source, Surroundings
-from planner.formats.python.recipes import Recipe, Style, chosen, recipes
+from planner.formats.python.following import Style
+from planner.formats.python.recipes import Recipe, chosen, recipes
 from planner.formats.torchtitan.names import FLAVORS
 from planner.formats.torchtitan.reader import read_torchtitan
 
