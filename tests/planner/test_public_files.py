@@ -150,6 +150,35 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
         "--recompute-activation-function",
         lambda r: r.legal is False,
     ),
+    "adapters of MindSpeed-LLM": (
+        "job.sh",
+        MINDSPEED + "--swiglu --lora-r 4 --lora-alpha 8 --lora-target-modules linear_qkv linear_fc1",
+        lambda r: (
+            r.legal
+            and (r.reading.model.lora.rank, r.reading.model.lora.alpha) == (4, 8)
+            and {*r.reading.model.lora.targets} == {"query", "key", "value", "gate", "up"}
+        ),
+    ),
+    "adapters of layers that nobody knows": (
+        "job.sh",
+        MINDSPEED + "--lora-target-modules linear_other",
+        lambda r: r.legal is None and r.unknown == ("--lora-target-modules",),
+    ),
+    "GLM in MindFormers": (
+        "glm.yaml",
+        "parallel_config: {data_parallel: 8, model_parallel: 1, pipeline_stage: 1}\nuse_parallel: true\n"
+        "runner_config: {batch_size: 1}\nmodel:\n  model_config:\n    type: ChatGLM2Config\n"
+        "    num_layers: 4\n    hidden_size: 512\n    ffn_hidden_size: 1536\n    num_attention_heads: 8\n"
+        "    kv_channels: 64\n    multi_query_attention: true\n    multi_query_group_num: 2\n"
+        "    padded_vocab_size: 1024\n    seq_length: 512\n    add_qkv_bias: true\n"
+        "    compute_dtype: bfloat16\n",
+        # Queries and outputs, keys and values, biases, three matrices of the MLP, norms; two embeddings.
+        lambda r: (
+            r.legal
+            and r.reading.model.parameters
+            == 4 * (2 * 512**2 + 2 * 512 * 128 + 512 + 256 + 3 * 512 * 1536 + 2 * 512) + 2 * 1024 * 512 + 512
+        ),
+    ),
     "multi-query attention of BigCode's fork": (
         "job.sh",
         MEGATRON + "--vocab-size 49152 --attention-head-type multiquery",
@@ -280,6 +309,19 @@ def test_public_habits(tmp_path: Path, name: str) -> None:
     file, text, holds = CASES[name]
     found = written(tmp_path, {file: text}, world_size=8)
     assert holds(found), found
+
+
+def test_a_file_about_fsdp_beside_its_command(tmp_path: Path) -> None:
+    command = TRAINER.replace("deepspeed --num_gpus 8", "torchrun --nproc_per_node 8") + (
+        "--fsdp 'full_shard auto_wrap' --fsdp_config=fsdp.json --block_size=512 "
+        "--per_device_train_batch_size=2"
+    )
+    alone = written(tmp_path, {"job.sh": command})
+    assert alone.legal is None and alone.unknown == ("--fsdp_config",)
+    config = '{"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "activation_checkpointing": true}'
+    found = written(tmp_path, {"job.sh": command, "fsdp.json": config})
+    assert found.legal and found.reading.framework == "transformers"
+    assert found.shown == "tp=1 pp=1 dp=8 zero=3 mbs=2 x 1 recompute=full"
 
 
 @pytest.mark.parametrize(

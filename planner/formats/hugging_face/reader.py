@@ -67,8 +67,33 @@ def trainer_reader(software: str) -> Callable[[Source, Surroundings], Reading]:
 
 
 def is_accelerate(entries: Entries) -> bool:
-    """Whether keys are those of accelerate's YAML."""
-    return "distributed_type" in entries or "fsdp_config.fsdp_sharding_strategy" in entries
+    """Whether keys are those of accelerate's YAML, or of its part about FSDP in a file of its own."""
+    return (
+        "distributed_type" in entries or "fsdp_config.fsdp_sharding_strategy" in entries or is_fsdp(entries)
+    )
+
+
+FSDP_KEYS = {
+    *("transformer_layer_cls_to_wrap", "min_num_params", "backward_prefetch", "forward_prefetch"),
+    *("limit_all_gathers", "use_orig_params", "sync_module_states", "cpu_ram_efficient_loading"),
+    *("activation_checkpointing", "reshard_after_forward", "version", "state_dict_type", "offload_params"),
+    *("auto_wrap_policy", "sharding_strategy", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
+}
+"""Keys of a file that `--fsdp_config` names (transformers/training_args.py), `fsdp_` before them or not."""
+
+
+def is_fsdp(entries: Entries) -> bool:
+    """Whether keys are those of a file that `--fsdp_config` names."""
+    return bool(entries) and {path.partition(".")[0].removeprefix("fsdp_") for path in entries} <= FSDP_KEYS
+
+
+def _under_fsdp(entries: Entries) -> Entries:
+    """Keys of such a file as those of accelerate's YAML."""
+    found = {path: f"fsdp_config.fsdp_{path.removeprefix('fsdp_')}" for path in entries}
+    return {
+        name: Entry(name, entries[path].text, entries[path].line, entries[path].items, entries[path].quoted)
+        for path, name in found.items()
+    }
 
 
 def find_command(
@@ -157,6 +182,9 @@ def read_hugging_face(
     launched_with = accelerate_entries(launch)
     named = launched_with.pop("config_file", None)
     of_file = (accelerate.entries if accelerate else {}) | of_accelerate
+    fsdp_alone = accelerate is not None and is_fsdp(accelerate.entries)
+    if fsdp_alone and accelerate is not None:
+        of_file = _under_fsdp(accelerate.entries) | of_accelerate
     job = _Job(
         keyed("transformers", trainer or command, flags, True),
         keyed(
@@ -187,7 +215,8 @@ def read_hugging_face(
     assumed: list[str] = []
     sharded = _is_fsdp(job)
     zero = deepspeed is not None or _uses_deepspeed(job)
-    framework = "accelerate" if accelerate and not deepspeed else "deepspeed" if zero else "transformers"
+    splits = accelerate is not None and not fsdp_alone
+    framework = "accelerate" if splits and not deepspeed else "deepspeed" if zero else "transformers"
     framework = software or (job.software if job.software != "transformers" else framework)
     names = {**FLAGS}
     names |= ACCELERATE_KEYS if accelerate else {}
@@ -414,9 +443,10 @@ def _accelerates_deepspeed(job: _Job) -> dict[str, Any]:
 def _fsdp(job: _Job) -> dict[str, Any]:
     words = (job.command.text("--fsdp") or "").lower().replace(",", " ").split()
     named_file = job.command.first("--fsdp_config")
-    if named_file is not None and named_file.text.endswith((".json", ".yaml", ".yml")):
-        text = f"{named_file.text} says how weights are sharded, and is not read"
-        job.command.add("unknown", text, named_file.path, "give its keys to accelerate, in its YAML")
+    given = job.accelerate.under("fsdp_config")
+    if named_file is not None and not given and named_file.text.endswith((".json", ".yaml", ".yml")):
+        text = f"{named_file.text} says how weights are sharded, and is not given"
+        job.command.add("unknown", text, named_file.path, "give that file beside this one")
     keys = job.accelerate
     named = keys.text(ACCELERATE_KEYS["zero_stage"]) or next(
         (word for word in words if word in SHARDING), None

@@ -71,6 +71,7 @@ def with_todays_names(given: Mapping[str, GivenFlag], problems: Problems) -> dic
     if kind is not None and kind.text == "multiquery":
         found["--group-query-attention"] = _made(kind, "--group-query-attention", "")
         found["--num-query-groups"] = _made(kind, "--num-query-groups", "1")
+    _adapters(found, problems)
     _shared_experts(found)
     _dense_layers(found)
     for name, instead in REFUSED.items():
@@ -85,6 +86,36 @@ def _made(flag: GivenFlag, name: str, text: str) -> GivenFlag:
     """Another flag on the line of one that means it."""
     values = (Word(text, flag.line),) if text else ()
     return GivenFlag(flag.name, values, flag.line, known_flags()[name])
+
+
+_ADAPTED = {
+    "linear_qkv": "query,key,value",
+    "linear_proj": "output",
+    "linear_fc1": "gate,up",
+    "linear_fc2": "down",
+}
+"""Layers with adapters by the names of Megatron-Core's."""
+
+
+def _adapters(found: dict[str, GivenFlag], problems: Problems) -> None:
+    """Adapters of the layers that a flag names (MindSpeed-LLM, mindspeed_llm/features_manager)."""
+    flag = found.get("--lora-target-modules")
+    if flag is None or "--lora-rank" in found:
+        return
+    words = [word for value in flag.values for word in value.text.replace(",", " ").split()]
+    if not words or not {*words} <= {*_ADAPTED}:
+        text = f"{flag.text}: adapters of these layers are not known"
+        problems.add("unknown", text, flag.name, flag.line, f"name {', '.join(_ADAPTED)}")
+        return
+    rank = found.get("--lora-r")
+    found["--lora-rank"] = _made(rank or flag, "--lora-rank", rank.text if rank else "16")
+    found.setdefault("--lora-alpha", _made(flag, "--lora-alpha", "32"))
+    names = [_ADAPTED[word] for word in words]
+    if "--swiglu" not in found:
+        names = [name.replace("gate,", "") for name in names]
+    found["--lora-targets"] = _made(flag, "--lora-targets", ",".join(names))
+    if "--qlora" in found:
+        found["--quantize-base"] = _made(found["--qlora"], "--quantize-base", "nf4")
 
 
 def _shared_experts(found: dict[str, GivenFlag]) -> None:

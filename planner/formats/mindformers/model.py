@@ -22,6 +22,9 @@ _GATED = {
 }
 """Types of models whose layers are a GPT-2's, and those whose layers are a Llama's."""
 
+_GLM = {"ChatGLM2Config", "ChatGLM3Config", "ChatGLM4Config"}
+"""Types of models whose layers are GLM's: gated, and positions turn half of each head."""
+
 _MODEL_TYPES = {
     "qwen3": "Qwen3Config",
     "qwen3_moe": "Qwen3Config",
@@ -42,9 +45,9 @@ def read_model(keys: Keyed, problems: Problems, assumed: list[str]) -> ModelSpec
         "hidden": keys.count(f"{AT}.hidden_size"),
         "heads": keys.count(f"{AT}.num_heads", f"{AT}.num_attention_heads"),
         "seq": keys.count(f"{AT}.seq_length"),
-        "vocab": keys.count(f"{AT}.vocab_size"),
+        "vocab": keys.count(f"{AT}.vocab_size", f"{AT}.padded_vocab_size"),
     }
-    if kind not in _LEARNED | _GATED:
+    if kind not in _LEARNED | _GATED | _GLM:
         keys.add(
             "unknown", f"models of type {kind} are not known", f"{AT}.type", "give a config.json beside it"
         )
@@ -60,7 +63,8 @@ def read_model(keys: Keyed, problems: Problems, assumed: list[str]) -> ModelSpec
         if not sizes[name]:
             sizes[name] = value
             assumed.append(f"{STATIC_KEYS[name]}: {value} (the default of {kind or 'Llama'})")
-    fields: dict[str, Any] = dict(sizes) | (_gpt2(keys) if kind in _LEARNED else _llama(keys, sizes))
+    made = _gpt2(keys) if kind in _LEARNED else _glm(keys) if kind in _GLM else _llama(keys, sizes)
+    fields: dict[str, Any] = dict(sizes) | made
     fields |= {"name": (keys.text(STATIC_KEYS["name"]) or kind or "model").strip() or "model"}
     positions = keys.count(f"{AT}.max_position_embedding", f"{AT}.max_position_embeddings")
     fields["max_positions"] = max(positions or 0, int(fields["seq"] or 0))
@@ -84,6 +88,24 @@ def _gpt2(keys: Keyed) -> dict[str, Any]:
         "tied": True,
         "linear_bias": True,
     }
+
+
+def _glm(keys: Keyed) -> dict[str, Any]:
+    heads, width = keys.count(f"{AT}.num_attention_heads") or 1, keys.count(f"{AT}.kv_channels")
+    grouped = keys.switch(f"{AT}.multi_query_attention")
+    fields: dict[str, Any] = {
+        "ffn": keys.count(f"{AT}.ffn_hidden_size") or 4 * (keys.count(f"{AT}.hidden_size") or 1),
+        "kv_heads": (keys.count(f"{AT}.multi_query_group_num") if grouped else None) or heads,
+        "gated": True,
+        "activation": "silu",
+        "norm": "rmsnorm" if keys.switch(f"{AT}.rmsnorm", default=True) else "layernorm",
+        "norm_eps": keys.number(f"{AT}.layernorm_epsilon") or 1e-5,
+        "position": "rope",
+        "tied": False,
+        "linear_bias": keys.switch(f"{AT}.add_bias_linear"),
+        "qkv_bias": keys.switch(f"{AT}.add_qkv_bias"),
+    }
+    return fields | ({"head_dim": width, "rotary_dim": width // 2} if width else {})
 
 
 def _llama(keys: Keyed, sizes: dict[str, int | None]) -> dict[str, Any]:
