@@ -1,4 +1,4 @@
-"""Public scripts and configurations: is what `planner check` reads of them what a person read off them?
+"""Public scripts and configurations: is what `planner check` reads of them what stands there?
 
     python -m benchmarks.public_configs FOLDER
     python -m benchmarks.public_configs FOLDER --fuzz 1000 --seed 1
@@ -59,7 +59,7 @@ class Job:
     beside: tuple[str, ...]
     given: Mapping[str, Any]
     facts: Mapping[str, object]
-    """What a person read off the files; fields that they do not say are missing."""
+    """What was read off the files by hand; fields that they do not say are missing."""
 
     @property
     def name(self) -> str:

@@ -547,7 +547,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=expected):
             read_files(files)
     with pytest.raises(InputError, match="NAME=VALUE"):
-        read_files([text], define=["a-b=1"])
+        read_files([text], define=["a:b=1"])
 
 
 WORDS = st.sampled_from(
