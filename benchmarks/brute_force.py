@@ -241,7 +241,7 @@ def beat(question: Question, count: int, rng: random.Random) -> Answer | None:
     asked = question.keywords()
     try:
         problem = resolve_problem(question.model, **asked)
-        result = planner.search(question.model, **asked)
+        result = planner.search(question.model, prefer="fastest", **asked)
     except InputError:
         return None
     best = result.best

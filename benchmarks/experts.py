@@ -1,4 +1,4 @@
-"""Where the layouts that experts published rank among all that their software could have run.
+"""Where the layouts that experts published rank among all that their software could have run, beside ours.
 
 python -m benchmarks.experts [--json] [--rows TEXT]
 
@@ -21,12 +21,17 @@ import numpy as np
 
 from cli.tables import console, table
 from costmodels.catalogue.yaml_files import parse
+from costmodels.pricing import Prices
+from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import code_of
 from planner import search
 from planner.explanation.outcome import outcome_of, parse_layout
 from planner.inputs.engine import resolve_engine
 from planner.inputs.model import resolve_model
+from planner.preference import usual_complexity
+from planner.ranking.complexity import points_of
 from planner.ranking.result import SearchResult
+from planner.ranking.ties import chance_to_be_faster
 
 DATA = Path(__file__).with_name("experts.yaml")
 
@@ -53,7 +58,17 @@ class Ranked:
     why_not: str | None
     """Why it does not fit or is illegal; None where it has a place."""
     best: str
-    """The first of the ranking."""
+    """The fastest of the ranking."""
+    ours: str
+    """The plan that a user gets: the simplest of those that are not told apart from the fastest."""
+    ours_s: float
+    """Its estimated step time."""
+    fastest_s: float
+    """That of the fastest."""
+    chance: float
+    """The chance that the fastest is faster than ours."""
+    points: tuple[float, float]
+    """Points of complexity of ours, and of the fastest."""
     place: int | None
     """Place of the former, from 1; None where it is not ranked."""
     feasible: int
@@ -63,7 +78,7 @@ class Ranked:
     percentile: float | None
     """Place over layouts, in percent."""
     slower: float | None
-    """Its estimated step time over that of the first."""
+    """Its estimated step time over that of the fastest."""
     estimated_s: float | None
     """Its estimated step time."""
     measured_s: float | None
@@ -85,22 +100,11 @@ def rows(only: str = "") -> Iterator[Ranked]:
 
 def ranked(group: dict[str, Any], row: dict[str, Any]) -> Ranked:
     """One published layout among those of its space."""
-    model = resolve_model(row["model"], seq=row.get("seq"))
-    result = search(
-        model,
-        world_size=row["devices"],
-        device=group["device"],
-        device_memory_gib=group.get("memory_gib"),
-        global_batch_size=row["batch"],
-        precision=group["precision"],
-        engine=resolve_engine(group["engine"]).with_constants(group.get("switches", {})),
-        pin=group["pins"],
-        forbid=group.get("forbid"),
-        **group.get("network", {}),
-    )
-    legal = result.legal
+    result, preferred = (_searched(group, row, prefer) for prefer in ("fastest", "simple"))
+    model, legal = result.problem.model, result.legal
     if group.get("equal_stages"):
-        result, legal = _with_equal_stages(result)
+        (result, legal), (preferred, _) = (_with_equal_stages(each) for each in (result, preferred))
+    ours, fastest = preferred.first(1), result.first(1)
     place, best = _place(result, row["layout"]), result.plan(0)
     plan = None if place is None else result.plan(place - 1)
     not_searched, reason = None, ""
@@ -117,6 +121,11 @@ def ranked(group: dict[str, Any], row: dict[str, Any]) -> Ranked:
         not_searched=not_searched,
         why_not=None if place else reason,
         best=best.layout.describe(),
+        ours=preferred.plan(0).layout.describe(),
+        ours_s=float(ours.step_time_s[0]),
+        fastest_s=float(fastest.step_time_s[0]),
+        chance=float(chance_to_be_faster(ours, fastest)[0]),
+        points=(_points(ours), _points(fastest)),
         place=place,
         feasible=result.feasible,
         legal=legal,
@@ -125,6 +134,29 @@ def ranked(group: dict[str, Any], row: dict[str, Any]) -> Ranked:
         estimated_s=plan.estimate.step_time_s if plan and place else None,
         measured_s=row.get("seconds"),
     )
+
+
+def _searched(group: dict[str, Any], row: dict[str, Any], prefer: str) -> SearchResult:
+    """The search of a job, with the plan first that is preferred."""
+    named = row["model"]
+    model = ModelSpec.model_validate(named) if isinstance(named, dict) else named
+    return search(
+        resolve_model(model, seq=row.get("seq")),
+        world_size=row["devices"],
+        device=group["device"],
+        device_memory_gib=group.get("memory_gib"),
+        global_batch_size=row["batch"],
+        precision=group["precision"],
+        engine=resolve_engine(group["engine"]).with_constants(group.get("switches", {})),
+        pin=group["pins"],
+        forbid=group.get("forbid"),
+        prefer=prefer,
+        **group.get("network", {}),
+    )
+
+
+def _points(prices: Prices) -> float:
+    return float(points_of(usual_complexity(), prices.table, prices.cluster, prices.engine)[0])
 
 
 def _place(result: SearchResult, layout: str) -> int | None:
@@ -160,7 +192,7 @@ def main() -> None:
     if not out.is_terminal:
         out.width = WIDTH
     columns = ["source", "model", "devices", "published", "place", "of", "top %", "top % of legal"]
-    columns += ["step / best", "step s", "published s"]
+    columns += ["step / fastest", "step s", "published s", "ours s", "fastest s", "points"]
     lines = [
         [
             one.group,
@@ -170,6 +202,8 @@ def main() -> None:
             *_shown((one.place, "d"), (one.feasible, ",d"), (one.percentile, ".1f")),
             *_shown((one.place and 100 * one.place / one.legal, ".1f"), (one.slower, ".3f")),
             *_shown((one.estimated_s, ".4g"), (one.measured_s, ".4g")),
+            *_shown((one.ours_s, ".4g"), (one.fastest_s, ".4g")),
+            _points_text(one),
         ]
         for one in found
     ]
@@ -177,16 +211,34 @@ def main() -> None:
     out.print()
     for one in found:
         job = f"{one.model} on {one.devices}"
-        if one.best != one.layout:
-            out.print(f"{job}: first is {one.best}; published, {one.layout or one.published}", markup=False)
+        out.print(f"{job}: theirs {one.layout or one.published}", markup=False)
+        same = " (the same)" if one.ours == one.layout else ""
+        out.print(f"    ours {one.ours}{same}", markup=False)
+        if one.best != one.ours:
+            gain = f"{100 * (one.ours_s / one.fastest_s - 1):.1f} % faster"
+            likely = f"{100 * one.chance:.0f} % likely to be"
+            out.print(f"    fastest {one.best}: {gain}, {likely}", markup=False)
         if one.why_not or one.not_searched:
             out.print(f"{job}: {one.why_not or one.not_searched}", markup=False)
     out.print()
     for share, what in ((1.0, "first, or faster than what the search finds"), (1.1, "at most 10 % slower")):
         count = sum(one.slower is not None and one.slower <= share for one in found)
         out.print(f"{count} of {len(found)} are {what}")
+    near = sum(one.ours_s <= 1.01 * one.fastest_s for one in found)
+    simpler = sum(one.ours_s > 1.01 * one.fastest_s and one.points[0] < one.points[1] for one in found)
+    split = sum("schedule=" in one.ours for one in found)
+    out.print(
+        f"ours: {near} of {len(found)} are at most 1 % slower than the fastest, {simpler} more are simpler, "
+        f"{split} split backward"
+    )
     top = sum(one.near_the_top for one in found)
     out.print(f"{top} of {len(found)} are in the top {100 * NEAR_THE_TOP:.0f} % of what fits")
+
+
+def _points_text(one: Ranked) -> str:
+    """Points of ours, and of the fastest where that is another plan."""
+    ours, fastest = (f"{each:.3g}" for each in one.points)
+    return ours if one.ours == one.best else f"{ours}, {fastest}"
 
 
 def _shown(*values: tuple[float | None, str]) -> list[str]:

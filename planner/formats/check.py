@@ -213,6 +213,8 @@ def problem_of_reading(reading: Reading, given: CheckKeywords) -> tuple[Problem,
         "global_batch_size": reading.global_batch_size,
         "max_global_batch_size": reading.max_global_batch_size,
         "pin": _kept(reading.layout),
+        # What is better than a configuration is asked for its speed.
+        "prefer": "fastest",
     }
     for name in ClusterKeywords.__annotations__:
         if given.get(name) is not None:
