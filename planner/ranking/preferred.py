@@ -25,7 +25,7 @@ from planner.ranking.complexity import points_of
 from planner.ranking.contenders import Tail
 from planner.ranking.first_plans import Ranking
 from planner.ranking.twins import FORMS, SAME
-from planner.solve.bounds import Floor, Worth
+from planner.solve.bounds import Floor, Worth, least_seconds
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.fit import Fit
 from planner.solve.recompute import least_recompute, recompute_kinds
@@ -164,7 +164,7 @@ class _Choice:
         points = self.points(self.space.table.take(rows), self.found.peaks[rows])
         rows, points = rows[points < most], points[points < most]
         table = self.space.table.take(rows)
-        could = self.floor.of(rows) <= self.could_tie(table)
+        could = self._could_be(rows, self.could_tie(table))
         rows, points = rows[could], points[could]
         order = np.lexsort((self.floor.of(rows), points))
         where = self.problem.model, self.problem.cluster, self.problem.constants
@@ -175,6 +175,17 @@ class _Choice:
             if found is not None:
                 return int(block[found[1]]), found[2]
         return None
+
+    def _could_be(self, rows: Ints, last: Floats) -> Bools:
+        """Rows of the space that may be as fast as `last`, by what they take at least, [n]."""
+        could = self.floor.of(rows) <= last
+        if self.problem.cluster.parts or not could.any():
+            return could
+        some = np.flatnonzero(could)
+        table = self.space.table.take(rows[some])
+        least = least_seconds(self.problem.model, self.problem.cluster, self.problem.constants, table)
+        could[some] = slowness(self.problem.objective, table.global_batch_size, least) <= last[some]
+        return could
 
     def solved(self, most: float) -> Prices | None:
         """A layout that ties, has fewer points than `most`, and fits with a part of its modules or layers."""
@@ -187,13 +198,21 @@ class _Choice:
         bases = np.flatnonzero(self.found.states & (self.found.peaks > left) & (table.recompute == 0))
         points = self.points(table.take(bases), np.zeros(len(bases)))
         bases = bases[points + problem.preference.points.least_recompute < most]
-        bases = bases[self.floor.of(bases) <= self.could_tie(table.take(bases))]
+        # What a layout recomputes is one difference more than it has without.
+        other = np.full(len(bases), -1)
+        last = self.could_tie(replace(table.take(bases), recompute_num_layers=other))
+        could = self._could_be(bases, last)
+        bases, last = bases[could], last[could]
+        if len(bases):
+            plain = price(problem.model, cluster, problem.constants, table.take(bases))
+            some = slowness(problem.objective, plain.table.global_batch_size, plain.step_time_s) <= last
+            bases, last = bases[some], last[some]
         if not len(bases):
             return None
         chosen = np.zeros(len(table), dtype=np.bool_)
         chosen[bases] = True
         found = replace(self.found, rows=self.found.peaks <= left, states=chosen)
-        worth = Worth(problem.objective, float(self.could_tie(table.take(bases)).max()))
+        worth = Worth(problem.objective, float(last.max()))
         smaller = cluster.model_copy(update={"memory_bytes": left})
         where = problem.model, smaller, problem.constants
         prices = least_recompute(*where, self.space, found, kinds, worth, self.floor)

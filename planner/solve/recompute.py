@@ -54,6 +54,9 @@ USUAL = code_of("recompute_modules", ("core_attention",))
 """The modules that are enumerated."""
 
 
+FEW = 4096
+"""Rows up to which those that could be worth it are found before those that could fit."""
+
 NEAR = 1.02
 """Share of a device's memory up to which other modules are tried where the most recomputation exceeds it."""
 
@@ -93,6 +96,9 @@ def least_recompute(
         groups.append((with_fewest_micro_batches(plain), True))
     priced: list[Prices] = []
     for some, usual in groups:
+        if len(some) <= FEW:
+            # Few are priced in less time than it takes to find out which could fit.
+            some = some.take(worth(some, price(model, cluster, engine, some).step_time_s))
         some = some.take(_able(model, cluster, engine, some, kinds))
         if not len(some):
             continue
