@@ -275,6 +275,29 @@ def test_whatever_a_target_has_no_words_for_is_named(
     assert unnamed(export, differing(plan, reading)) == set()
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_operators_of_some_layers_are_mindformers(chunks: int, tmp_path: Path) -> None:
+    base = found(ENGINES["mindformers"], LLAMA, 60.0).best
+    assert base is not None
+    stages = {} if chunks == 1 else {"virtual_pipeline_parallel": 2, "schedule": "interleaved"}
+    fields = {
+        **LAYOUT.model_dump(),
+        **stages,
+        "layers_per_stage": (4 // chunks,) * 2 * chunks,
+        "expert_parallel": 1,
+        "expert_tensor_parallel": 1,
+        "expert_halves": False,
+        "recompute": "selective",
+        "recompute_modules": ("norm",),
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+    }
+    plan = base.model_copy(update={"model": LLAMA, "layout": Layout.model_validate(fields)})
+    reading = read_again(export_plan(plan, to="mindformers"), plan, tmp_path)
+    assert reading.layout is not None, reading.problems
+    assert (reading.layout.recompute_method, reading.layout.recompute_num_layers) == ("block", 1)
+
+
 @given(layers=st.lists(st.integers(1, 6), min_size=2, max_size=8))
 def test_layers_of_torchtitan_are_shared_out_as_it_does(layers: list[int]) -> None:
     listed = tuple(layers)

@@ -302,7 +302,16 @@ def _recompute(keys: Keyed, pipeline: int) -> dict[str, Any]:
     if whole:
         return {"recompute": "full", "recompute_method": "block", "recompute_num_layers": whole}
     some = _layers_of_stages(keys, STATIC_KEYS["recompute_modules"], pipeline)
-    patterns = [path for path in keys.entries if path.startswith(f"{STATIC_KEYS['recompute_modules']}.")]
+    section = f"{STATIC_KEYS['recompute_modules']}."
+    # With several chunks a pattern has a list for each, which are keys of their own.
+    below = (re.sub(r"\.[0-9]+$", "", path) for path in keys.entries if path.startswith(section))
+    patterns = list(dict.fromkeys(below))
+    counts = [_layers_of_stages(keys, path, pipeline) for path in patterns]
+    if counts and not some and not any(count is True for count in counts):
+        some = max(counts)
+        if len(set(counts)) > 1:
+            text = f"operators differ in the layers that recompute; {some} of each stage are priced for all"
+            keys.add("note", text, patterns[counts.index(some)])
     text = keys.text(STATIC_KEYS["recompute_modules"]) or ""
     modules = _modules(" ".join([*patterns, text]))
     if not some and not patterns and not modules:
