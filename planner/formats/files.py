@@ -290,6 +290,15 @@ def _together(parts: Sequence[_Part], around: Surroundings, described: str | Non
         changes, whole = by_name[OVERRIDES.framework], by_name["nemo"]
         both = dataclasses.replace(whole, entries={**whole.entries, **changes.entries})
         return nemo.read_nemo(both, around)
+    if len(parts) == 2 and set(by_name) == {REGISTRY.framework, "torchtitan"}:
+        # A command, and the configuration that it names.
+        flags = by_name["torchtitan"]
+        changed = registry.read_registry(by_name[REGISTRY.framework], around, flags.entries)
+        placed = (
+            dataclasses.replace(one, file=flags.file) if one.flag in flags.entries else one
+            for one in changed.problems
+        )
+        return dataclasses.replace(changed, problems=tuple(placed))
     if (
         len(by_name) < len(parts)
         or not parts

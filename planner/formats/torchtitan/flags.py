@@ -11,6 +11,9 @@ import re
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.torchtitan.names import KEYS, MODELS
 
+CONFIG = "config"
+"""The key that names a function of a `config_registry.py`, which says all that no flag does."""
+
 _FLAG = re.compile(r"--([a-z_]+)\.((?:no-)?[a-z_]+(?:\.[a-z_]+)*)(?:[ =]+(?!--)([^\s\\]+))?")
 _MODEL = re.compile(r"--(module|config)[ =]+([A-Za-z0-9_.]+)")
 _CHECKPOINTING = re.compile(r"\bactivation[-_]checkpoint:(none|full|selective|memory-budget)\b")
@@ -35,7 +38,8 @@ def flag_entries(text: str) -> Entries:
         for mode in _CHECKPOINTING.findall(line):
             path = KEYS["recompute"]
             found[path] = Entry(path, mode.replace("-", "_"), number)
-    if not all(any(path.startswith(f"{section}.") for path in found) for section in _SECTIONS):
+    sections = all(any(path.startswith(f"{section}.") for path in found) for section in _SECTIONS)
+    if not sections and not ({"module", CONFIG} <= names.keys() and "torchtitan" in text):
         return {}
     return {**_model(names), **found}
 
@@ -50,5 +54,5 @@ def _model(names: dict[str, Entry]) -> Entries:
     if not family:
         family = names["module"].text if "module" in names else config.text.partition("_")[0]
         flavor = "debugmodel" if config.text.endswith("debugmodel") else config.text
-    entries = (("model.name", family), ("model.flavor", flavor))
+    entries = (("model.name", family), ("model.flavor", flavor), (CONFIG, config.text))
     return {path: Entry(path, text, config.line) for path, text in entries}

@@ -22,6 +22,7 @@ from planner.formats.facts.layout_fields import Places, build_layout, degrees_of
 from planner.formats.facts.reading import Problems, Reading, in_own_words
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
+from planner.formats.torchtitan.flags import CONFIG
 from planner.formats.torchtitan.names import (
     DEBUG_MODEL,
     FIRST_LESS,
@@ -41,10 +42,9 @@ from planner.inputs.model import with_seq
 
 def recognises(entries: Entries) -> bool:
     """Whether keys are those of torchtitan."""
-    names = {path.rpartition(".")[0] for path in entries}
-    return ("parallelism" in names and "training" in names) or {"training.seq_len", "model.flavor"} <= {
-        *entries
-    }
+    sections = {path.partition(".")[0] for path in entries if "." in path}
+    marks = ({"training.seq_len", "model.flavor"}, {CONFIG, "model.flavor"})
+    return {"parallelism", "training"} <= sections or any(mark <= entries.keys() for mark in marks)
 
 
 def read_torchtitan(source: Source, around: Surroundings) -> Reading:
@@ -58,6 +58,7 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
     flags = tuple(flag for flag in keys.flags() if flag.line)
     places = Places(KEYS, {path: entry.line for path, entry in keys.entries.items()})
     model = _model(keys, around.model)
+    _name_inherited(keys, model)
     degrees = _degrees(keys, model)
     preset = _preset(source.text, assumed) if around.world_size is None else (None, None, None)
     world, device, memory = preset
@@ -102,6 +103,26 @@ class _Release:
         tokens = (KEYS["micro_tokens"], KEYS["global_tokens"])
         self.in_tokens = "training.max_context_length" in names or any(path in keys for path in tokens)
         """Batches are counted in tokens."""
+
+
+def _name_inherited(keys: Keyed, model: ModelSpec | None) -> None:
+    """Name what a configuration in Python says that no flag does, as its file is not given."""
+    config = keys.first(CONFIG)
+    if config is None:
+        return
+    names = [
+        "seq",
+        "micro_batch_size",
+        "recompute",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "context_parallel",
+    ]
+    names += ["expert_parallel"] if model is not None and model.experts else []
+    for name in names:
+        if KEYS[name] not in keys and not (name == "micro_batch_size" and KEYS["micro_tokens"] in keys):
+            text = f"is what {config.text}() says, and its config_registry.py is not given"
+            keys.add("unknown", text, KEYS[name], f"give that file too, or --define {KEYS[name]}=VALUE")
 
 
 def _name_other_state(keys: Keyed) -> None:

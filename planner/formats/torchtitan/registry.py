@@ -15,6 +15,7 @@ from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.source import Source, Surroundings
 from planner.formats.python.following import Style
 from planner.formats.python.recipes import Recipe, chosen, recipes
+from planner.formats.torchtitan.flags import CONFIG
 from planner.formats.torchtitan.names import FLAVORS
 from planner.formats.torchtitan.reader import read_torchtitan
 
@@ -30,6 +31,9 @@ STYLE = Style(
 POLICIES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 """Classes of `activation_checkpoint` by the word that files have for them."""
 
+_NAMED = ("model.name", "model.flavor")
+"""Keys that a command has of the name of its configuration, which says them itself."""
+
 MOST_NAMED = 8
 """Configurations that are listed where none is chosen."""
 
@@ -41,9 +45,17 @@ def has_configurations(file: str, text: str) -> bool:
     return "Trainer.Config" in text and bool(recipes(((file, text),), style=STYLE))
 
 
-def read_registry(source: Source, around: Surroundings) -> Reading:
-    """The job of one configuration, which `--define recipe=NAME` names; of several the first otherwise."""
+def read_registry(source: Source, around: Surroundings, flags: Entries | None = None) -> Reading:
+    """The job of one configuration, which `--define recipe=NAME` names; of several the first otherwise.
+
+    Args:
+        flags: keys that a command changes; it names the configuration.
+    """
     texts = ((source.file, source.text), *source.others)
+    given = flags or {}
+    if CONFIG in given and "recipe" not in around.define:
+        define = {**around.define, "recipe": given[CONFIG].text}
+        around = dataclasses.replace(around, define=define)
     recipe, others = chosen(texts, around.define, STYLE)
     problems = Problems(source.file)
     if others and "recipe" not in around.define:
@@ -64,8 +76,9 @@ def read_registry(source: Source, around: Surroundings) -> Reading:
         text = "the configuration has no model"
         problems.add("unknown", text, "model_spec", None, "give --model")
     define = {name: value for name, value in around.define.items() if name != "recipe"}
+    changes = {path: entry for path, entry in given.items() if path != CONFIG and path not in _NAMED}
     reading = read_torchtitan(
-        dataclasses.replace(source, text="", entries=_as_file(recipe)),
+        dataclasses.replace(source, text="", entries=_as_file(recipe) | changes),
         dataclasses.replace(around, define=define),
     )
     placed = [

@@ -167,6 +167,23 @@ def own_8b() -> Trainer.Config:
     assert alone.legal is None and problem.line == 6
 
 
+COMMAND = """\
+torchrun --nproc_per_node 8 -m torchtitan.train --module llama3 --config llama3_8b \\
+  --training.local_batch_size 4
+"""
+
+
+def test_a_command_changes_the_configuration_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "llama3").mkdir()
+    both = written(tmp_path, {"run.sh": COMMAND, "llama3/config_registry.py": REGISTRY}, world_size=8)
+    assert both.legal and both.shown == "tp=2+sp pp=1 dp=4 zero=3 mbs=4 x 1 recompute=full"
+    assert both.reading.model == with_seq(load_model("llama3-8b"), 4096)
+    alone = written(tmp_path, {"run.sh": COMMAND}, world_size=8)
+    assert alone.legal is None
+    assert {"training.seq_len", "activation_checkpoint.mode"} <= set(alone.unknown)
+    assert "training.local_batch_size" not in alone.unknown
+
+
 MODEL = """\
 [model]
 name = "llama3"
