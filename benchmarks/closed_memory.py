@@ -1,6 +1,7 @@
 """Closed forms of memory, by which the search ranks all layouts, against dry runs of the runtime.
 
 python -m benchmarks.closed_memory [--rows N] [--seed S] [--minutes M] [--only JOB]... [--save FILE] [--write]
+python -m benchmarks.closed_memory --load FILE [--load FILE]...     # dry runs that --save has kept
 
 Legal layouts are drawn from the searches of some jobs, whether they fit or not. Compared are bytes of tensors
 on the fullest pipeline rank, of the two that are the fullest by closed forms.
@@ -33,7 +34,7 @@ from costmodels.memory.ranges import KINDS, kinds_of_model, kinds_of_rows
 from costmodels.rank_costs import RankCosts
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.table import Floats, LayoutTable
-from planner import search
+from planner import SearchResult, search
 from planner.inputs.model import resolve_model
 from planner.options.flags import run
 from planner.problem import Problem
@@ -156,17 +157,22 @@ class Compared(NamedTuple):
         return (self.drawn.closed + self.drawn.doubt) / self.traced - 1
 
 
-def drawn_layouts(name: str, rows: int, rng: np.random.Generator) -> list[Drawn]:
-    """Some layouts of a job."""
+def _search(name: str, pins: Sequence[str] = ()) -> SearchResult:
+    """All layouts of a job, whether they fit or not."""
     job = JOBS[name]
-    result = search(
+    return search(
         job.spec(),
         world_size=job.world_size,
         device=job.device,
         max_global_batch_size=job.batch,
-        pin=list(job.pins),
+        pin=[*job.pins, *pins],
         device_memory_gib=4000.0,
     )
+
+
+def drawn_layouts(name: str, rows: int, rng: np.random.Generator) -> list[Drawn]:
+    """Some layouts of a job."""
+    result = _search(name)
     chosen = result.table.take(rng.permutation(len(result.table))[:rows])
     return [_drawn(name, result.problem, chosen, row) for row in range(len(chosen))]
 
@@ -243,6 +249,18 @@ def compared(every: Sequence[Drawn], processes: int, minutes: float) -> Iterator
             if time.monotonic() > end:
                 for other in futures:
                     other.cancel()
+
+
+def loaded(file: Path) -> Iterator[Compared]:
+    """Dry runs that `save_rows` has written, beside the closed forms of today."""
+    problems: dict[str, Problem] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        name = row["job"]
+        if name not in problems:
+            problems[name] = _search(name, ("tp=1", "pp=1")).problem
+        drawn = _drawn(name, problems[name], LayoutTable.of([Layout.model_validate(row["fields"])]), 0)
+        yield Compared(drawn, tuple(row["dry_run"]))
 
 
 def kinds_of(one: Compared) -> Iterator[str]:
@@ -323,18 +341,20 @@ def closed_memory(
     processes: Annotated[int, typer.Option(min=1, help="Dry runs at a time.")] = 2,
     minutes: Annotated[float, typer.Option(min=0, help="After these no other layout is begun.")] = 120.0,
     save: Annotated[Path | None, typer.Option(help="Write each layout's bytes there, as JSON lines.")] = None,
+    load: Annotated[list[Path] | None, typer.Option(help="Take these dry runs, and make none.")] = None,
     write: Annotated[bool, typer.Option("--write", help=f"Write ranges into {TARGET.name}.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the errors of closed forms by kind of layout."""
-    names = list(only or JOBS)
+    names = list(only or JOBS) if not load else []
     if unknown := [name for name in names if name not in JOBS]:
         raise InputError(f"--only {unknown[0]}: no such job; the jobs are {', '.join(JOBS)}")
     rng = np.random.default_rng(seed)
     began = time.monotonic()
     drawn = [one for name in names for one in drawn_layouts(name, -(-rows // len(names)), rng)]
     order = rng.permutation(len(drawn))[:rows]
-    every = list(compared([drawn[place] for place in order], processes, minutes))
+    every = [one for file in load or () for one in loaded(file)]
+    every += compared([drawn[place] for place in order], processes, minutes)
     table, widths = by_kind(every), fitted_ranges(every)
     if save is not None:
         save_rows(save, every)
@@ -345,7 +365,8 @@ def closed_memory(
         return
     took = (time.monotonic() - began) / 60
     jobs = len({one.drawn.job for one in every})
-    print(f"{len(every)} layouts of {jobs} jobs, seed {seed}, {took:.0f} minutes")
+    source = "loaded" if load else f"seed {seed}, {took:.0f} minutes"
+    print(f"{len(every)} layouts of {jobs} jobs, {source}")
     print(
         f"{'kind':22} {'layouts':>7} {'median':>7} {'mean':>6} {'p98':>6} {'in 5 %':>7} {'< -3 %':>7} "
         f"{'range':>6} {'below':>6} {'admitted':>8} {'rejected':>8}"

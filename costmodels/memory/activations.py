@@ -70,13 +70,24 @@ def activation_bytes(
     queries, values = attention_widths(model)
     keeps = kept_inputs(model, mlp)
     compiled = engine.activations.compiled & ~table.runs(*SPLIT_BACKWARD)
+    # Layers that an engine which compiles others runs one by one, as where backward is split.
+    eager = engine.activations.compiled & ~compiled
     apart = ~compiled & (model.gated and not engine.activations.fused_activation)
     activated: Floats = e * (int(keeps.down) + apart) * np.ones(len(table))
     inner: Floats = e * (1 + model.gated) + activated
+    if model.activation == "clamped_silu":
+        # Both halves clamped, and the sigmoid of one.
+        inner = inner + 3 * e * eager
     residual = t * h / part
     unfused = engine.activations.unfused_norm_bytes * (engine.elementwise.norm_passes > 1)
     norms = (2 * e + 2 * engine.activations.dropout + engine.activations.norm_bytes + unfused) * residual
     norms = norms * norm_count(model, mlp) / 2
+    # Norms with weights from one keep their inputs in fp32.
+    wider = (4 - e) * model.norm_from_one * eager
+    norms = norms + wider * residual * norm_count(model, mlp)
+    if model.norm_place == "around":
+        # The compiler sums what attention adds up again.
+        norms = norms - compiled * e * residual
     # What hyper-connections mix, before attention and before the MLP.
     streams = model.residual_streams
     norms = norms + 2 * e * streams * residual * (streams > 1)
@@ -93,7 +104,8 @@ def activation_bytes(
         assert model.linear_attention is not None
         attention = attention + e * t * (model.linear_attention.conv_size + values) / tp
     elif before:
-        attention = attention + before * e * t * (queries / tp + key_value_width(model, table) / 2)
+        kept_heads = before * e + model.qk_norm * wider
+        attention = attention + kept_heads * t * (queries / tp + key_value_width(model, table) / 2)
     if engine.activations.packs_attention and engine.attention.flash:
         attention = attention + e * t * (queries / tp + key_value_width(model, table))
     if kind == "none":
