@@ -380,3 +380,41 @@ def test_offload_of_the_little_that_adapters_keep_is_no_fault(tmp_path: Path) ->
     found = _checked(tmp_path, "axolotl.yml", config)
     assert found.legal and verdict(found.problems)[0]
     assert found.plan is not None and found.plan.layout.offload_optimizer
+
+
+@pytest.mark.parametrize(
+    ("kinds", "named"),
+    [('[[["flash"], 4]]', None), ('[[["global", "local"], 2]]', "local"), ('[[["mamba"], 4]]', "mamba")],
+)
+def test_layers_of_gpt_neox_without_full_attention_are_not_known(
+    tmp_path: Path, kinds: str, named: str | None
+) -> None:
+    heads = 12 if named == "mamba" else 8  # Which Mamba's layers ignore.
+    config = (
+        f"{{pipe_parallel_size: 1, model_parallel_size: 1, num_layers: 4, hidden_size: 512,\n"
+        f"num_attention_heads: {heads}, seq_length: 512, max_position_embeddings: 512, norm: layernorm,\n"
+        f"attention_config: {kinds}, train_micro_batch_size_per_gpu: 4, precision: bfloat16}}\n"
+    )
+    found = _checked(tmp_path, "neox.yml", config)
+    assert found.legal is (True if named is None else None)
+    assert [one.text for one in found.unknown] == ([f"layers of {named} are not priced"] if named else [])
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("  encoder: {num_layers: 4, hidden_size: 512}\n", "a part encoder"),
+        ("  vision: {num_layers: 4}\n", "a part vision"),
+        ("  bert_binary_head: true\n", "masked words"),
+    ],
+)
+def test_models_of_nemo_that_are_no_decoder_alone_are_not_known(tmp_path: Path, line: str, part: str) -> None:
+    found = _checked(tmp_path, "nemo.yaml", NEMO + line)
+    assert found.legal is None and part in found.unknown[0].text
+
+
+def test_blocks_of_no_layers_recompute_nothing_in_nemo(tmp_path: Path) -> None:
+    names = {"granularity": "full", "method": "block", "num_layers": "0"}
+    lines = "".join(f"  activations_checkpoint_{name}: {value}\n" for name, value in names.items())
+    found = _checked(tmp_path, "nemo.yaml", NEMO + lines)
+    assert found.legal and found.plan is not None and found.plan.layout.recompute == "none"

@@ -151,6 +151,7 @@ def _read(
     )
     others = _others(keys, set(keys.entries) - set(paths.values()))
     _name_adapters(keys)
+    _name_other_models(keys)
     name_others(others, problems, "is no key of NeMo that is known here")
     return dataclasses.replace(
         reading,
@@ -213,6 +214,19 @@ def _name_adapters(keys: Keyed) -> None:
             )
 
 
+def _name_other_models(keys: Keyed) -> None:
+    """Models that are no decoder alone: parts with sizes of their own, images beside text, masked words."""
+    for path, entry in keys.entries.items():
+        words = path.split(".")
+        part = words[1] if words[0] == "model" and len(words) > 2 else ""
+        inner = part not in ("", "config") and words[-1] in ("num_layers", "hidden_size", "ffn_hidden_size")
+        masked = path == "model.bert_binary_head" and not entry.null
+        if (inner and not entry.null) or masked or path == "model.mm_cfg.vision_encoder.from_pretrained":
+            what = "a model that predicts masked words" if masked else f"a model with a part {part}"
+            keys.add("unknown", f"{what} is not priced as a decoder alone", path, "")
+            return
+
+
 def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, str]]:
     """Keys as flags of Megatron-LM, and the path of each."""
     known = known_flags()
@@ -237,8 +251,9 @@ def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, s
                 give(OFF[leaf], entry, ())
             continue
         name = FLAGS.get(leaf, f"--{leaf.replace('_', '-')}")
-        if name == "--recompute-num-layers" and text == "0":
-            continue  # As null: nothing is recomputed.
+        method = path.removesuffix("num_layers") + "method"
+        if name == "--recompute-num-layers" and text == "0" and keys.text(method) != "block":
+            continue  # As null: all layers, or none.
         if name not in known or known[name].role not in ("model", "batch", "layout", "special", "unpriced"):
             continue
         if path.startswith("tokenizer.") and not text.isdigit():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
@@ -74,8 +75,21 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
     )
     rest = [flag for flag in keys.flags() if flag.name not in NEOX and flag.line]
     name_others(rest, problems, "is no key of GPT-NeoX that is known here")
-    reading = dataclasses.replace(reading, problems=(*problems.found, *reading.problems))
+    found = reading.problems
+    if other := _other_attention(keys):
+        kinds, line = other
+        problems.add("unknown", f"layers of {', '.join(kinds)} are not priced", "attention_config", line)
+        found = tuple(one for one in found if one.severity != "illegal")  # They have no heads.
+    reading = dataclasses.replace(reading, problems=(*problems.found, *found))
     return renamed(reading, {flag: path for path, flag in NEOX.items()}, "gpt-neox", "megatron-deepspeed")
+
+
+def _other_attention(keys: Keyed) -> tuple[list[str], int] | None:
+    """Kinds of layers that `attention_config` lists besides those of full attention, and its line."""
+    entries = [entry for path, entry in keys.entries.items() if path.split(".")[0] == "attention_config"]
+    text = " ".join(f"{entry.text} {' '.join(entry.items or ())}" for entry in entries)
+    kinds = sorted(set(re.findall(r"[A-Za-z_]+", text)) - {"global", "flash", "all"})
+    return (kinds, entries[0].line) if kinds else None
 
 
 def _gated_width(keys: Keyed) -> list[tuple[str, Entry]]:
