@@ -418,3 +418,40 @@ def test_blocks_of_no_layers_recompute_nothing_in_nemo(tmp_path: Path) -> None:
     lines = "".join(f"  activations_checkpoint_{name}: {value}\n" for name, value in names.items())
     found = _checked(tmp_path, "nemo.yaml", NEMO + lines)
     assert found.legal and found.plan is not None and found.plan.layout.recompute == "none"
+
+
+SWIFT_RLHF = (
+    "megatron {} --model Qwen/Qwen2.5-7B-Instruct --tensor_model_parallel_size 4 --micro_batch_size 1 "
+    "--global_batch_size 16 --max_length 2048 --recompute_granularity full --recompute_method uniform "
+    "--recompute_num_layers 1"
+)
+FACTORY = (
+    "model_name_or_path: Qwen/Qwen3-4B-Instruct-2507\nstage: {}\nfinetuning_type: lora\ncutoff_len: 512\n"
+    "per_device_train_batch_size: 1\ntemplate: qwen3\nbf16: true\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "named"),
+    [
+        ("train.yaml", FACTORY.format("sft"), None),
+        ("train.yaml", FACTORY.format("kto"), "kto"),
+        ("train.yml", AXOLOTL, None),
+        ("train.yml", AXOLOTL + "rl: dpo\n", "dpo"),
+        ("train.yml", AXOLOTL + "reward_model: true\n", "true"),
+        ("train.sh", SWIFT_RLHF.format("sft"), None),
+        ("train.sh", SWIFT_RLHF.format("rlhf --rlhf_type dpo"), "dpo"),
+        (
+            "train.sh",
+            "torchrun scripts/run_dpo.py --model_name_or_path Qwen/Qwen3-4B-Instruct-2507 --bf16 true "
+            "--per_device_train_batch_size 1 --max_length 512",
+            "dpo",
+        ),
+    ],
+)
+def test_what_learns_no_next_token_is_not_known(
+    tmp_path: Path, file: str, text: str, named: str | None
+) -> None:
+    found = _checked(tmp_path, file, text)
+    assert (found.legal is None) == (named is not None)
+    assert any(one.text.startswith(f"{named}: what is learned") for one in found.unknown) == bool(named)

@@ -21,7 +21,7 @@ from planner.formats.facts.launcher import Launch, commands, count_of, flag_valu
 from planner.formats.facts.launcher import world_size as launched
 from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
 from planner.formats.facts.reading import Problems, Reading
-from planner.formats.facts.roles import name_others
+from planner.formats.facts.roles import OTHER_OBJECTIVE, name_others
 from planner.formats.facts.source import Source, Surroundings
 from planner.formats.hugging_face import deepspeed_config
 from planner.formats.hugging_face.accelerate_flags import accelerate_entries
@@ -233,6 +233,7 @@ def read_hugging_face(
         text = "the number of devices is not known: the launcher says it"
         problems.add("unknown", text, "num_processes" if accelerate else "", None, "give --world-size")
     _check_agreement(job)
+    _name_objective(job)
     layout = None
     precision = _precision(job)
     if model is not None and world is not None:
@@ -324,6 +325,17 @@ def _model(job: _Job, around: Surroundings, assumed: list[str]) -> ModelSpec | N
     elif seq is None:
         assumed.append(f"sequences of {model.seq} tokens (no flag says a length)")
     return with_adapters(with_seq(model, seq), job.command, job.software)
+
+
+_PREFERENCES = re.compile(r"(?:^|[/_.-])(rlhf|dpo|orpo|kto|cpo|ppo|grpo|gkd|rloo|reward_\w+)(?:[_.-]|$)")
+"""Names of commands and scripts that learn from preferences or rewards."""
+
+
+def _name_objective(job: _Job) -> None:
+    """What a script learns by its name, where that is not the next token."""
+    found = None if job.launch is None else _PREFERENCES.search(job.launch.program.lower())
+    if found:
+        job.command.add("unknown", f"{found[1]}: {OTHER_OBJECTIVE}")
 
 
 def _check_agreement(job: _Job) -> None:
