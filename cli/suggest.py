@@ -22,8 +22,8 @@ from planner.inputs.choice import Choice
 from planner.inputs.device import measured_notes
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.inputs.layout_notation import micro_batches_in
-from planner.inputs.pins import WherePossible, parse_pins
-from planner.inputs.written_layout import whole_layout_pins
+from planner.inputs.pins import WherePossible
+from planner.inputs.written_layout import whole_layout_pins, written_batch
 from planner.options.batch import BatchOptions
 from planner.options.budget import BudgetOptions
 from planner.options.cluster import HardwareOptions, WorldSizesOptions
@@ -92,7 +92,8 @@ class GivenLayout:
     layout: str | None = flag(
         None,
         'Plan this layout, as one is printed: "tp=4+sp pp=8 dp=2 mbs=1 x 8". With its micro batches '
-        "it is whole, of that batch unless a flag gives one; else what it does not name is chosen.",
+        "it is whole but for zero and recompute, which are chosen where it does not name them, and of that "
+        "batch unless a flag gives one; without, all that it does not name is chosen.",
         metavar="LAYOUT",
     )
 
@@ -100,19 +101,16 @@ class GivenLayout:
         """The flags of degrees with those of the layout."""
         if self.layout is None:
             return parallel
-        left_out = whole_layout_pins(self.layout) if micro_batches_in(self.layout) is not None else []
-        return replace(parallel, pin=[*parallel.pin, self.layout, *left_out])
+        is_whole = micro_batches_in(self.layout) is not None
+        left_out = whole_layout_pins(self.layout)
+        return replace(parallel, pin=[*parallel.pin, self.layout, *(left_out if is_whole else ())])
 
-    def of_its_batch(self, batch: BatchOptions) -> BatchOptions:
+    def of_its_batch(self, batch: BatchOptions, world_size: int | str) -> BatchOptions:
         """The flags of the batch, with that of a layout which names all of it."""
-        count = micro_batches_in(self.layout or "")
-        if self.layout is None or count is None or batch.global_batch_size or batch.max_global_batch_size:
+        if self.layout is None or batch.global_batch_size or batch.max_global_batch_size:
             return batch
-        pins = parse_pins(self.layout)
-        size, replicas = pins.get("micro_batch_size"), pins.get("data_parallel")
-        if not isinstance(size, int) or not isinstance(replicas, int):
-            return batch
-        return replace(batch, global_batch_size=count * size * replicas)
+        size = written_batch(self.layout, world_size if isinstance(world_size, int) else None)
+        return batch if size is None else replace(batch, global_batch_size=size)
 
 
 @flag_groups(
@@ -144,7 +142,7 @@ def suggest(
     counted = cluster.device_count() if cluster.world_size is None else None
     world_size = cluster.required_world_size() if counted is None else counted
     spec, failures = model.spec(), budget.failures()
-    parallel, batch = given.pinned(parallel), given.of_its_batch(batch)
+    parallel, batch = given.pinned(parallel), given.of_its_batch(batch, world_size)
     job = search_keywords(spec, cluster, reachable_batch(batch, unused), parallel, job_rules(unused))
     assumed = [*model.notes(), *cluster.notes(), *parallel.notes()]
     if output.dry_run:

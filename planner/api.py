@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,10 +127,14 @@ def evaluate(
     spec = resolve_model(model)
     if isinstance(layout, str):
         fields = written_fields(layout, spec, world_size, global_batch_size)
+        if precision is not None and fields.get("precision", precision) != precision:
+            raise InputError(f"layout {layout}: its precision contradicts precision {precision}")
         if "precision" not in fields:
             devices = resolve_cluster(device, 1).device
             fields["precision"] = resolve_precision(precision, devices, resolve_engine(engine, devices))
         layout = layout_of_fields(layout, fields)
+    elif not isinstance(layout, Layout):
+        raise InputError(f"layout {reprlib.repr(layout)}: expected a Layout, or a text such as tp=4 pp=2")
     elif global_batch_size is not None or precision is not None:
         raise InputError("global_batch_size and precision are for layouts that are written as text")
     if world_size is not None and world_size != layout.world_size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,8 +11,12 @@ from pydantic import ValidationError
 from costmodels.errors import InputError, on_one_line
 from costmodels.spec.layout import Layout, even_split
 from costmodels.spec.model import ModelSpec
+from planner.inputs.batch import MOST_SEQUENCES
+from planner.inputs.choice import Choice
+from planner.inputs.cluster import MOST_DEVICES
 from planner.inputs.layout_notation import micro_batches_in
-from planner.inputs.pins import parse_pins
+from planner.inputs.numbers import whole_number
+from planner.inputs.pins import Pins, parse_pins
 
 
 def written_fields(
@@ -21,30 +27,24 @@ def written_fields(
     Devices that the other degrees leave are replicas where `dp` is not named. Raises `InputError` where the
     text is no layout, and where neither it nor `global_batch_size` says how many sequences a step has.
     """
-    try:
-        fields: dict[str, Any] = dict(parse_pins(text))
-    except InputError as error:
-        raise InputError(f"layout: {str(error).removeprefix('pin ')}") from None
-    tensor, pipeline, context = (
-        fields.get(f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "context")
-    )
-    chunks = fields.get("virtual_pipeline_parallel", 1)
-    if not all(isinstance(each, int) for each in (tensor, pipeline, context, chunks)):
-        raise InputError(f"layout {text}: expected one value of each degree, not ranges or lists")
+    fields: dict[str, Any] = dict(_degrees(text))
+    for name, value in fields.items():
+        if isinstance(value, Choice):
+            raise InputError(f"layout {text}: expected one value of {name}, not ranges or lists")
+    chunks, pipeline = fields.get("virtual_pipeline_parallel", 1), fields.get("pipeline_parallel", 1)
     if "data_parallel" not in fields:
-        others = tensor * pipeline * context
-        if world_size is None or world_size % others:
-            devices = (
-                "give world_size or dp" if world_size is None else f"no divisor of world_size {world_size}"
-            )
-            raise InputError(f"layout {text}: its other degrees take {others} devices: {devices}")
-        fields["data_parallel"] = world_size // others
+        fields["data_parallel"] = _replicas(text, fields, world_size)
     fields.setdefault("schedule", "interleaved" if chunks > 1 else "1f1b")
     fields.setdefault("layers_per_stage", even_split(model.layers, pipeline * chunks))
     if fields.get("recompute") == "selective":
         fields.setdefault("recompute_modules", ("core_attention",))
     count = micro_batches_in(text)
-    size = global_batch_size or fields.get("global_batch_size")
+    size = fields.get("global_batch_size")
+    if global_batch_size is not None:
+        given = whole_number("global_batch_size", global_batch_size, MOST_SEQUENCES)
+        if size not in (None, given):
+            raise InputError(f"layout {text}: its global_batch_size contradicts global_batch_size {given}")
+        size = given
     if size is None:
         if count is None:
             raise InputError(
@@ -54,7 +54,44 @@ def written_fields(
     return {**fields, "global_batch_size": size}
 
 
+def written_batch(text: str, world_size: int | None) -> int | None:
+    """The sequences of a step of a text that names its micro batches; None where it leaves them open.
+
+    `world_size` decides the data parallelism that the text does not name. Raises `InputError` where the text
+    is no layout, and where its other degrees do not divide the devices.
+    """
+    count, fields = micro_batches_in(text), dict(_degrees(text))
+    if count is None or any(isinstance(value, Choice) for value in fields.values()):
+        return None
+    if "data_parallel" not in fields:
+        fields["data_parallel"] = _replicas(text, fields, world_size)
+    return count * int(str(fields["micro_batch_size"])) * int(str(fields["data_parallel"]))
+
+
+def _degrees(text: str) -> Pins:
+    """The degrees that a text names."""
+    try:
+        return parse_pins(text)
+    except InputError as error:
+        raise InputError(f"layout: {str(error).removeprefix('pin ')}") from None
+
+
+def _replicas(text: str, fields: Mapping[str, Any], world_size: int | None) -> int:
+    """The data parallelism of a layout that does not name it: what its other degrees leave of the devices."""
+    others = math.prod(fields.get(f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "context"))
+    if world_size is None:
+        raise InputError(f"layout {text}: its other degrees take {others} devices: give world_size or dp")
+    devices = whole_number("world_size", world_size, MOST_DEVICES)
+    if devices % others:
+        raise InputError(
+            f"layout {text}: its other degrees take {others} devices: no divisor of world_size {devices}"
+        )
+    return devices // others
+
+
 UNNAMED: dict[str, Any] = {
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
     "sequence_parallel": False,
     "virtual_pipeline_parallel": 1,
     "context_parallel": 1,
@@ -70,12 +107,12 @@ UNNAMED: dict[str, Any] = {
     "expert_halves": False,
     "cuda_graphs": False,
 }
-"""What a layout has that does not say so where it is printed."""
+"""What a layout has that does not name these degrees."""
 
 
 def whole_layout_pins(text: str) -> list[str]:
     """Pins of the degrees that the text of a whole layout leaves out, because they are as usual."""
-    named = parse_pins(text)
+    named = _degrees(text)
     chunks = named.get("virtual_pipeline_parallel", 1)
     usual = UNNAMED | {"schedule": "1f1b" if chunks == 1 else "interleaved"}
     if named.get("recompute") == "selective":

@@ -72,7 +72,7 @@ def test_points_come_from_a_file(planner_command: Any, tmp_path: Path) -> None:
     [
         (("--prefer", "speed"), "prefer speed: expected one of simple, fastest, or a YAML file of points"),
         (("--headroom", "much"), "headroom 'much': expected GiB of a device to leave free"),
-        (("--layout", "fast"), "pin 'fast': expected name=value"),
+        (("--layout", "fast"), "layout: 'fast': expected name=value"),
     ],
 )
 def test_wrong_words_end_in_one_line(planner_command: Any, words: tuple[str, ...], line: str) -> None:
@@ -96,6 +96,17 @@ def test_a_printed_layout_is_planned_whole_and_with_its_batch(planner_command: A
         assert (part["layout"]["tensor_parallel"], part["layout"]["pipeline_parallel"]) == (2, 2)
         assert answer["batch"]["size"] == 64
     assert plan["layout"]["tensor_parallel"] == 1
+
+
+def test_a_layout_that_names_its_micro_batches_takes_all_devices(planner_command: Any) -> None:
+    code, out, err = planner_command(*JOB[:7], "--layout", "pp=2 mbs=1 x 8", "--json")
+    assert code == 0, err
+    answer = json.loads(out)
+    layout = answer["plans"][0]["layout"]
+    assert (layout["tensor_parallel"], layout["pipeline_parallel"], layout["data_parallel"]) == (1, 2, 4)
+    assert answer["batch"]["size"] == 4 * 8
+    code, _, err = planner_command(*JOB[:7], "--layout", "tp=3 mbs=1 x 8")
+    assert code == 2 and "--layout tp=3 mbs=1 x 8: its other degrees take 3 devices: no divisor of" in err
 
 
 @pytest.mark.parametrize(
