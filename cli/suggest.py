@@ -43,6 +43,7 @@ from runtime.settings.job_rules import job_rules, reachable_batch
 from runtime.settings.plan_notes import (
     expert_island_notes,
     head_room,
+    headroom_notes,
     needs_head_room,
     optimizer_notes,
     training_notes,
@@ -326,6 +327,7 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
     if uneven:
         yield head_room(uneven[0])
     for plan in plans[:1]:
+        yield from headroom_notes(plan)
         yield from expert_island_notes(plan)
         yield from optimizer_notes(plan, parallel)
 

@@ -246,8 +246,18 @@ def _of_next(result: SearchResult, row: DistinctPlan) -> str:
     share = lead_share(objective, row.plan.estimate, first.estimate)
     return (
         f"fastest within the doubt: {share} faster, {likely} likely to be the faster one; "
-        "--prefer fastest gives it"
+        f"{_gives_the_fastest(result, row.plan)} gives it"
     )
+
+
+def _gives_the_fastest(result: SearchResult, fastest: Plan) -> str:
+    """The flags with which the fastest plan is the first."""
+    preference, room = result.problem.preference, result.room
+    flags = ["--prefer fastest"] if preference.prefer == "simple" else []
+    is_short = room.lacks(fastest.estimate) and not room.lacks(result.plan(0).estimate)
+    if preference.asks_headroom and is_short:
+        flags.append("--headroom 0")
+    return " ".join(flags)
 
 
 def _of_kinds(plan: Plan) -> Iterator[str]:

@@ -68,7 +68,7 @@ class Preference(Record):
 
     def headroom_bytes(self, memory_bytes: float) -> float:
         """Bytes that the fullest device should have left."""
-        if self.headroom_gib is None and self.headroom_share is None:
+        if not self.asks_headroom:
             return min(USUAL_GIB * GIB, USUAL_SHARE * memory_bytes)
         return (self.headroom_gib or 0.0) * GIB + (self.headroom_share or 0.0) * memory_bytes
 
@@ -78,9 +78,14 @@ class Preference(Record):
         return self.complexity or usual_complexity()
 
     @property
+    def asks_headroom(self) -> bool:
+        """Whether somebody said how much memory to leave."""
+        return self.headroom_gib is not None or self.headroom_share is not None
+
+    @property
     def weighs(self) -> bool:
         """Whether anything but speed decides."""
-        return self.prefer == "simple" or self.headroom_gib is not None or self.headroom_share is not None
+        return self.prefer == "simple" or self.asks_headroom
 
 
 FASTEST = Preference(prefer="fastest")

@@ -78,7 +78,7 @@ def _degrees(text: str) -> Pins:
 
 def _replicas(text: str, fields: Mapping[str, Any], world_size: int | None) -> int:
     """The data parallelism of a layout that does not name it: what its other degrees leave of the devices."""
-    others = math.prod(fields.get(f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "context"))
+    others: int = math.prod(fields.get(f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "context"))
     if world_size is None:
         raise InputError(f"layout {text}: its other degrees take {others} devices: give world_size or dp")
     devices = whole_number("world_size", world_size, MOST_DEVICES)

@@ -191,7 +191,7 @@ class _Choice:
         """A layout that ties, has fewer points than `most`, and fits with a part of its modules or layers."""
         problem, table = self.problem, self.space.table
         kinds = recompute_kinds(problem.pins, problem.engine)
-        if problem.cluster.parts or problem.preference.prefer != "simple" or not kinds:
+        if problem.cluster.parts or not kinds:
             return None
         cluster = problem.cluster
         left = cluster.memory_bytes - problem.preference.headroom_bytes(cluster.memory_bytes)

@@ -199,7 +199,7 @@ class SearchResult:
             return self._resort + self.reason_behind(self._candidate(rank))
         if self.first_faster:
             fastest = self._candidate(self.first_faster)
-            return self._resort + reasons.preferred_reason(self.problem.objective, best, fastest, self._room)
+            return self._resort + reasons.preferred_reason(self.problem.objective, best, fastest, self.room)
         others = (self._candidate(place) for place in range(1, min(self.feasible, MOST)))
         rival = next((one for one in others if other_form(best, one) is None), self._candidate(1))
         return self._resort + reasons.lead_reason(self.problem.objective, best, rival)
@@ -210,11 +210,12 @@ class SearchResult:
         if objective != "memory":
             mine, first = (metric(objective, each[1]) for each in (candidate, best))
             if gain(objective, mine, first) > 1 + EQUAL:
-                return reasons.ahead_reason(objective, candidate, best, self._room)
+                return reasons.ahead_reason(objective, candidate, best, self.room)
         return reasons.lag_reason(objective, candidate, best)
 
     @property
-    def _room(self) -> reasons.Room:
+    def room(self) -> reasons.Room:
+        """The memory that plans should leave."""
         memory = self.problem.cluster.memory_bytes
         return reasons.Room(memory, self.problem.preference.headroom_bytes(memory))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from costmodels.errors import InputError
 from costmodels.layers.shapes import peak_load
+from costmodels.spec.record import GIB
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
@@ -35,6 +36,17 @@ def needs_head_room(plan: Plan) -> bool:
     """Whether devices have some of the experts each, and take in all tokens that choose them."""
     spread = plan.model.moe_layers > 0 and plan.layout.expert_parallel > 1
     return spread and not plan.model.router.capacity_factor
+
+
+def headroom_notes(plan: Plan) -> Iterator[str]:
+    """A note on a best plan that leaves less memory than somebody asked for."""
+    memory = plan.cluster.memory_bytes
+    asked, left = plan.preference.headroom_bytes(memory), memory - plan.estimate.peak_memory_bytes
+    if plan.fits and plan.preference.asks_headroom and left < asked:
+        yield (
+            f"headroom of {asked / GIB:.1f} GiB: the plan leaves {left / GIB:.1f} GiB, and no plan that the "
+            "estimates do not tell apart from the fastest leaves as much"
+        )
 
 
 def expert_balance_notes(plan: Plan, training: TrainingOptions) -> Iterator[str]:

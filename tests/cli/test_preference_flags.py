@@ -120,3 +120,26 @@ def test_a_layout_that_names_its_micro_batches_takes_all_devices(planner_command
 def test_the_line_that_runs_a_plan_is_that_of_its_engine(planner_command: Any, engine: str, run: str) -> None:
     code, out, _ = planner_command(*JOB, "--engine", engine)
     assert code == 0 and run in " ".join(out.split())
+
+
+def test_the_flags_that_are_named_give_the_fastest(planner_command: Any) -> None:
+    asked = ("--prefer", "fastest", "--headroom", "10%")
+    code, out, _ = planner_command(*JOB, *asked)
+    assert code == 0
+    # What leaves too little memory is not first although the fastest is preferred.
+    assert "the faster one; --headroom 0 gives it" in " ".join(out.split())
+    answer, _ = first(planner_command, *asked)
+    [fastest] = [plan for plan in answer["plans"] if plan["place"] == answer["fastest_place"] != 1]
+    _, plan = first(planner_command, *asked[:2], "--headroom", "0")
+    assert plan["layout"] == fastest["layout"]
+    _, out, _ = planner_command(*JOB, "--headroom", "10%")
+    assert "the faster one; --prefer fastest --headroom 0 gives it" in " ".join(out.split())
+
+
+def test_headroom_that_no_plan_leaves_is_said(planner_command: Any) -> None:
+    answer, plan = first(planner_command, "--headroom", "70")
+    left = (answer["cluster"]["memory_bytes"] - plan["estimate"]["peak_memory_bytes"]) / 2**30
+    assert left < 70
+    [note] = [note for note in answer["notes"] if note.startswith("headroom of ")]
+    assert note.startswith(f"headroom of 70.0 GiB: the plan leaves {left:.1f} GiB, and no plan ")
+    assert not [note for note in first(planner_command)[0]["notes"] if note.startswith("headroom of ")]
