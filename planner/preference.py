@@ -5,7 +5,9 @@ from __future__ import annotations
 import reprlib
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from costmodels.catalogue.yaml_files import build, is_file_name, parse, user_fields
 from costmodels.errors import InputError
@@ -24,25 +26,29 @@ USUAL_GIB, USUAL_SHARE = 2.0, 0.03
 """Memory that a plan should leave unless somebody says otherwise; the smaller one counts."""
 
 
+Points = Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False)]
+"""Points of one thing. All that a layout has stay far below what too little memory counts."""
+
+
 class Complexity(Record):
     """Points of what a layout has; `complexity.yaml` says what each stands for."""
 
     name: str = "complexity"
-    kinds: dict[str, NonNegative]
-    doublings: dict[str, NonNegative]
-    schedule: dict[Schedule, NonNegative]
-    zero_stage: dict[int, NonNegative]
-    zero_3_across_nodes: NonNegative
-    zero_replicas: NonNegative
-    recompute: dict[Literal["none", "selective", "full"], NonNegative]
-    recompute_modules: NonNegative
-    recompute_some_layers: NonNegative
-    offload_activations: NonNegative
-    offload_optimizer: NonNegative
-    not_power_of_two: NonNegative
-    uneven_stages: NonNegative
-    outside_node: dict[str, NonNegative]
-    unmeasured: dict[str, NonNegative]
+    kinds: dict[str, Points]
+    doublings: dict[str, Points]
+    schedule: dict[Schedule, Points]
+    zero_stage: dict[int, Points]
+    zero_3_across_nodes: Points
+    zero_replicas: Points
+    recompute: dict[Literal["none", "selective", "full"], Points]
+    recompute_modules: Points
+    recompute_some_layers: Points
+    offload_activations: Points
+    offload_optimizer: Points
+    not_power_of_two: Points
+    uneven_stages: Points
+    outside_node: dict[str, Points]
+    unmeasured: dict[str, Points]
 
     @property
     def least_recompute(self) -> float:
@@ -140,7 +146,7 @@ def _headroom(given: str | float | None) -> Preference:
         return Preference()
     text = str(given).strip().lower()
     share = text.endswith("%")
-    number = text.removesuffix("%").removesuffix("gib").removesuffix("gb").strip()
+    number = text.removesuffix("%") if share else text.removesuffix("gib").removesuffix("gb")
     try:
         value = float(number)
     except ValueError:

@@ -208,6 +208,7 @@ def test_words_of_preference():
         ("missing.yaml", None, "cannot read preference file 'missing.yaml'"),
         (None, "lots", "headroom 'lots': expected GiB"),
         (None, "-1", "headroom '-1': expected GiB"),
+        (None, "5gib%", "headroom '5gib%': expected GiB"),
         (None, "100%", "headroom '100%': expected GiB"),
     ],
 )
@@ -222,6 +223,16 @@ def test_a_file_of_points_with_unknown_words_is_refused(tmp_path):
     mine.write_text("schedule: {gpipe: 1}\n")
     with pytest.raises(InputError, match="unknown schedule gpipe; known are 1f1b"):
         parse_preference(str(mine))
+    # Points that outweigh too little memory, or sums that are no number any more.
+    mine.write_text("kinds: {tensor_parallel: 1e308}\n")
+    with pytest.raises(InputError, match="less than or equal to 10000"):
+        parse_preference(str(mine))
     mine.write_text("chunks: 1\n")
     with pytest.raises(InputError, match="unknown field chunks"):
         parse_preference(str(mine))
+
+
+def test_headroom_is_solved_for_whichever_plan_is_preferred():
+    job: dict[str, Any] = {"world_size": 8, "device": "h100", "global_batch_size": 64}
+    found = search("llama3-8b", prefer="fastest", headroom="10%", **job)
+    assert found.plan(0).estimate.peak_memory_bytes <= 0.9 * found.problem.cluster.memory_bytes
