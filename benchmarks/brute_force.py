@@ -30,7 +30,14 @@ from costmodels.errors import InputError
 from costmodels.memory.host import host_bytes
 from costmodels.pricing import peak_memory, price
 from costmodels.spec.layout import Layout, even_split
-from costmodels.spec.table import CONTEXT_FORMS, RECOMPUTE_MODULES, SCHEDULES, LayoutTable, value_of
+from costmodels.spec.table import (
+    CONTEXT_FORMS,
+    RECOMPUTE_MODULES,
+    SCHEDULES,
+    UNIFORM,
+    LayoutTable,
+    value_of,
+)
 from planner.inputs.choice import Choice
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.problem import Problem, resolve_problem
@@ -233,6 +240,9 @@ def legal(problem: Problem, table: LayoutTable) -> Any:
     for name, pin in problem.pins.items():
         values = [value_of(name, code) for code in getattr(table, name).tolist()]
         good &= [value in pin if isinstance(pin, Choice) else value == pin for value in values]
+    if problem.pins.get("recompute") == "full" and "recompute_method" not in problem.pins:
+        # It pins all layers, one by one.
+        good &= (table.recompute_method == UNIFORM) & (table.recompute_num_layers == 1)
     return good
 
 

@@ -12,6 +12,7 @@ fewer are a way to make layouts fit (`planner.solve.recompute.with_fewest_micro_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
@@ -36,6 +37,7 @@ from planner.solve.memory_bounds import (
 from planner.solve.recompute import recompute_kinds, with_most_recompute, with_recompute
 from planner.space.grid import MicroBatches, Space, micro_batch_sizes, table_at
 from planner.space.open_grid import OpenGrid
+from planner.space.rule import Rule
 from planner.space.rules import LONGEST_CHUNK, RULES
 
 NEVER = 1e100
@@ -86,7 +88,9 @@ def further_space(
     listed = problem
     if lists_plain_alone(problem):
         listed = replace(problem, pins={**problem.pins, "recompute": "none"})
-    every = listed.further_space(micro_batches, lambda degrees: _admitted(problem, degrees, worth))
+    every = listed.further_space(
+        micro_batches, partial(_admitted, problem, worth, () if space.has_reserve else RESERVE)
+    )
     return every if len(every.table) else None
 
 
@@ -140,10 +144,16 @@ def _largest(problem: Problem, space: Space, found: Fit, usual: Ints) -> int:
     return most
 
 
-def _admitted(problem: Problem, degrees: OpenGrid, worth: Worth) -> tuple[OpenGrid, Bools]:
-    """The part of a grid that could be worth it, and which layouts of it are not enumerated and are."""
+def _admitted(
+    problem: Problem, worth: Worth, reserve: Sequence[Rule], degrees: OpenGrid
+) -> tuple[OpenGrid, Bools]:
+    """The part of a grid that could be worth it, and which layouts of it are not enumerated and are.
+
+    Args:
+        reserve: the rules that held layouts back when they were enumerated.
+    """
     size, most = degrees.micro_batch_size.ravel(), _most_sequences(problem, degrees)
-    new = ~_listed(problem, degrees, degrees.columns["fewest"][:, :, :1])[:, 0, 0, 0, 0, 0]
+    new = ~_listed(problem, reserve, degrees, degrees.columns["fewest"][:, :, :1])[:, 0, 0, 0, 0, 0]
     unusual = ~np.isin(size, micro_batch_sizes(problem.batch, problem.pins))
     least = size[unusual].min(initial=np.iinfo(np.int64).max)
     wanted = np.flatnonzero((most >= np.where(new, size.min(), least)) & ~_is_covered(problem, degrees))
@@ -174,7 +184,7 @@ def _admitted(problem: Problem, degrees: OpenGrid, worth: Worth) -> tuple[OpenGr
         seconds = least_step_seconds(some_part, own.whole, slowest)
         good = slowness(problem.objective, some_part.global_batch_size, seconds) <= worth.last
         good = good & (some_part.micro_batches >= full) & (slowest < NEVER)
-        good = good & ~_listed(problem, some_part, some_part.columns["fewest"])
+        good = good & ~_listed(problem, reserve, some_part, some_part.columns["fewest"])
         admitted[rows[:, None], 0, few] = good[:, 0]
     return part, admitted
 
@@ -241,16 +251,16 @@ def _most_sequences(problem: Problem, degrees: OpenGrid) -> Ints:
     return most
 
 
-def _listed(problem: Problem, degrees: OpenGrid, fewest: Ints | Bools) -> Bools:
+def _listed(problem: Problem, reserve: Sequence[Rule], degrees: OpenGrid, fewest: Ints | Bools) -> Bools:
     """Layouts that the enumerated ones have."""
     fixed = {name for name, value in problem.pins.items() if not isinstance(value, Choice)}
-    reserve = reduce(
+    held_back = reduce(
         np.logical_or,
-        [rule.broken(problem.model, degrees) for rule in RESERVE if not rule.is_lifted(fixed)],
+        [rule.broken(problem.model, degrees) for rule in reserve if not rule.is_lifted(fixed)],
         np.zeros((1,) * 6, dtype=np.bool_),
     )
     usual = np.isin(degrees.micro_batch_size, micro_batch_sizes(problem.batch, problem.pins))
-    result: Bools = ~reserve & usual[:, :, : fewest.shape[2]] & (fewest == 0)
+    result: Bools = ~held_back & usual[:, :, : fewest.shape[2]] & (fewest == 0)
     return result
 
 

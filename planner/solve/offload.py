@@ -94,6 +94,7 @@ def union(spaces: Sequence[Space]) -> Space:
             rule: sum(space.illegal.get(rule, 0) for space in spaces)
             for rule in dict.fromkeys(rule for space in spaces for rule in space.illegal)
         },
+        has_reserve=any(space.has_reserve for space in spaces),
     )
 
 

@@ -83,6 +83,8 @@ class Space:
     """Layouts of the raw product."""
     illegal: dict[str, int]
     """Layouts by the first rule that they break; rules that none breaks are left out."""
+    has_reserve: bool = False
+    """Layouts in reserve are among them, because no other is legal."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ def build(
     further: Sequence[Rule] = (),
     micro_batches: MicroBatches | None = None,
     admit: Admit | None = None,
+    reserve: bool = False,
 ) -> Space:
     """All legal layouts of `model` on `world_size` devices, with the count of each rule.
 
@@ -197,6 +200,7 @@ def build(
         further: the rules of an engine or a job, besides those of all layouts.
         micro_batches: other ones than the usual sizes.
         admit: which layouts are looked at, those in reserve too; all but those in reserve where not given.
+        reserve: look at those in reserve in any case, as where no other layout is legal.
     """
     degrees = grid(model, world_size, batch, pins, micro_batches=micro_batches)
     legal = np.ones((1,) * AXES, dtype=bool)
@@ -204,7 +208,7 @@ def build(
     remaining = considered = math.prod(degrees.shape)
     every, asked = _rules(pins, further), admit is not None
     for rule in every:
-        if asked and rule.reserve:
+        if rule.reserve and (asked or reserve):
             continue
         broken = rule.broken(model, degrees)
         if max(broken.shape[2:], default=1) > 1 and (admit is not None or degrees.shape[1] > 1):
@@ -222,6 +226,10 @@ def build(
         degrees, legal = _admitted(*_flattened(degrees, legal), admit)
     legal = np.broadcast_to(legal, degrees.shape)
     where, shape = places_of(legal), legal.shape
+    if not len(where[0]) and not asked and not reserve:
+        every_layout = build(model, world_size, batch, precision, pins, further, micro_batches, reserve=True)
+        if len(every_layout.table):
+            return every_layout
     table = _table(model, degrees, legal, where, precision, pins)
     states = flat_places((*shape[:2], 1, 1, 1, shape[5]), where)
     work = flat_places((*shape[:4], 1, 1), where)
@@ -230,7 +238,7 @@ def build(
         # With one micro batch gradients may be reduced before they are whole.
         states = 2 * states
         states += alone.ravel().take(flat_places(alone.shape, where))
-    return Space(table, states, work, considered, illegal)
+    return Space(table, states, work, considered, illegal, reserve)
 
 
 def _rules(pins: Pins, further: Sequence[Rule]) -> list[Rule]:
