@@ -23,7 +23,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import MlpKind
-from costmodels.spec.table import FULL, SELECTIVE, Floats, LayoutTable, by_context_form, code_of
+from costmodels.spec.table import FULL, RING, SELECTIVE, Floats, LayoutTable, by_context_form, code_of
 
 CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
 """Modules that selective recomputation repeats unless others are named, as bits."""
@@ -165,7 +165,9 @@ def activation_bytes(
         whole = whole + e * t * model.lora.rank * len(adapted_layers(model, mlp))
     # A compiled layer keeps what its collectives gave it, whatever it is told to recompute.
     norm = table.recomputes("norm") & ~(compiled & (part > 1))
-    output = compiled * e * t * values / tp if kind not in ("linear", "none") else 0.0
+    ring = (table.context_parallel > 1) & (table.context_parallel_form == RING)
+    # Ring attention, which is not compiled, keeps its output.
+    output = compiled * ~ring * e * t * values / tp if kind not in ("linear", "none") else 0.0
     dropped = table.recomputes("core_attention") * (core + copies + output) + norm * layer_inputs
     dropped = dropped + np.where(
         table.recomputes("mlp"), activations, table.recomputes("activation") * activated * width
@@ -193,9 +195,6 @@ def activation_bytes(
             # of their input each.
             outputs = keeps.adapted_up * (table.recompute == FULL) + keeps.adapted_down
             working = working + compiled * e * width * outputs
-        ring = (table.context_parallel > 1) & (
-            table.context_parallel_form == code_of("context_parallel_form", "ring")
-        )
         if ring.any() and kind not in ("linear", "none"):
             # Sums of gradients in fp32, and keys and values on their way, once those of the MLP have gone.
             passing = t * (9 * queries / tp + 20 * key_value_width(model, table)) * (e / 2)
