@@ -121,7 +121,9 @@ def _priced(result: SearchResult, problem: Problem, space: Space, asked: str) ->
     if place is None:
         outcome, reason = "too_big", f"{reasons.memory_reason(plan.estimate, plan.cluster)}: {_held(plan)}"
     elif result.best is None or plan.layout == result.best.layout:
-        outcome, reason = "first", "nothing that fits is better"
+        # A faster plan that ties may stand behind it.
+        is_fastest = result.best is None or not result.first_faster
+        outcome, reason = "first", "nothing that fits is better" if is_fastest else result.plan(0).reason
     else:
         comparison = compare(result.best, plan)
         reason = result.reason_behind((plan.layout, plan.estimate))

@@ -408,3 +408,11 @@ def test_what_is_printed_is_short_or_readable(result, explained):
     rows = text.split("for the same tokens:\n")[1].split("\n\n")[0].splitlines()
     assert rows[0].split() == ["best", "other", "difference"] and rows[-1].startswith("fullest device")
     assert len({len(row) for row in rows[1:] if row.endswith("GiB")}) == 1
+
+
+def test_a_plan_that_is_first_though_another_is_faster_says_why():
+    found = search("llama3-8b", world_size=8, device="h100", global_batch_size=64)
+    assert found.first_faster
+    verdict = only([outcome_of(found, found.best.layout.describe())])
+    assert verdict.outcome == "first" and verdict.reason == found.best.reason
+    assert f"the fastest within the doubt, {found.fastest.layout.describe()}, " in verdict.reason
