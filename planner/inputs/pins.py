@@ -262,7 +262,10 @@ def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
             example = SYNONYMS.get(plain) or next(of_choices, "tensor_parallel=8")
             raise InputError(f"{verb} {text!r}: expected name=value, such as {example}")
         if "=" in value:
-            apart = " ".join(f"--{verb} {one.strip()}" for one in text.split(","))
+            several = list(degrees_in(text))
+            if len(several) < 2:
+                raise InputError(f"{verb} {text!r}: expected name=value with one value, such as tp=8")
+            apart = " ".join(f"--{verb} {one}" for one in several)
             raise InputError(f"{verb} {text!r}: one degree each, as in {apart}")
         yield _Item(_full_name(name.strip(), verb), value.strip(), verb)
 

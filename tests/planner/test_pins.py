@@ -192,6 +192,12 @@ def test_two_degrees_that_are_forbidden_in_one_word_are_told_apart() -> None:
     with pytest.raises(InputError) as error:
         parse_pins(None, "ep=64, pp=4")
     assert str(error.value) == "forbid 'ep=64, pp=4': one degree each, as in --forbid ep=64 --forbid pp=4"
+    with pytest.raises(InputError) as error:
+        parse_pins(None, "ep=64 pp=4")
+    assert str(error.value) == "forbid 'ep=64 pp=4': one degree each, as in --forbid ep=64 --forbid pp=4"
+    with pytest.raises(InputError) as error:
+        parse_pins("tp=2 = zero 2")
+    assert str(error.value) == "pin 'tp=2 = zero 2': expected name=value with one value, such as tp=8"
 
 
 @pytest.mark.parametrize(
