@@ -87,9 +87,9 @@ def test_a_plan_of_other_software_is_exported_and_one_that_is_saved_is_named(
     planner: Any, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "my.json")
-    _, out, _ = planner(*SMALL, "--global-batch-size", "64", "--engine", "megatron", "--save", path)
+    _, out, _ = planner(*SMALL, "--global-batch-size", "64", "--engine", "torchtitan", "--save", path)
     # The path is wrapped where it does not fit.
-    assert f"run:plannerexport{path}--tomegatron" in "".join(out.split())
+    assert f"run:plannerexport{path}--totorchtitan" in "".join(out.split())
     assert "after --save" not in out
 
 
