@@ -38,6 +38,7 @@ from costmodels.spec.table import (
     LayoutTable,
     value_of,
 )
+from planner.formats.torchtitan.names import less_layers
 from planner.inputs.choice import Choice
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.problem import Problem, resolve_problem
@@ -235,6 +236,9 @@ def legal(problem: Problem, table: LayoutTable) -> Any:
         good &= (
             host_bytes(problem.model, problem.engine.for_device(device), table) <= device.host_memory_bytes
         )
+    if problem.engine.runs.stages_alike:
+        # Other splits are lists of modules, which no flag of torchtitan takes.
+        good &= [less_layers(table.layout(row).layers_per_stage) is not None for row in range(len(table))]
     size = table.global_batch_size
     good &= size <= problem.batch.size if problem.batch.maximum else size == problem.batch.size
     for name, pin in problem.pins.items():
