@@ -177,20 +177,20 @@ def test_only_matrices_of_layers_are_in_4_bits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fields", "compiled"),
+    "fields",
     [
-        ({}, True),
-        ({}, False),
-        ({"recompute": "full"}, True),
-        ({"data_parallel": 2, "zero_stage": 3}, True),
-        ({"tensor_parallel": 2, "sequence_parallel": True}, False),
+        {},
+        {"recompute": "full"},
+        {"data_parallel": 2, "zero_stage": 3},
+        {"tensor_parallel": 2, "sequence_parallel": True},
     ],
 )
-def test_the_range_of_memory_holds_that_of_a_trace(fields: dict[str, Any], compiled: bool) -> None:
+def test_the_range_of_memory_holds_that_of_a_trace(fields: dict[str, Any]) -> None:
+    """What is priced are compiled layers; no schedule of adapters runs others (--no-compile takes 11 % more)."""
     spec = quantised(load_model("llama3-8b"), layers=8, seq=2048, lora=None)
     layout = Layout.model_validate({"layers_per_stage": (8,), "global_batch_size": 2} | fields)
-    traced = trace(spec, layout, compiled=compiled).peak.total
+    traced = trace(spec, layout, compiled=True).peak.total
     found = planner.evaluate(layout, model=spec, device="h100").memory[0]
     planned = found.total - found.doubt - found.reserve - found.context - found.communicators
-    assert found.doubt < 0.15 * planned
+    assert found.doubt < 0.05 * planned
     assert planned - found.doubt <= traced <= planned + found.doubt
