@@ -186,7 +186,7 @@ def test_only_matrices_of_layers_are_in_4_bits() -> None:
     ],
 )
 def test_the_range_of_memory_holds_that_of_a_trace(fields: dict[str, Any]) -> None:
-    """What is priced are compiled layers; no schedule of adapters runs others (--no-compile takes 11 % more)."""
+    """Priced are compiled layers: no schedule of adapters runs others, but --no-compile (10 % more) does."""
     spec = quantised(load_model("llama3-8b"), layers=8, seq=2048, lora=None)
     layout = Layout.model_validate({"layers_per_stage": (8,), "global_batch_size": 2} | fields)
     traced = trace(spec, layout, compiled=True).peak.total
