@@ -242,7 +242,7 @@ def compared(every: Sequence[Drawn], processes: int, minutes: float) -> Iterator
                 continue
             try:
                 yield Compared(futures[future], future.result())
-            except Exception as error:
+            except (InputError, RuntimeError, NotImplementedError) as error:
                 print(f"{futures[future].layout.describe()}: {error}", file=sys.stderr)
             if number % 20 == 0:
                 print(f"{number} of {len(every)} layouts", file=sys.stderr)

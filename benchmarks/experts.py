@@ -62,15 +62,15 @@ class Ranked:
     ours: str
     """The plan that a user gets: the simplest of those that are not told apart from the fastest."""
     ours_s: float
-    """Its estimated step time."""
+    """Estimated step time of ours, in seconds."""
     fastest_s: float
-    """That of the fastest."""
+    """Estimated step time of the fastest, in seconds."""
     chance: float
     """The chance that the fastest is faster than ours."""
     points: tuple[float, float]
     """Points of complexity of ours, and of the fastest."""
     place: int | None
-    """Place of the former, from 1; None where it is not ranked."""
+    """Place of the published layout, from 1; None where the layout is not ranked."""
     feasible: int
     """Layouts of the ranking: those that fit."""
     legal: int
@@ -78,11 +78,11 @@ class Ranked:
     percentile: float | None
     """Place over layouts, in percent."""
     slower: float | None
-    """Its estimated step time over that of the fastest."""
+    """Estimated step time of the published layout over that of the fastest."""
     estimated_s: float | None
-    """Its estimated step time."""
+    """Estimated step time of the published layout, in seconds."""
     measured_s: float | None
-    """The published one."""
+    """Published step time, in seconds."""
 
     @property
     def near_the_top(self) -> bool:

@@ -59,7 +59,7 @@ class Job:
     beside: tuple[str, ...]
     given: Mapping[str, Any]
     facts: Mapping[str, object]
-    """What was read off the files by hand; fields that they do not say are missing."""
+    """Facts that were read off the files by hand; a fact that no file says is missing."""
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one job."""
+    """The result of checking one job."""
 
     job: Job
     answer: Check | str
@@ -143,7 +143,7 @@ def facts_of_reading(reading: Reading) -> dict[str, object]:
 
 
 def _recompute(framework: str, layout: Layout) -> str:
-    """What is recomputed: torchtitan calls it selective where some of the layers are."""
+    """The recomputation of a layout: torchtitan says `selective` where a part of the layers recompute."""
     some = framework == "torchtitan" and layout.recompute_method == "block"
     return "selective" if some else layout.recompute
 

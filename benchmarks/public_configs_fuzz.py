@@ -61,7 +61,7 @@ PLAIN_DEFAULTS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("tp", "pp", "cp", "ep"), (1,)),
     "precision": ("fp32",),
 }
-"""What almost all software has where nothing says a field."""
+"""Defaults of fields that almost all software shares."""
 
 DEFAULTS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "torchtitan": {"mbs": (8,), "seq": (2048,), "precision": ("bf16",)},
@@ -151,7 +151,7 @@ def _with_value(line: str, pattern: str, old: object, new: str) -> str:
 
 
 def outcome(trial: Trial, folder: Path) -> str:
-    """What became of a change, in a few words; those of faults begin with `fault`."""
+    """The outcome of a changed file, in a few words; one that begins with `fault` is wrong."""
     with tempfile.TemporaryDirectory() as name:
         copies = []
         for path in (trial.job.path, *trial.job.beside):
@@ -194,7 +194,7 @@ def _fault(trial: Trial, read: object, old: object) -> str:
 
 
 def _read(files: Sequence[Path], given: Mapping[str, Any]) -> tuple[Reading, bool | None]:
-    """What files say and whether that is legal, without a search for the best plan."""
+    """The check of some files without a search for the best plan."""
     names = ("world_size", "local_world_size", "define", "model")
     reading = read_files(list(files), **{name: given[name] for name in names if name in given})
     problems = Problems(reading.file, list(reading.problems))

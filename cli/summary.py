@@ -235,7 +235,7 @@ def _rest(
 
 
 def _of_next(result: SearchResult, row: DistinctPlan) -> str:
-    """What the next plan lacks, or how much faster it is than the first, and how likely that is."""
+    """The line below the next plan: its reason, or its lead over the first plan and the chance of it."""
     of_places = chances(result)
     if row.place > len(of_places):
         return row.plan.reason

@@ -44,7 +44,7 @@ CHOICES: dict[str, tuple[tuple[str, ...], ...]] = {
 """Groups of columns of which each counts as one doubling where any of its columns differs."""
 
 RUN = "run"
-"""The width of what two layouts have not in common even where they are alike in all of these."""
+"""The width that two layouts have even where none of these columns differs: runs themselves vary."""
 
 KINDS = (RUN, *dict.fromkeys((*DOUBLINGS, *CHOICES)))
 

@@ -36,7 +36,7 @@ class Pairs:
     """Pairs of measured steps; the second of each is predicted to be no faster. Arrays of [n]."""
 
     source: tuple[str, ...]
-    """Of each pair."""
+    """The source of measurements that each pair is from."""
     differ: Floats
     """`costmodels.order.differences`, [kinds, n]."""
     spread: Floats
@@ -44,7 +44,7 @@ class Pairs:
     predicted: Floats
     """Natural logarithm of the second's predicted step time over the first's, 0 at least."""
     measured: Floats
-    """The same of the measured ones."""
+    """Natural logarithm of the second's measured step time over the first's."""
 
     def __len__(self) -> int:
         return len(self.source)

@@ -42,7 +42,6 @@ class KeptInputs(NamedTuple):
     down: bool
     adapted_up: int = 0
     """Matrices of the MLP's first half that have adapters."""
-    adapted_down: int = 0
 
 
 def kept_inputs(model: ModelSpec, mlp: MlpKind) -> KeptInputs:
@@ -52,7 +51,7 @@ def kept_inputs(model: ModelSpec, mlp: MlpKind) -> KeptInputs:
     names = {layer.module.rpartition(".")[2] for layer in adapted_layers(model, mlp)}
     heads = not names.isdisjoint(("query", "key", "value", "latent", "key_value"))
     ups = len(names & {"up", "gate"})
-    return KeptInputs(heads, ups > 0, "down" in names, ups, int("down" in names))
+    return KeptInputs(heads, ups > 0, "down" in names, ups)
 
 
 def activation_bytes(
@@ -193,7 +192,7 @@ def activation_bytes(
         if model.lora is not None and not moe:
             # A matrix and its adapter have an output each, where their sum is computed again, and a gradient
             # of their input each.
-            outputs = keeps.adapted_up * (table.recompute == FULL) + keeps.adapted_down
+            outputs = keeps.adapted_up * (table.recompute == FULL) + keeps.down
             working = working + compiled * e * width * outputs
         if ring.any() and kind not in ("linear", "none"):
             # Sums of gradients in fp32, and keys and values on their way, once those of the MLP have gone.

@@ -35,9 +35,9 @@ class Held(NamedTuple):
     activations: Floats
     """Those of all micro batches in flight."""
     again: Floats
-    """What the backward pass of a layer has besides, one layer at a time, while all activations are there."""
+    """Bytes of the backward pass of one layer, while the activations of all others are there."""
     at_end: Floats
-    """What that of a stage's first layer has besides, when nothing else of its micro batch is left."""
+    """Bytes of the backward pass of a stage's first layer, when nothing else of its micro batch is left."""
     logits: Floats
     late: Floats
     """The part of them that stays until backward has ended: gradients of what FSDP2 wraps as a whole."""

@@ -56,7 +56,7 @@ class UnitSizes:
     """Bytes of layers that recompute nothing while others do."""
     moe_plain_activations: Floats
     dense_plain_recomputation: Floats
-    """Bytes that the backward pass of such a layer has besides."""
+    """Bytes beside these activations in the backward pass of a layer that recomputes nothing."""
     moe_plain_recomputation: Floats
     dense_plain_offload: Floats
     moe_plain_offload: Floats
