@@ -38,13 +38,13 @@ from costmodels.spec.table import (
     LayoutTable,
     value_of,
 )
-from planner.formats.torchtitan.names import less_layers
 from planner.inputs.choice import Choice
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.problem import Problem, resolve_problem
 from planner.ranking.result import SearchResult
 from planner.space.rule import divisors
 from planner.space.rules import RULES
+from planner.space.shared_stages import less_layers
 
 MODELS = (
     *("gpt2-small", "gpt2-xl", "gpt3-125m", "gpt3-2.7b", "gpt3-13b", "gpt-22b", "gpt3-175b", "llama2-7b"),
@@ -238,7 +238,8 @@ def legal(problem: Problem, table: LayoutTable) -> Any:
         )
     if problem.engine.runs.stages_alike:
         # Other splits are lists of modules, which no flag of torchtitan takes.
-        good &= [less_layers(table.layout(row).layers_per_stage) is not None for row in range(len(table))]
+        layouts = map(table.layout, range(len(table)))
+        good &= [less_layers(d.layers_per_stage, d.virtual_pipeline_parallel) is not None for d in layouts]
     size = table.global_batch_size
     good &= size <= problem.batch.size if problem.batch.maximum else size == problem.batch.size
     for name, pin in problem.pins.items():

@@ -58,12 +58,15 @@ class Problem:
 
     def space(self) -> Space:
         """The legal layouts; raises `InputError` when the pins do not divide the world size."""
-        return build(self.model, self.cluster.world_size, self.batch, self.precision, self.pins, self.further)
+        return self._built()
 
     def further_space(self, micro_batches: MicroBatches, admit: Admit) -> Space:
         """The legal layouts with other micro batches, and those in reserve, that `admit` lets in."""
+        return self._built(micro_batches, admit)
+
+    def _built(self, micro_batches: MicroBatches | None = None, admit: Admit | None = None) -> Space:
         where = self.model, self.cluster.world_size, self.batch, self.precision, self.pins, self.further
-        return build(*where, micro_batches, admit)
+        return build(*where, micro_batches, admit, stages_alike=self.engine.runs.stages_alike)
 
     def obstacle(self) -> str:
         """The rule that stops the layouts which break fewest, with its numbers: why none is legal."""

@@ -20,6 +20,7 @@ from planner.problem import Problem
 from planner.solve.bounds import Worth
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.recompute import first_of_each
+from planner.space.shared_stages import shared_splits
 
 ROWS = 12
 """Plans whose layers are moved."""
@@ -45,15 +46,14 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
         worth: whether rows that take so many seconds would be among the first.
     """
     where = problem.model, problem.cluster, problem.constants
-    if problem.engine.runs.stages_alike:
-        return None
+    moves = _shared if problem.engine.runs.stages_alike else _moves
     first = _best(problem, concatenate_prices(parts), NEAR * worth.last)
     if not len(first):
         return None
     before, now = first.step_time_s, first
     open_rows = np.arange(len(first))
     for _ in range(MOVES):
-        row, splits = _moves(now.table, open_rows)
+        row, splits = moves(now.table, open_rows)
         if not len(row):
             break
         own, which = numbered_splits(splits)
@@ -95,6 +95,20 @@ def _moves(table: LayoutTable, rows: Ints) -> tuple[Ints, list[tuple[int, ...]]]
             moved[target] += 1
             row.append(each)
             splits.append(tuple(moved))
+    return np.array(row, dtype=np.int64), splits
+
+
+def _shared(table: LayoutTable, rows: Ints) -> tuple[Ints, list[tuple[int, ...]]]:
+    """Splits that an engine shares out itself, and their rows."""
+    row: list[int] = []
+    splits: list[tuple[int, ...]] = []
+    for each in rows.tolist():
+        layout = table.layout(each)
+        own = layout.layers_per_stage
+        found = shared_splits(sum(own), len(own), layout.virtual_pipeline_parallel)
+        others = [split for split in found if split != own]
+        row += [each] * len(others)
+        splits += others
     return np.array(row, dtype=np.int64), splits
 
 

@@ -20,6 +20,7 @@ from planner.solve.recompute import first_of_each, least_recompute, recompute_ki
 from planner.solve.replicas import hybrid_candidates, hybrid_solutions
 from planner.solve.splits import balanced_splits
 from planner.space.grid import Space
+from planner.space.shared_stages import less_layers
 
 FIRST = 20
 """Places of the ranking for which degrees are solved: whatever could take one of them is."""
@@ -111,6 +112,10 @@ def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth, fl
         possible = least_peak(*where, table.take(rows)) <= problem.cluster.memory_bytes
         rows = rows[found.rows[rows] | possible]
     row, splits = balanced_splits(*where, table.take(rows), found.rows[rows], worth)
+    if problem.engine.runs.stages_alike:
+        told = [less_layers(split, 1) is not None for split in splits.splits]
+        own = np.array(told, dtype=np.bool_)[splits.split]
+        row, splits = row[own], splits.take(own)
     if not len(splits):
         return None
     fits = peak_memory(*where, splits) <= problem.cluster.memory_bytes

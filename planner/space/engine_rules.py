@@ -12,11 +12,13 @@ from costmodels.spec.abilities import ZERO_STAGES
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import fp8_conflict
+from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import BLOCK, Bools, Ints, LayoutTable, code_of, value_of
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins, WherePossible
 from planner.space.kind_rules import kind_rules
 from planner.space.rule import Rule
+from planner.space.shared_stages import shared_splits
 
 SWITCHES = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
 """Degrees of which an engine without the feature runs 1 alone."""
@@ -183,6 +185,18 @@ def _rules(engine: Engine, precision: str) -> Iterator[Rule]:
     ):
         if set(schedules) < set(runs.schedules):
             yield _only(engine, "schedule", schedules, where, when, rule)
+    if runs.stages_alike:
+        yield Rule(
+            "engine_stages",
+            _not_shared_out,
+            lambda model, d: (
+                f"no option of engine {engine.name} shares {d.layers} layers out among {d.stages} stages "
+                f"of {d.virtual_pipeline_parallel} chunks a rank; a list of stages does ({COMMAND})"
+            ),
+            redundant=True,
+            of_mesh=True,
+            lifted_by=(("layers_per_stage",),),
+        )
     if set(runs.hybrid_zero_stages) < {1, 2, 3}:
         yield _only(
             engine,
@@ -278,6 +292,13 @@ def _has(engine: Engine, name: str, values: Sequence[Any], when: str = "", given
         if given is not None:
             what += f", not {given}"
     return f"engine {engine.name} {what} ({COMMAND})"
+
+
+def _not_shared_out(_: ModelSpec, d: LayoutTable) -> Bools:
+    layers, stages, chunks = np.broadcast_arrays(d.layers, d.stages, d.virtual_pipeline_parallel)
+    every, place = np.unique(np.stack([layers, stages, chunks]).reshape(3, -1), axis=1, return_inverse=True)
+    broken = np.array([not shared_splits(*each) for each in every.T.tolist()], dtype=np.bool_)
+    return broken[place].reshape(stages.shape)
 
 
 def _in_context(d: LayoutTable) -> Bools:

@@ -36,6 +36,7 @@ from costmodels.spec.table import (
     LayoutTable,
     code_of,
     distinct_numbers,
+    numbered_splits,
 )
 from planner.inputs.batch import Batch
 from planner.inputs.choice import Choice, allowed_values
@@ -45,6 +46,7 @@ from planner.space.meshes import meshes_with_forms, with_experts
 from planner.space.open_grid import OpenGrid
 from planner.space.rule import Rule, divisors
 from planner.space.rules import RULES
+from planner.space.shared_stages import shared_splits
 
 AXES = 6
 """Axes of the grid: mesh (tp, pp, cp and its form, dp, ep, etp), chunks and schedule, micro batch, sequence
@@ -190,6 +192,7 @@ def build(
     micro_batches: MicroBatches | None = None,
     admit: Admit | None = None,
     reserve: bool = False,
+    stages_alike: bool = False,
 ) -> Space:
     """All legal layouts of `model` on `world_size` devices, with the count of each rule.
 
@@ -201,6 +204,7 @@ def build(
         micro_batches: other ones than the usual sizes.
         admit: which layouts are looked at, those in reserve too; all but those in reserve where not given.
         reserve: look at those in reserve in any case, as where no other layout is legal.
+        stages_alike: stages hold what the engine shares out itself (`planner.space.shared_stages`).
     """
     degrees = grid(model, world_size, batch, pins, micro_batches=micro_batches)
     legal = np.ones((1,) * AXES, dtype=bool)
@@ -227,10 +231,14 @@ def build(
     legal = np.broadcast_to(legal, degrees.shape)
     where, shape = places_of(legal), legal.shape
     if not len(where[0]) and not asked and not reserve:
-        every_layout = build(model, world_size, batch, precision, pins, further, micro_batches, reserve=True)
+        every_layout = build(
+            *(model, world_size, batch, precision, pins, further, micro_batches),
+            reserve=True,
+            stages_alike=stages_alike,
+        )
         if len(every_layout.table):
             return every_layout
-    table = _table(model, degrees, legal, where, precision, pins)
+    table = _table(model, degrees, legal, where, precision, pins, stages_alike)
     states = flat_places((*shape[:2], 1, 1, 1, shape[5]), where)
     work = flat_places((*shape[:4], 1, 1), where)
     alone = degrees.micro_batches == 1
@@ -364,6 +372,7 @@ def _table(
     where: tuple[Places, ...],
     precision: Precision,
     pins: Pins,
+    stages_alike: bool,
 ) -> GridTable:
     pinned_split = pins.get("layers_per_stage")
     if isinstance(pinned_split, tuple):
@@ -371,10 +380,18 @@ def _table(
         split = np.zeros((1,) * AXES, dtype=np.int64)
     else:
         stages = degrees.stages
+        if stages_alike:
+            # One number for stages and chunks.
+            stages = stages * (model.layers + 1) + degrees.virtual_pipeline_parallel
         some = legal.any(axis=tuple(range(2, AXES)), keepdims=True)
         counts = distinct_numbers(np.broadcast_to(stages, some.shape)[some])
-        splits = tuple(even_split(model.layers, count) for count in counts)
         split = np.searchsorted(counts, stages) if counts else np.zeros_like(stages)
+        if stages_alike:
+            shares = (divmod(count, model.layers + 1) for count in counts)
+            splits, places = numbered_splits(shared_splits(model.layers, *share)[0] for share in shares)
+            split = places[np.minimum(split, len(counts) - 1)] if counts else split
+        else:
+            splits = tuple(even_split(model.layers, count) for count in counts)
     columns = {name: getattr(degrees, name) for name in ARRAY_FIELDS if name != "split"}
     return GridTable.on(columns | {"split": split}, where, splits, _formats(precision, pins))
 

@@ -19,11 +19,11 @@ from planner.formats.facts.reading import Reading
 from planner.formats.files import read_files
 from planner.formats.targets import TARGETS
 from planner.formats.targets import export as export_plan
-from planner.formats.torchtitan.names import less_layers, stage_layers
 from planner.formats.writing.export import Export
 from planner.formats.writing.model_words import model_parts
 from planner.inputs.huggingface.readers import model_fields
 from planner.ranking.result import SearchResult
+from planner.space.shared_stages import less_layers, shared_splits, stage_layers
 from tests.support.models import llama
 
 LLAMA = llama("small", layers=8, hidden=1024, heads=8, kv_heads=4, vocab=32000, seq=2048)
@@ -298,16 +298,55 @@ def test_operators_of_some_layers_are_mindformers(chunks: int, tmp_path: Path) -
     assert (reading.layout.recompute_method, reading.layout.recompute_num_layers) == ("block", 1)
 
 
-@given(layers=st.lists(st.integers(1, 6), min_size=2, max_size=8))
-def test_layers_of_torchtitan_are_shared_out_as_it_does(layers: list[int]) -> None:
+@given(layers=st.lists(st.integers(1, 6), min_size=2, max_size=8), chunks=st.integers(1, 3))
+def test_layers_of_torchtitan_are_shared_out_as_it_does(layers: list[int], chunks: int) -> None:
     listed = tuple(layers)
-    found = less_layers(listed)
+    found = less_layers(listed, chunks)
     if found is not None:
         each, first, last = found
         assert stage_layers(sum(listed), len(listed), first, last) == listed
-        assert -(-(sum(listed) + first + last) // each) == len(listed)
+        assert chunks <= 2 if each is None else -(-(sum(listed) + first + last) // each) == len(listed)
     if max(listed) == min(listed):
         assert found == (listed[0], 0, 0)
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zbv", "interleaved"])
+@pytest.mark.parametrize(("model", "devices"), [("llama2-13b", 6), ("llama2-13b", 24), ("gpt3-2.7b", 40)])
+def test_torchtitan_has_options_for_the_stages_that_are_found(
+    model: str, devices: int, schedule: str | None
+) -> None:
+    """30 or 40 layers that few pipelines divide: what is found is what its options share out."""
+    pin = {} if schedule is None else {"schedule": schedule}
+    result = search(
+        model,
+        world_size=devices,
+        engine="torchtitan",
+        device="h100",
+        max_global_batch_size=120,
+        pin=pin,
+    )
+    plans = result.plans(20)
+    assert plans
+    for plan in plans:
+        read = less_layers(plan.layout.layers_per_stage, plan.layout.virtual_pipeline_parallel)
+        assert plan.layout.pipeline_parallel == 1 or read is not None, plan.layout
+
+
+def test_fewer_layers_of_the_last_stage_are_looked_for() -> None:
+    """7, 7, 6 and 4 layers, as the head takes as long as layers."""
+    result = search(
+        "gpt2-medium",
+        world_size=2,
+        engine="torchtitan",
+        device="h100",
+        global_batch_size=32,
+        pin="schedule=zbv",
+    )
+    best = result.best
+    assert best is not None
+    split = best.layout.layers_per_stage
+    assert split[-1] < split[1]
+    assert split in shared_splits(24, 4, 2)
 
 
 @pytest.mark.parametrize("name", FEATURES)

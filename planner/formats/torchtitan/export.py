@@ -14,7 +14,6 @@ from planner.formats.torchtitan.names import (
     MICRO_BATCH,
     MODELS,
     SCHEDULES,
-    less_layers,
     zero_stage,
 )
 from planner.formats.writing.export import (
@@ -29,6 +28,7 @@ from planner.formats.writing.export import (
     lacks_some_layers,
 )
 from planner.formats.writing.model_words import model_parts
+from planner.space.shared_stages import less_layers
 
 SHAPELESS = {"name", "seq", "max_positions", "source", "published_parameters", "rope_scaling", "norm_eps"}
 """Fields of a model that are no sizes, or that torchtitan has flags for."""
@@ -126,12 +126,13 @@ def _stages(layout: Layout, missing: list[str]) -> Values:
     values: Values = {
         KEYS["schedule"]: next(name for name, short in SCHEDULES.items() if short == layout.schedule)
     }
-    shared = less_layers(layout.layers_per_stage)
+    shared = less_layers(layout.layers_per_stage, layout.virtual_pipeline_parallel)
     if shared is None:
         lacks(missing, layout, "layers_per_stage", "its stages are alike but for the first and the last")
-        each = -(-sum(layout.layers_per_stage) // len(layout.layers_per_stage))
-        shared = each, 0, 0
-    values[KEYS["layers_per_stage"]], values[FIRST_LESS], values[LAST_LESS] = shared
+        shared = -(-sum(layout.layers_per_stage) // len(layout.layers_per_stage)), 0, 0
+    each, values[FIRST_LESS], values[LAST_LESS] = shared
+    if each is not None:
+        values[KEYS["layers_per_stage"]] = each
     return values
 
 

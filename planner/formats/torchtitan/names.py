@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from itertools import product
 from typing import Any
 
 from planner.formats.facts.key_table import key_table
@@ -88,33 +86,8 @@ def zero_stage(shards: int, pipeline_parallel: int, reshard: str) -> int:
     return 2 if pipeline_parallel == 1 else 1
 
 
-def stage_layers(layers: int, stages: int, first_less: int, last_less: int) -> tuple[int, ...] | None:
-    """Layers of each stage, as `_generate_llm_fqn_per_model_part` shares them out; None where it refuses."""
-    if stages == 1:
-        return (layers,)
-    each, more = divmod(layers + first_less + last_less, stages)
-    if each < max(1, first_less, last_less):
-        return None
-    counts = [each + (stage < more) for stage in range(stages)]
-    counts[0] -= first_less
-    counts[-1] -= last_less
-    return tuple(counts) if min(counts) > 0 else None
-
-
 def before_0_1(layers: int, stages: int) -> tuple[int, ...]:
     """Layers of each stage before release 0.1: what is left over goes to middle ones."""
     each, more = divmod(layers, stages)
     middle = [each + (stage < more) for stage in range(stages - 2)]
     return (each, *middle, layers - each - sum(middle)) if stages > 1 else (layers,)
-
-
-def less_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """Layers per stage, and those that the first and the last have less, which give these, if any do."""
-    layers, stages = sum(layers_per_stage), len(layers_per_stage)
-    most = range(max(layers_per_stage) + 1)
-    for first, last in sorted(product(most, most), key=sum):
-        if stage_layers(layers, stages, first, last) == layers_per_stage:
-            each = math.ceil((layers + first + last) / stages)
-            if math.ceil((layers + first + last) / each) == stages:
-                return each, first, last
-    return None

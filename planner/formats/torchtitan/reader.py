@@ -34,10 +34,10 @@ from planner.formats.torchtitan.names import (
     ROTATE_METHODS,
     SCHEDULES,
     before_0_1,
-    stage_layers,
     zero_stage,
 )
 from planner.inputs.model import with_seq
+from planner.space.shared_stages import stage_layers
 
 
 def recognises(entries: Entries) -> bool:
