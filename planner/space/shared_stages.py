@@ -68,4 +68,4 @@ def shared_splits(layers: int, stages: int, chunks: int) -> tuple[tuple[int, ...
 
 def _fewer(most: int) -> Iterator[tuple[int, int]]:
     """Layers that the first and the last stage have less, the fewest first."""
-    yield from sorted(product(range(most + 1), repeat=2), key=sum)
+    yield from sorted(product(range(most + 1), range(most + 1)), key=sum)
