@@ -35,12 +35,13 @@ USUAL: Mapping[str, object] = {
     **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep"), 1),
     "recompute": "none",
     "adapters": "none",
+    "objective": "next token",
 }
 """Fields that a list of facts leaves out where they are as usual."""
 
 FIELDS = (
     *("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "gbs", "seq"),
-    *("precision", "recompute", "adapters", "parameters"),
+    *("precision", "recompute", "adapters", "objective", "parameters"),
 )
 
 NEAR = 0.01
@@ -119,6 +120,7 @@ def facts_of_reading(reading: Reading) -> dict[str, object]:
     found["framework"] = reading.framework
     found["gbs"] = reading.global_batch_size
     found["precision"] = reading.precision
+    found["objective"] = reading.objective
     if layout is not None:
         found |= {
             "tp": layout.tensor_parallel,

@@ -373,6 +373,7 @@ def as_json(answer: Check) -> dict[str, object]:
     return {
         "framework": reading.framework,
         "engine": reading.engine if best is None else best.engine.name,
+        "objective": reading.objective,
         "legal": answer.legal,
         "fits": answer.fits,
         "problems": [dataclasses.asdict(problem) for problem in answer.problems],

@@ -17,6 +17,7 @@ from planner.formats.facts.flag_catalogue import known_flags
 from planner.formats.facts.inherited import named_files, variables
 from planner.formats.facts.keyed import known_keys
 from planner.formats.facts.launcher import find_launch, known_count
+from planner.formats.facts.objective import DEFINED, with_objective
 from planner.formats.facts.pages import block_entries, running_entries
 from planner.formats.facts.reading import ConfigProblem, Problems, Reading
 from planner.formats.facts.source import Source, Surroundings
@@ -150,7 +151,7 @@ def read_files(
     own = [file for file in texts if file != described and Path(file).name not in beside]
     around = dataclasses.replace(around, files=tuple(own))
     parts = _joined([_part(file, texts[file], around) for file in own])
-    reading = _together(parts, around, described)
+    reading = with_objective(_together(parts, around, described), defined)
     if defined:
         scripts = [
             part.source.text
@@ -204,6 +205,7 @@ def _is_program(part: _Part) -> bool:
 def _known_names(parts: Sequence[_Part], reading: Reading) -> set[str]:
     """All flags and keys that files of these kinds have, written there or not."""
     found = {path for part in parts for path in part.source.entries} | {flag.name for flag in reading.flags}
+    found.add(DEFINED)
     for part in parts:
         if part.kind is SLIME:
             found |= {*known_keys("slime")}

@@ -18,6 +18,10 @@ Severity = Literal["illegal", "unknown", "too_big", "note"]
 too_big: a device has too little memory; note: it runs, and there is something to know."""
 
 
+NEXT_TOKEN = "next token"
+"""What a job learns whose memory and time are priced: the next token of one model, given answers or not."""
+
+
 @dataclass(frozen=True)
 class ConfigProblem:
     """Something that is wrong with a configuration, and what to write instead."""
@@ -52,6 +56,10 @@ class Reading:
     model: ModelSpec | None
     layout: Layout | None
     """None where the files do not say one, or none that is consistent."""
+    objective: str = NEXT_TOKEN
+    """What is learned (`objective.py`)."""
+    program: str = ""
+    """What a command starts, or the name of a recipe; empty where the files have none."""
     chooses_layout: bool = True
     """The files fix a layout; False for tools that look for one themselves."""
     precision: str | None = None
@@ -64,6 +72,8 @@ class Reading:
     flags: tuple[GivenFlag, ...] = ()
     """Everything that is given, in order. A key of a file is a flag with its path for a name, such as
     `parallel_config.data_parallel`."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """The files of flags that stand in another one than `file`."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The flags or keys of the software by the field of `Layout` or `ModelSpec` that they give."""
     words: Mapping[str, str] = field(default_factory=dict)

@@ -27,22 +27,6 @@ _ASIDE = re.compile(
 )
 """Words in names that say something of logs, files and data, whatever else they name."""
 
-OTHER_OBJECTIVE = "what is learned is not the next token of one sample, and is not priced"
-_OBJECTIVES = {
-    "stage": {"sft", "pt"},
-    "rlhf_type": set[str](),
-    "rl": set[str](),
-    "reward_model": set[str](),
-    "process_reward_model": set[str](),
-}
-"""Keys that say what is learned (LLaMA-Factory, MindSpeed, ms-swift, axolotl) and values for the next token.
-
-Pairs of answers, references and rewards take more memory and time.
-"""
-
-_OTHER_TASKS = {"seq_cls", "token_cls", "embedding", "reranker", "generative_reranker"}
-"""Values of `task_type` (ms-swift) for what is no next token."""
-
 _OFF = ("false", "no", "off", "none", "null", "0", "")
 
 
@@ -51,12 +35,6 @@ def decides(name: str, text: str) -> bool:
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("-").replace("-", "_")
     off = text.strip().lower() in _OFF
     return not off and bool(_DECIDES.search(words)) and not _ASIDE.search(words)
-
-
-def _is_other_objective(name: str, text: str) -> bool:
-    if name == "task_type":
-        return text in _OTHER_TASKS
-    return name in _OBJECTIVES and text not in {*_OBJECTIVES[name], *_OFF}
 
 
 def name_others(given: Iterable[GivenFlag], problems: Problems, unknown: str, file: str = "") -> None:
@@ -76,9 +54,7 @@ def name_others(given: Iterable[GivenFlag], problems: Problems, unknown: str, fi
         text = flag.text if flag.values or not flag.name.startswith("-") else "true"
         where = flag.name, flag.line
         leave_out = f"give --define {flag.name.lstrip('-')}= where it changes nothing that is priced"
-        if _is_other_objective(flag.name.lstrip("-").replace("-", "_"), text.strip().lower()):
-            problems.add("unknown", f"{text.strip()}: {OTHER_OBJECTIVE}", *where, file=file)
-        elif flag.known.role == "unsupported":
+        if flag.known.role == "unsupported":
             if text.strip().lower() in _OFF:
                 problems.add("note", NOT_SUPPORTED, *where, file=file)
             else:

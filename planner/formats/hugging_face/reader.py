@@ -21,7 +21,7 @@ from planner.formats.facts.launcher import Launch, commands, count_of, flag_valu
 from planner.formats.facts.launcher import world_size as launched
 from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
 from planner.formats.facts.reading import Problems, Reading
-from planner.formats.facts.roles import OTHER_OBJECTIVE, name_others
+from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
 from planner.formats.hugging_face import deepspeed_config
 from planner.formats.hugging_face.accelerate_flags import accelerate_entries
@@ -228,12 +228,13 @@ def read_hugging_face(
             flags.pop(name, None)
             job.command.entries.pop(name, None)
     model = _model(job, around, assumed)
+    if job.alone:
+        assumed.append("the training script, which is not given, learns the next token of one model")
     world = around.world_size or _world(job)
     if world is None:
         text = "the number of devices is not known: the launcher says it"
         problems.add("unknown", text, "num_processes" if accelerate else "", None, "give --world-size")
     _check_agreement(job)
-    _name_objective(job)
     layout = None
     precision = _precision(job)
     if model is not None and world is not None:
@@ -252,11 +253,13 @@ def read_hugging_face(
         file=main.file,
         model=model,
         layout=layout,
+        program="" if launch is None else launch.program,
         precision=precision,
         world_size=world,
         local_world_size=around.local_world_size or _per_node(job),
         global_batch_size=None if layout is None else layout.global_batch_size,
         flags=given,
+        files={flag.name: keys.file for keys in job.all for flag in keys.flags() if flag.line},
         names=names,
         training=_training(job),
         assumed=tuple(assumed),
@@ -319,23 +322,15 @@ def _model(job: _Job, around: Surroundings, assumed: list[str]) -> ModelSpec | N
             "unknown", said, "--model_name_or_path" if name else "", None, "give its config.json beside it"
         )
         return None
-    if seq is None and not (job.alone and around.model is not None):
+    # A model of the catalogue or of a file of its own has the length that it trains on; config.json has the
+    # most positions.
+    said = around.model is not None and not (around.described or "").endswith(".json")
+    if seq is None and not (job.alone and said):
         text = "no flag says the length of sequences, for which the trainer has no default"
         job.command.add("unknown", text, SEQUENCE[0], "give --define max_seq_length=N")
     elif seq is None:
-        assumed.append(f"sequences of {model.seq} tokens (no flag says a length)")
+        assumed.append(f"sequences of {model.seq} tokens, as {model.name} has (or --define max_seq_length=N)")
     return with_adapters(with_seq(model, seq), job.command, job.software)
-
-
-_PREFERENCES = re.compile(r"(?:^|[/_.-])(rlhf|dpo|orpo|kto|cpo|ppo|grpo|gkd|rloo|reward_\w+)(?:[_.-]|$)")
-"""Names of commands and scripts that learn from preferences or rewards."""
-
-
-def _name_objective(job: _Job) -> None:
-    """What a script learns by its name, where that is not the next token."""
-    found = None if job.launch is None else _PREFERENCES.search(job.launch.program.lower())
-    if found:
-        job.command.add("unknown", f"{found[1]}: {OTHER_OBJECTIVE}")
 
 
 def _check_agreement(job: _Job) -> None:

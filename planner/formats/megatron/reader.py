@@ -168,6 +168,7 @@ def read_command(
         file=file,
         model=model,
         layout=layout,
+        program=launch.program,
         chooses_layout=chooses,
         precision=job.precision() if chooses or job.names_precision() else None,
         world_size=world,

@@ -67,7 +67,12 @@ def read_recipe(source: Source, around: Surroundings) -> Reading:
         dataclasses.replace(problem, file=recipe.files.get(problem.flag, recipe.file))
         for problem in reading.problems
     ]
-    return dataclasses.replace(reading, problems=(*problems.found, *placed))
+    return dataclasses.replace(
+        reading,
+        program=" ".join((recipe.name, *recipe.models)),
+        files=recipe.files,
+        problems=(*problems.found, *placed),
+    )
 
 
 _OWN_BASES = re.compile(r"_?(?:pretrain|sft|peft)_common|\w+_(?:pretrain|sft|finetune)_\w*config")
@@ -134,7 +139,7 @@ def _read(
     fsdp = any(
         flag.name in ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2") for flag in given
     )
-    launch = Launch(framework, (), None, None, None, None if fsdp else Word("1", 0))
+    launch = Launch("", (), None, None, None, None if fsdp else Word("1", 0))
     reading = read_command(
         given,
         [],

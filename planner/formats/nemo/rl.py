@@ -25,7 +25,6 @@ from planner.formats.facts.source import Source, Surroundings
 from planner.formats.hugging_face.adapters import with_adapters
 from planner.formats.megatron.reader import read_command
 from planner.formats.nemo.rl_names import (
-    ALGORITHMS,
     DTENSOR,
     FLAGS,
     FORMATS,
@@ -66,7 +65,7 @@ def read_nemo_rl(source: Source, around: Surroundings) -> Reading:
     for file, entry in whole.missing:
         text = f"{entry.text} is not given, from which it starts"
         problems.add("unknown", text, "defaults", entry.line, "give that file too", file)
-    _name_algorithm(keys)
+    _name_others_that_count(keys)
     missing = [KEYS[name] for name in NEEDED if KEYS[name] not in keys]
     for path in [] if whole.missing else missing:
         keys.add(
@@ -93,6 +92,7 @@ def read_nemo_rl(source: Source, around: Surroundings) -> Reading:
     return dataclasses.replace(
         reading,
         flags=tuple(others),
+        files=whole.files,
         problems=tuple(dataclasses.replace(one, file=whole.files.get(one.flag, one.file)) for one in found),
     )
 
@@ -114,15 +114,10 @@ def _flag(path: str) -> str:
 _OFF = ("false", "none", "null", "", "0")
 
 
-def _name_algorithm(keys: Keyed) -> None:
+def _name_others_that_count(keys: Keyed) -> None:
     if keys.switch(f"{POLICY}.draft.enabled"):
         text = "a model for drafts trains besides, and is not priced"
         keys.add("unknown", text, f"{POLICY}.draft.enabled")
-    for name, text in ALGORITHMS.items():
-        first = next((path for path in keys.entries if path.startswith(f"{name}.")), None)
-        if first is not None:
-            remedy = "give the policy as a script of Megatron-LM"
-            keys.add("unknown", f"{text}: time and memory are not known", first, remedy)
     for section in ("sequence_packing", "dynamic_batching"):
         path = f"{POLICY}.{section}.enabled"
         if keys.switch(path):
@@ -212,7 +207,7 @@ def _read_megatron(
     reading = read_command(
         as_flags(pairs.items()),
         [],
-        Launch("nemo-rl", (), None, None, None, Word("1", 0)),
+        Launch("", (), None, None, None, Word("1", 0)),
         keys.file,
         world_size=world,
         local_world_size=local,

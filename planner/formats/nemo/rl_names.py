@@ -46,12 +46,3 @@ LORA = {
     "match_all_linear": "--lora_target_linear",
 }
 """Flags of trainers by keys of `policy.dtensor_cfg.lora_cfg`."""
-
-ALGORITHMS = {
-    "grpo": "rollouts and the reference share the devices with the policy and are not priced",
-    "dpo": "samples are pairs of answers, and those of a reference are computed besides",
-    "rm": "samples are pairs of answers",
-    "distillation": "a teacher is computed besides",
-    "ppo": "rollouts and a critic share the devices with the policy and are not priced",
-}
-"""What sections of algorithms add to a training step; `sft` adds nothing."""

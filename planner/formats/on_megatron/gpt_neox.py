@@ -62,7 +62,7 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
     batch = _neox_batch(keys, around)
     if batch is not None and "train_batch_size" not in entries:
         flags += as_flags([("--global-batch-size", batch)])
-    launch = Launch("gpt-neox", (), None, None, None)
+    launch = Launch("", (), None, None, None)
     reading = read_command(
         flags,
         [],
@@ -80,7 +80,7 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
         kinds, line = other
         problems.add("unknown", f"layers of {', '.join(kinds)} are not priced", "attention_config", line)
         found = tuple(one for one in found if one.severity != "illegal")  # They have no heads.
-    reading = dataclasses.replace(reading, problems=(*problems.found, *found))
+    reading = dataclasses.replace(reading, flags=(*reading.flags, *rest), problems=(*problems.found, *found))
     return renamed(reading, {flag: path for path, flag in NEOX.items()}, "gpt-neox", "megatron-deepspeed")
 
 

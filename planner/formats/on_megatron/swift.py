@@ -99,9 +99,11 @@ def read_swift(source: Source, around: Surroundings) -> Reading:
             "unknown", "no flag says the length of sequences", "--max_length", "give --define max_length=N"
         )
     rest = [flag for flag in keys.flags() if flag_of.get(flag.name, "") not in said and flag.line]
-    others = [dataclasses.replace(flag, known=_trainers_flag(flag)) for flag in rest]
+    others = [dataclasses.replace(flag, name=f"--{flag.name}", known=_trainers_flag(flag)) for flag in rest]
     name_others(others, problems, "is no flag of ms-swift that is known here")
-    reading = dataclasses.replace(reading, problems=(*problems.found, *reading.problems))
+    reading = dataclasses.replace(
+        reading, flags=(*reading.flags, *others), problems=(*problems.found, *reading.problems)
+    )
     return renamed(reading, {flag: f"--{path}" for path, flag in flag_of.items()}, "ms-swift", "megatron")
 
 

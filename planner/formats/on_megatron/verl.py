@@ -38,10 +38,6 @@ DEFAULTS = {"prompt": 512, "answer": 512, "global_batch_size": 256, "nodes": 1, 
 SFT_DEFAULTS = {"seq": 1024, "global_batch_size": 256, "micro_batch_size": 4, "nodes": 1, "devices": 8}
 """Numbers of trainer/config/sft_trainer.yaml."""
 
-ROLLOUTS = (
-    "ref and rollout share the devices with the actor and are not priced: memory and time are not known"
-)
-
 
 def is_verl(entries: Entries) -> bool:
     """Whether keys are those of verl's actor."""
@@ -65,9 +61,6 @@ def read_verl(source: Source, around: Surroundings) -> Reading:
     batch = numbers["global_batch_size"] * numbers["answers"]
     seq = numbers["prompt"] + numbers["answer"]
     model = _model(keys, ACTOR, around, seq)
-    first = next(iter(source.entries.values()))
-    path = "actor_rollout_ref.rollout"
-    problems.add("unknown", ROLLOUTS, path, first.line, "give the actor as a script of Megatron-LM")
     micro = _micro_batch(keys, ACTOR)
     strategy = keys.text(ACTOR["strategy"]) or ""
     theirs = any(name.startswith(f"{ACTORS}megatron.") for name in entries) or "megatron" in _config(source)
@@ -79,7 +72,8 @@ def read_verl(source: Source, around: Surroundings) -> Reading:
         text = f"the actor trains under {strategy}, which is not read"
         keys.add("unknown", text, ACTOR["strategy"])
         reading = Reading("verl", "fsdp", keys.file, model, None, world_size=world, local_world_size=local)
-    return dataclasses.replace(reading, problems=(*problems.found, *reading.problems))
+    flags = tuple(flag for flag in keys.flags() if flag.line)
+    return dataclasses.replace(reading, flags=flags, problems=(*problems.found, *reading.problems))
 
 
 def _config(source: Source) -> str:
@@ -115,7 +109,9 @@ def read_verl_sft(source: Source, around: Surroundings) -> Reading:
     keys.name_unread()
     others = [flag for flag in keys.flags() if flag.line]
     name_others(others, problems, "is no key of verl that is known here")
-    return dataclasses.replace(reading, framework="verl", problems=(*problems.found, *reading.problems))
+    program = "sft_trainer" if launch is None else launch.program
+    found = (*problems.found, *reading.problems)
+    return dataclasses.replace(reading, framework="verl", program=program, problems=found)
 
 
 def _model(keys: Keyed, table: Mapping[str, str], around: Surroundings, seq: int) -> ModelSpec | None:
@@ -188,7 +184,7 @@ def _read_megatron(
     reading = read_command(
         as_flags(pairs.items()),
         [],
-        Launch("verl", (), None, None, None, Word("1", 0)),
+        Launch("", (), None, None, None, Word("1", 0)),
         keys.file,
         world_size=world,
         local_world_size=local,

@@ -139,7 +139,7 @@ class _Megatron:
         reading = read_command(
             as_flags(pairs),
             [],
-            Launch("primus", (), None, None, None, None if flags & FSDP else Word("1", 0)),
+            Launch("", (), None, None, None, None if flags & FSDP else Word("1", 0)),
             self.source.file,
             world_size=around.world_size,
             local_world_size=around.local_world_size,
@@ -170,7 +170,7 @@ class _Megatron:
             # Presets spell out what is usual.
             if problem.severity != "note" or problem.flag not in self.files
         ]
-        return dataclasses.replace(reading, problems=tuple(placed))
+        return dataclasses.replace(reading, files=self.files, problems=tuple(placed))
 
     def _defaults(self) -> Entries:
         """What the module's own file sets; not known for a file that Primus has not and that is not given."""

@@ -87,6 +87,8 @@ def read_registry(source: Source, around: Surroundings, flags: Entries | None = 
     ]
     return dataclasses.replace(
         reading,
+        program=recipe.name,
+        files=recipe.files,
         assumed=(f"recipe {recipe.name}", *reading.assumed),
         problems=(*problems.found, *placed),
     )

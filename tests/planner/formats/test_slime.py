@@ -45,7 +45,7 @@ MODEL_ARGS=(
 )
 """
 
-ALONE = {"colocate": "", "seq_length": "1024"}
+ALONE = {"colocate": "", "seq_length": "1024", "objective": "next-token"}
 """What has to be given for a verdict on the actor by itself."""
 
 
@@ -68,7 +68,8 @@ def test_the_actor_is_megatrons_job(tmp_path: Path) -> None:
 def test_rollouts_and_lengths_of_samples_are_not_known(tmp_path: Path) -> None:
     read = script(tmp_path, "--global-batch-size 64 --use-dynamic-batch-size --max-tokens-per-gpu 4096")
     assert read.legal is None
-    assert set(read.unknown) == {"--colocate", "--seq-length", "--use-dynamic-batch-size"}
+    assert set(read.unknown) == {"--colocate", "--seq-length", "--use-dynamic-batch-size", ""}
+    assert read.reading.objective == "rewards"
     assert read.layout.tensor_parallel == 2  # What is written is read all the same.
 
 

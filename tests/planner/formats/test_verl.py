@@ -22,18 +22,19 @@ python3 -m verl.trainer.main_ppo CONFIG \\
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 \\
     actor_rollout_ref.rollout.tensor_model_parallel_size=8 \\
     actor_rollout_ref.rollout.n=4 \\
+    algorithm.adv_estimator=grpo \\
     MORE \\
     trainer.n_gpus_per_node=8 \\
     trainer.nnodes=2
 """
 
-ROLLOUT = "actor_rollout_ref.rollout"
+OBJECTIVE = "algorithm.adv_estimator"
 
 
 def actor(folder: Path, more: str = "", config: str = "", **given: Any) -> Read:
     """What a job with these further keys says."""
     keys = " ".join(f"actor_rollout_ref.{key}" for key in more.split())
-    text = COMMON.replace("CONFIG", config).replace("MORE", keys or "algorithm.adv_estimator=grpo")
+    text = COMMON.replace("CONFIG", config).replace("MORE", keys or "trainer.total_epochs=1")
     return written(folder, {"run.sh": text}, **given)
 
 
@@ -62,7 +63,7 @@ def actor(folder: Path, more: str = "", config: str = "", **given: Any) -> Read:
 )
 def test_the_actor_is_read(more: str, shown: str, tmp_path: Path) -> None:
     read = actor(tmp_path, more)
-    assert read.shown == shown and read.legal is None and read.unknown == (ROLLOUT,)
+    assert read.shown == shown and read.legal is None and read.unknown == (OBJECTIVE,)
     assert read.reading.framework == "verl" and read.reading.precision == "bf16"
     assert read.reading.model == with_seq(load_model("qwen3-8b"), 2048)
 
@@ -88,7 +89,7 @@ def test_adapters_of_the_actor_train(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_priced_is_named(more: str, unknown: str, tmp_path: Path) -> None:
-    assert set(actor(tmp_path, more).unknown) == {ROLLOUT, unknown}
+    assert set(actor(tmp_path, more).unknown) == {OBJECTIVE, unknown}
 
 
 ANSWERS = """\
