@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +104,23 @@ def test_accelerate_beside_a_command_and_a_model(tmp_path: Path) -> None:
                    fsdp_yaml=ACCELERATE)  # fmt: skip
     assert reading.layout is not None and (reading.world_size, reading.local_world_size) == (16, 8)
     assert reading.layout.describe() == "tp=1 pp=1 dp=16 zero=3 zero_replicas=2 mbs=4 x 8 recompute=full"
+
+
+def test_most_positions_are_no_length_of_sequences(tmp_path: Path) -> None:
+    """config.json says how long sequences may be; a model of the catalogue has the length of its training."""
+    config = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8}
+    config |= {"vocab_size": 1000, "intermediate_size": 1024, "max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "fsdp.yaml").write_text(ACCELERATE)
+    batch = {"per_device_train_batch_size": "1"}
+
+    def unknown(*files: str, **given: Any) -> list[str]:
+        reading = read_files([tmp_path / file for file in files], **given)
+        return [one.flag for one in reading.problems if one.severity == "unknown"]
+
+    assert unknown("fsdp.yaml", "config.json", define=batch) == ["--max_seq_length"]
+    assert unknown("fsdp.yaml", "config.json", define=batch | {"max_seq_length": "2048"}) == []
+    assert unknown("fsdp.yaml", model="llama2-7b", define=batch) == []
 
 
 def test_two_files_of_one_kind_are_refused(tmp_path: Path) -> None:

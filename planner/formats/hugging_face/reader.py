@@ -324,8 +324,8 @@ def _model(job: _Job, around: Surroundings, assumed: list[str]) -> ModelSpec | N
         return None
     # A model of the catalogue or of a file of its own has the length that it trains on; config.json has the
     # most positions.
-    said = around.model is not None and not (around.described or "").endswith(".json")
-    if seq is None and not (job.alone and said):
+    has_length = around.model is not None and not (around.described or "").endswith(".json")
+    if seq is None and not (job.alone and has_length):
         text = "no flag says the length of sequences, for which the trainer has no default"
         job.command.add("unknown", text, SEQUENCE[0], "give --define max_seq_length=N")
     elif seq is None:
