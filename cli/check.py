@@ -76,7 +76,7 @@ def check(options: CheckOptions, cluster: ClusterOptions) -> None:
 
 def exit_code(answer: Check) -> int:
     """0, 2 or 3, as the help says."""
-    if answer.legal is not True:
+    if answer.legal is not True or answer.unknown:
         return 2
     if answer.plan is not None and answer.fits is None:
         return 2
@@ -105,6 +105,8 @@ def check_lines(answer: Check) -> Iterator[str]:
     if plan is not None:
         yield f"as it is: {plan.layout.describe()}"
         yield f"          {_figures(plan)}"
+    elif reading.layout is not None and answer.unknown:
+        yield f"as read: {reading.layout.describe()}"
     if best is None:
         return
     if plan is not None and plan.layout == best.layout:

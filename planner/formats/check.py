@@ -36,8 +36,11 @@ OTHERS_RUN = {"pipeline_micro_batches", "lora_offload_optimizer"}
 """Rules that other software has not: of PyTorch's schedules, and of what is worth its while
 (megatron/core/pipeline_parallel/schedules.py)."""
 
-USUAL_DEVICE = "a100-80g"
-"""What a job runs on where nobody says it."""
+USUAL_DEVICES = ("a100-80g", "h100", "b200")
+"""What a job is converted for where nobody says what it runs on: the first that has its number format.
+
+Nothing is priced on them, and legality is the same on each.
+"""
 
 PYTORCHS = ("torchtitan",)
 """Software that runs PyTorch's schedules."""
@@ -119,7 +122,12 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
     )
     problems = Problems(reading.file, list(reading.problems))
     name_what_is_missing(reading, problems)
-    if _rests_on_nothing(reading, problems):
+    nothing = _rests_on_nothing(reading, problems)
+    device = given.get("device") or reading.device
+    if device is None:
+        text = "no file says what the job runs on: whether it fits, how fast it is, and what is better"
+        problems.add("unknown", text, "--device", remedy="give --device", of_price=True)
+    if nothing:
         return _answer(reading, problems, (), None, None)
     try:
         problem, assumed = problem_of_reading(reading, given)
@@ -130,14 +138,17 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
                 "unknown", f"memory and time are not priced: {message}", remedy="give --engine bundled"
             )
         elif message.startswith("precision "):
-            device = given.get("device") or reading.device or USUAL_DEVICE
-            runs = reading.precision in load_device(device).peak_flops
+            runs = reading.precision in load_device(device or usual_device(reading)).peak_flops
             # What the device does and an engine is not priced with is no fault of the job.
             severity: Severity = "unknown" if runs else "illegal"
             remedy = "give --engine of one that is" if runs else ""
             problems.add(severity, message, *_places(reading).of("precision"), remedy)
         else:
             raise
+        return _answer(reading, problems, (), None, None)
+    if device is None:
+        if reading.layout is not None:
+            breaks_rules(reading, reading.layout, problem, problems)
         return _answer(reading, problems, (), None, None)
     plan = None
     if reading.layout is not None and not problems.fatal:
@@ -198,11 +209,12 @@ def problem_of_reading(reading: Reading, given: CheckKeywords) -> tuple[Problem,
     assumed = []
     device = given.get("device") or reading.device
     if device is None:
-        assumed.append(f"devices are {USUAL_DEVICE} (the files do not say; give --device)")
+        device = usual_device(reading)
+        assumed.append(f"devices are {device} (the files do not say; give --device)")
     elif given.get("device") is None:
         assumed.append(f"devices are {device} (give --device for others)")
     precision = reading.precision
-    if precision == "fp32" and device is not None and "fp32" not in load_device(device).peak_flops:
+    if precision == "fp32" and "fp32" not in load_device(device).peak_flops:
         precision = None
         assumed.append(f"the usual number format of {device}, which does not train in fp32")
     job: SearchKeywords = {
@@ -224,6 +236,12 @@ def problem_of_reading(reading: Reading, given: CheckKeywords) -> tuple[Problem,
     return resolve_problem(reading.model, reading.world_size, **job), assumed
 
 
+def usual_device(reading: Reading) -> str:
+    """The first usual device that has the number format of a job."""
+    runs = (name for name in USUAL_DEVICES if reading.precision in load_device(name).peak_flops)
+    return next(runs, USUAL_DEVICES[0])
+
+
 def _kept(layout: Layout | None) -> dict[str, object]:
     """What changes numbers, not speed alone, and so stays as it is."""
     if layout is None:
@@ -236,8 +254,8 @@ def _kept(layout: Layout | None) -> dict[str, object]:
     }
 
 
-def plan_as_it_stands(reading: Reading, layout: Layout, problem: Problem, problems: Problems) -> Plan | None:
-    """The configuration as a plan; None, and the rules that it breaks as problems, where it is illegal."""
+def breaks_rules(reading: Reading, layout: Layout, problem: Problem, problems: Problems) -> bool:
+    """Whether a configuration is illegal; the rules that it breaks are problems."""
     model, degrees = problem.model, LayoutTable.one(layout)
     places = _places(reading)
     broken = False
@@ -254,8 +272,14 @@ def plan_as_it_stands(reading: Reading, layout: Layout, problem: Problem, proble
         broken |= not runs
         severity: Severity = "note" if runs else "illegal"
         problems.add(severity, message, *places.blamed(message))
-    if broken:
+    return broken
+
+
+def plan_as_it_stands(reading: Reading, layout: Layout, problem: Problem, problems: Problems) -> Plan | None:
+    """The configuration as a plan; None, and the rules that it breaks as problems, where it is illegal."""
+    if breaks_rules(reading, layout, problem, problems):
         return None
+    places = _places(reading)
     layout = layout.model_copy(update={"precision": problem.precision})
     where = problem.model, problem.cluster, problem.engine, layout
     costs = estimate(*where)
@@ -382,6 +406,7 @@ def as_json(answer: Check) -> dict[str, object]:
         "flags": {role: list(names) for role, names in reading.by_role.items()},
         "model": None if reading.model is None else reading.model.model_dump(mode="json"),
         "world_size": reading.world_size,
+        "layout": None if reading.layout is None else reading.layout.model_dump(mode="json"),
         "step_time_s": None if plan is None else plan.estimate.step_time_s,
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "best": None if best is None else best.model_dump(mode="json"),

@@ -86,7 +86,10 @@ def test_what_is_not_said_is_asked_for(planner_command: Command, script: Path) -
     code, out, _ = planner_command("check", script)
     assert code == 2 and "${NODES} is not set in the file; give --world-size" in out
     code, out, _ = planner_command("check", script, "--define", "NODES=2")
-    assert code == 0 and "assumed: devices are a100-80g" in out
+    assert code == 2 and "legal: yes   fits: not known" in out and "give --device" in out
+    assert "as read: tp=8" in out and "best:" not in out
+    code, out, _ = planner_command("check", script, "--define", "NODES=2", "--device", "a100-80g")
+    assert code == 0 and "fits: yes" in out
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,24 @@ def test_the_guide_of_pai_leaves_the_layout_to_its_tool() -> None:
     assert answer.best.model.layers == 48
 
 
+@pytest.mark.parametrize("precision", ["--bf16", "--bf16 --fp8-format hybrid", "--bf16 --fp4-format e2m1"])
+def test_what_rests_on_a_device_that_nobody_says_is_not_known(precision: str, tmp_path: Path) -> None:
+    """Legality does not: fp8 is not called illegal because some device lacks it."""
+    flags = f"--hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 32000 {precision}"
+    flags += " --num-layers 8 --max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 8"
+    (tmp_path / "train.sh").write_text(f"torchrun --nproc_per_node 8 pretrain_gpt.py {flags}\n")
+    answer = check(tmp_path / "train.sh")
+    assert answer.legal is True
+    assert (answer.fits, answer.plan, answer.best, answer.gain) == (None, None, None, None)
+    assert [one.flag for one in answer.unknown] == ["--device"]
+    illegal = tmp_path / "illegal.sh"
+    flags += " --tensor-model-parallel-size 3"
+    illegal.write_text(f"torchrun --nproc_per_node 8 pretrain_gpt.py {flags}\n")
+    assert check(illegal).legal is False
+    known = check(tmp_path / "train.sh", device="b200")
+    assert known.legal and known.fits and not known.unknown
+
+
 @pytest.mark.parametrize("name", model_names())
 def test_models_are_written_and_read_back(name: str) -> None:
     model = load_model(name)

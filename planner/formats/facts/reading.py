@@ -35,6 +35,8 @@ class ConfigProblem:
     file: str = ""
     certain: bool = False
     """It holds whatever the rest of the job is: of a value that is wrong by itself."""
+    of_price: bool = False
+    """Memory and time rest on it, and legality does not."""
 
     def describe(self) -> str:
         """One line: where, what, what instead."""
@@ -122,7 +124,7 @@ def verdict(problems: Iterable[ConfigProblem]) -> tuple[bool | None, tuple[Confi
     itself, since other faults rest on what was taken in the place of that fact.
     """
     found = tuple(problems)
-    open_facts = any(problem.severity == "unknown" for problem in found)
+    open_facts = any(problem.severity == "unknown" and not problem.of_price for problem in found)
     kept = tuple(
         problem for problem in found if problem.certain or not (open_facts and problem.severity == "illegal")
     )
@@ -147,9 +149,10 @@ class Problems:
         remedy: str = "",
         file: str = "",
         certain: bool = False,
+        of_price: bool = False,
     ) -> None:
         """Keep one more, of this file unless another is named; the same one is kept once."""
-        problem = ConfigProblem(severity, text, flag, line, remedy, file or self.file, certain)
+        problem = ConfigProblem(severity, text, flag, line, remedy, file or self.file, certain, of_price)
         if problem not in self.found:
             self.found.append(problem)
 

@@ -44,8 +44,8 @@ from planner.inputs.model import with_seq
 from planner.inputs.pins import WherePossible
 from planner.options.parallel import ParallelOptions
 
-NPU = "ascend-910b"
-"""Device that is assumed of MindSpeed's scripts, which do not name one."""
+DEVICES = {"mindspeed": "ascend-910b", "llmacc": "a100-80g"}
+"""Devices that software is made for, which its scripts do not name: Ascend's, and those of PAI's machines."""
 
 EIGHT_BITS = ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3")
 """Flags that ask for products in 8 bits; `--fp8-recipe` says which."""
@@ -173,7 +173,7 @@ def read_command(
         precision=job.precision() if chooses or job.names_precision() else None,
         world_size=world,
         local_world_size=per_node,
-        device=NPU if framework == "mindspeed" else None,
+        device=DEVICES.get(framework),
         global_batch_size=None if most and not chooses else exact,
         max_global_batch_size=None if chooses else most,
         flags=tuple(flags),
