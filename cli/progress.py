@@ -9,9 +9,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from cli.runs import duration, scaled_number
 from cli.status import Status
-from planner.budget.run import DAY
+from planner.budget.words import DAY, duration, scaled_number
 from runtime.job.log_lines import PROGRESS_START
 from runtime.logs.console import PROGRESS, say
 

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from cli.runs import run_lines, scaled_number, short_number
 from cli.tables import console, parameter_count, table
 from costmodels.spec.record import GIB, in_seconds
+from planner.budget.run import run_lines
+from planner.budget.words import scaled_number, short_number
 from planner.objective import MEANINGS
 from planner.plan import Plan
 from planner.world_sizes import Size, Sizes
 
-SHARED_FIELDS = {"version", "model", "engine", "objective", "preference", "rejected"}
+SHARED_FIELDS = {"version", "model", "engine", "objective", "preference", "rejected", "asked"}
 """Fields of plans that are said once, or not."""
 
 
@@ -32,10 +33,12 @@ def print_sizes(found: Sizes, assumed: list[str], notes: list[str]) -> None:
         what = size.problem if size.plan is None else size.plan.layout.describe()
         screen.print(f"{size.world_size}: {what}", markup=False)
     screen.print()
-    chosen = found.chosen
-    if chosen is None or chosen.run is None:
+    chosen, advice = found.chosen, found.recommendation
+    if chosen is None or chosen.run is None or advice is None:
         return
-    screen.print(f"[bold]best[/bold] by {found.objective}: {chosen.world_size} devices")
+    word = "recommended" if advice.keeps_goal else "closest"
+    screen.print(f"[bold]{word}[/bold]: {chosen.world_size} devices", highlight=False)
+    screen.print(f"why: {advice.why}", markup=False)
     for line in run_lines(chosen.run):
         screen.print(line, markup=False)
 
@@ -52,11 +55,9 @@ def _header(found: Sizes, assumed: list[str]) -> Iterator[str]:
     for note in assumed:
         yield f"assumed: {note}"
     yield f"ranked by {found.objective}: {MEANINGS[found.objective]}"
-    yield "front: no other size is as fast for less, or faster for as much"
-
-
-def _priced(found: Sizes) -> bool:
-    return any(size.run is not None and size.run.money is not None for size in found.sizes)
+    if found.goal.is_given:
+        yield f"goal: to {found.goal.describe()}"
+    yield "front: Pareto-optimal, no other size is both faster and cheaper"
 
 
 def _fails(found: Sizes) -> bool:
@@ -64,7 +65,7 @@ def _fails(found: Sizes) -> bool:
 
 
 def _spent_names(found: Sizes) -> list[str]:
-    cost = "money" if _priced(found) else "dev-h"
+    cost = f"cost {found.price.currency}".strip() if found.price is not None else "dev-h"
     kept = ["goodput"] if _fails(found) else []
     return [*kept, "days", cost] if found.tokens is not None else [*kept, "tokens/s", f"{cost}/1B"]
 
@@ -99,7 +100,13 @@ def sizes_json(found: Sizes, assumed: list[str], notes: list[str]) -> dict[str, 
         "objective": found.objective,
         "assumed": assumed,
         "notes": notes,
+        "tokens": found.tokens,
+        "price_per_hour": None if found.price is None else found.price.amount,
+        "currency": None if found.price is None else found.price.currency,
+        "deadline_days": found.goal.deadline_days,
+        "budget": None if found.goal.budget is None else found.goal.budget.amount,
         "chosen": None if chosen is None else chosen.world_size,
+        "recommendation": None if found.recommendation is None else asdict(found.recommendation),
         "front": [size.world_size for size in found.front],
         "sizes": [
             {

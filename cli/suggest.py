@@ -17,7 +17,8 @@ from costmodels.network.topology import describe
 from costmodels.spec.record import GIB
 from planner import advice
 from planner.api import search
-from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
+from planner.budget.goal import Goal, verdict_line
+from planner.budget.run import Run, run_lines
 from planner.inputs.choice import Choice
 from planner.inputs.device import measured_notes
 from planner.inputs.engine import DEFAULT_ENGINE
@@ -44,6 +45,7 @@ from runtime.settings.plan_notes import (
     expert_island_notes,
     head_room,
     headroom_notes,
+    headroom_notes_of_sizes,
     needs_head_room,
     optimizer_notes,
     training_notes,
@@ -161,6 +163,8 @@ def suggest(
                 world_size=world_size,
                 tokens=budget.tokens,
                 price_per_hour=budget.price_per_hour,
+                deadline_days=budget.deadline_days,
+                budget=budget.budget,
                 failures=failures,
                 **job,
             )
@@ -168,16 +172,16 @@ def suggest(
         assumed += measured_notes(found.problem.cluster.device)
         _answer_sizes(found, assumed, cluster, parallel, output, unused)
         return
-    check_price(budget.price_per_hour)
-    tokens = UNIT_TOKENS if budget.tokens is None else parse_tokens(budget.tokens)
+    asked = budget.question()
     with waiting("planning"):
         result = search(spec, world_size=world_size, **job)
         rows = distinct_plans(result, output.top or PLANS)
     rows = rows or _closest(result, output.top or PLANS)
     assumed += [*idle_links(cluster, result.problem.cluster), *measured_notes(result.problem.cluster.device)]
     plans = [row.plan for row in rows]
-    shown = (plans if output.json else plans[:1]) if result.feasible and budget.is_given else []
-    runs = [plan.run(tokens, budget.price_per_hour, failures) for plan in shown]
+    shown = (plans if output.json else plans[:1]) if result.feasible else []
+    runs = [] if asked is None else [plan.run(asked.run_tokens, asked.price, failures) for plan in shown]
+    goal = budget.goal()
     assumed += [*assumed_engine(parallel, result.problem), *announced_devices(result.problem.cluster)]
     notes = [
         *result.notes,
@@ -187,12 +191,12 @@ def suggest(
     is_listed = output.json or output.verbose or output.top is not None
     traced = _traced_bytes(plans if is_listed else plans[:1]) if output.dry_run and result.feasible else []
     if result.feasible:
-        _write(plans[0], output)
+        _write(plans[0].model_copy(update={"asked": asked}), output)
     if output.json:
         _print_notes(assumed, notes)
-        print(json.dumps(as_json(result, rows, assumed, notes, runs, traced), indent=2))
+        print(json.dumps(as_json(result, rows, assumed, notes, runs, traced, goal), indent=2))
     else:
-        _print(result, rows, assumed, notes, runs[0] if runs else None, traced, output)
+        _print(result, rows, assumed, notes, _run_lines(runs, goal), traced, output)
     if not result.feasible:
         raise advice.no_layout_fits(result)
 
@@ -227,7 +231,7 @@ def _print(
     rows: list[DistinctPlan],
     assumed: list[str],
     notes: list[str],
-    run: Run | None,
+    run: Sequence[str],
     traced: list[float],
     output: Output,
 ) -> None:
@@ -247,6 +251,14 @@ def _print(
         print_details(shown.console, result, rows)
 
 
+def _run_lines(runs: Sequence[Run], goal: Goal) -> list[str]:
+    """The run of the first plan, and whether it keeps its goal; nothing where no run was asked for."""
+    if not runs:
+        return []
+    verdict = verdict_line(goal, runs[0])
+    return [*run_lines(runs[0]), *([] if verdict is None else [verdict])]
+
+
 def _closest(result: SearchResult, top: int) -> list[DistinctPlan]:
     """The plans that lack least memory, of a problem for which nothing fits."""
     return [DistinctPlan(place, plan) for place, plan in enumerate(result.closest(top), 1)]
@@ -261,13 +273,13 @@ def _answer_sizes(
     unused: object | None,
 ) -> None:
     """Print the plans of several world sizes, and write the one that is best by the objective."""
-    chosen = found.chosen
-    plans = [size.plan for size in found.sizes if size.plan is not None]
+    chosen, best = found.chosen, found.plan
+    plans = {size.world_size: size.plan for size in found.sizes if size.plan is not None}
     notes = [
-        *_notes(found.problem, plans, cluster, parallel),
+        *_of_problem(found.problem, cluster),
+        *_of_sizes(plans, best, parallel),
         *planning_flag_notes(unused, parallel, found.problem.engine.name),
     ]
-    best = None if chosen is None else chosen.plan
     if chosen is not None and best is not None:
         _write(best, output, f", the plan for {chosen.world_size} devices")
     if output.json:
@@ -305,6 +317,12 @@ def _notes(
     problem: Problem, plans: list[Plan], cluster: HardwareOptions, parallel: ParallelOptions
 ) -> Iterator[str]:
     """What there is to say of a problem and its plans besides figures."""
+    yield from _of_problem(problem, cluster)
+    yield from _of_plans(plans, parallel)
+
+
+def _of_problem(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
+    """What there is to say of a problem, whatever its plans are."""
     if problem.objective == "step-time" and problem.batch.maximum:
         yield (
             f"steps of the largest batch up to {problem.batch.size} that each layout can run are compared; "
@@ -312,7 +330,6 @@ def _notes(
         )
     yield from _joined(problem, cluster)
     yield from training_notes(problem)
-    yield from _of_plans(plans, parallel)
 
 
 def _joined(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
@@ -332,6 +349,18 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
         yield from optimizer_notes(plan, parallel)
 
 
+def _of_sizes(plans: dict[int, Plan], best: Plan | None, parallel: ParallelOptions) -> Iterator[str]:
+    """The same of several world sizes: of the recommended plan, and which of the others leave too little."""
+    uneven = [plan for plan in plans.values() if needs_head_room(plan)]
+    if uneven:
+        # Of the recommended plan where it has such experts, as the share differs.
+        yield head_room(best if best is not None and needs_head_room(best) else uneven[0])
+    yield from headroom_notes_of_sizes(plans)
+    if best is not None:
+        yield from expert_island_notes(best)
+        yield from optimizer_notes(best, parallel)
+
+
 SHARED_FIELDS = {
     "version",
     "model",
@@ -343,6 +372,7 @@ SHARED_FIELDS = {
     "legal",
     "feasible",
     "rejected",
+    "asked",
 }
 """Fields of plans that the answer says once, or not."""
 
@@ -359,6 +389,7 @@ def as_json(
     notes: list[str],
     runs: list[Run],
     traced: list[float],
+    goal: Goal,
 ) -> dict[str, Any]:
     """The answer of `planner suggest --json`; `runs` and `traced` have one for each plan, or none at all."""
     problem, of_places = result.problem, chances(result)
@@ -388,6 +419,7 @@ def as_json(
             {"place": row.place, "twins": row.twins, "chance_faster": _at(of_places, row.place)}
             | row.plan.model_dump(mode="json", exclude=SHARED_FIELDS)
             | ({"run": asdict(runs[number])} if runs else {})
+            | ({"keeps_goal": goal.is_kept(runs[number])} if runs and goal.is_given else {})
             | ({"dry_run_bytes": traced[number]} if traced else {})
             for number, row in enumerate(rows)
         ],

@@ -7,11 +7,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from cli.lines import BLOCKS, FEWEST_COLUMNS, Line, Screen
-from cli.runs import run_lines
 from cli.tables import parameter_count
 from costmodels.spec.estimate import Estimate, StepTime
 from costmodels.spec.record import GIB, in_seconds
-from planner.budget.run import Run
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.inputs.pin_notation import pin_text
 from planner.objective import MEANINGS
@@ -59,7 +57,7 @@ def print_summary(
     rows: Sequence[DistinctPlan],
     assumed: Iterable[str],
     notes: Iterable[str],
-    run: Run | None,
+    run: Sequence[str],
     traced: Sequence[float],
     saved: str | None,
     is_whole: bool,
@@ -68,6 +66,7 @@ def print_summary(
 
     Args:
         rows: the first plans.
+        run: lines on the run of the first one, if one was asked for.
         traced: bytes of the first one by its dry run, if it was made.
         saved: file that the plan is written to.
         is_whole: whatever its length.
@@ -218,10 +217,10 @@ def _bars(screen: Screen, bars: Sequence[Bar]) -> Iterator[Line]:
 
 
 def _rest(
-    screen: Screen, result: SearchResult, rows: Sequence[DistinctPlan], run: Run | None
+    screen: Screen, result: SearchResult, rows: Sequence[DistinctPlan], run: Sequence[str]
 ) -> Iterator[Line]:
     """The run, the next plan and what it lacks, ties, and the job."""
-    for line in (*_of_kinds(rows[0].plan), *(run_lines(run) if run is not None else ())):
+    for line in (*_of_kinds(rows[0].plan), *run):
         yield from _wrapped(screen, line)
     if len(rows) > 1 and rows[0].plan.fits:
         other = rows[1].plan

@@ -17,6 +17,8 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import GIB, CountOrZero, Record, in_seconds
 from planner.budget.goodput import Failures
+from planner.budget.money import Money
+from planner.budget.question import RunQuestion
 from planner.budget.run import Run, run
 from planner.objective import Objective
 from planner.plan_rows import COLUMNS, html_table, shown
@@ -72,6 +74,8 @@ class Plan(Record):
     """Legal layouts that fit into memory."""
     rejected: dict[str, CountOrZero]
     """Layouts that are not feasible, by the rule that removed them."""
+    asked: RunQuestion | None = None
+    """What was asked of the whole run: tokens, price, goal, the sizes compared; None where nothing was."""
 
     @model_validator(mode="after")
     def _check(self) -> "Plan":
@@ -109,10 +113,14 @@ class Plan(Record):
         return html_table(title, COLUMNS, [shown(self.layout, self.estimate)])
 
     def run(
-        self, tokens: str | float, price_per_hour: float | None = None, failures: Failures | None = None
+        self,
+        tokens: str | float,
+        price_per_hour: str | float | Money | None = None,
+        failures: Failures | None = None,
     ) -> Run:
         """Days and money to train on `tokens` (1e12, "300B"), at a price for each device and hour.
 
+        The price is a number, or text with a currency (2.5, "$2.5", "2.5 EUR").
         `failures` adds what checkpoints and restarts take. Raises `InputError` for numbers that are none, and
         where failures leave no time to train.
         """

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsIndex
 
@@ -15,13 +16,17 @@ from costmodels.spec.hardware import Device
 from costmodels.spec.model import ModelSpec
 from planner.advice import no_layout_fits
 from planner.api import search
+from planner.budget.goal import Goal, parse_goal
 from planner.budget.goodput import Failures
-from planner.budget.run import UNIT_TOKENS, Run, check_price, parse_tokens
+from planner.budget.money import Money
+from planner.budget.question import RunQuestion, SizeRun, run_question
+from planner.budget.recommendation import Recommendation, front, recommend
+from planner.budget.run import UNIT_TOKENS, Run, parse_price, parse_tokens
 from planner.inputs.cluster import MOST_DEVICES, resolve_cluster
 from planner.inputs.keywords import keywords
 from planner.inputs.model import resolve_model
 from planner.inputs.node_kinds import is_of_kinds
-from planner.objective import DEFAULT_OBJECTIVE, Objective, equal_peak, parse_objective
+from planner.objective import DEFAULT_OBJECTIVE, MEANINGS, Objective, equal_peak, parse_objective
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords, cluster_of
 from planner.ranking.ranking import rank
@@ -52,7 +57,7 @@ class Size:
     result: SearchResult | None = field(compare=False, repr=False)
     """None where no layout is legal."""
     on_front: bool = False
-    """No other size is as fast for less, or faster for as much."""
+    """Pareto-optimal: no other size is both faster and cheaper."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,11 +68,16 @@ class Sizes:
     objective: Objective
     tokens: int | None
     """None where none were asked for, so that runs are of `UNIT_TOKENS`."""
+    price: Money | None = None
+    """Of one device for an hour."""
+    goal: Goal = Goal()
+    """The deadline and the budget."""
+    failures: Failures | None = None
 
     def __repr__(self) -> str:
         best = "none" if self.chosen is None else self.chosen.world_size
         sizes = ", ".join(str(size.world_size) for size in self.sizes)
-        return f"<Sizes of {self.problem.model.name}: {sizes} devices; best by {self.objective}: {best}>"
+        return f"<Sizes of {self.problem.model.name}: {sizes} devices; recommended: {best}>"
 
     @property
     def problem(self) -> Problem:
@@ -80,10 +90,47 @@ class Sizes:
         return tuple(size for size in self.sizes if size.on_front)
 
     @property
+    def runs(self) -> dict[int, Run]:
+        """The runs by the number of devices, ascending, of the sizes that have a plan."""
+        return {size.world_size: size.run for size in self.sizes if size.run is not None}
+
+    @cached_property
+    def recommendation(self) -> Recommendation | None:
+        """The size to take, and why; None where nothing fits.
+
+        With a deadline it is the cheapest size in time, with a budget the fastest that is paid for, without
+        either the knee of days against cost; an objective other than throughput decides in their place.
+        """
+        if self.objective == DEFAULT_OBJECTIVE:
+            return recommend(self.runs, self.goal)
+        words = f"{self.objective} ({MEANINGS[self.objective]})"
+        return recommend(self.runs, self.goal, (words, self._best))
+
+    @property
     def chosen(self) -> Size | None:
-        """The size that is best by the objective, of equal ones the smallest; None where nothing fits."""
-        found = [size for size in self.sizes if size.run is not None]
-        return min(found, key=self._figure, default=None)
+        """The size that is recommended; None where nothing fits."""
+        found = self.recommendation
+        sizes = {size.world_size: size for size in self.sizes}
+        return None if found is None else sizes[found.world_size]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the recommended size, which knows what was asked; None where nothing fits."""
+        chosen = self.chosen
+        if chosen is None or chosen.plan is None:
+            return None
+        return chosen.plan.model_copy(update={"asked": self._question()})
+
+    def _question(self) -> RunQuestion | None:
+        found = self.recommendation
+        size, why = (None, "") if found is None else (found.world_size, found.why)
+        rows = tuple(size_run(one) for one in self.sizes)
+        return run_question(self.tokens, self.price, self.goal, self.failures, rows, size, why)
+
+    def _best(self, world_sizes: Collection[int]) -> int:
+        """The best of some sizes by the objective, of equal ones the smallest."""
+        some = [size for size in self.sizes if size.world_size in world_sizes]
+        return min(some, key=self._figure).world_size
 
     def _figure(self, size: Size) -> tuple[float, ...]:
         """What the objective wants to be least; the first decides, the next one where it is equal."""
@@ -161,7 +208,9 @@ def sizes(
     *,
     world_size: WorldSizes,
     tokens: str | float | None = None,
-    price_per_hour: float | None = None,
+    price_per_hour: str | float | Money | None = None,
+    deadline_days: float | None = None,
+    budget: str | float | None = None,
     failures: Failures | None = None,
     **job: Unpack[SearchKeywords],
 ) -> Sizes:
@@ -169,7 +218,10 @@ def sizes(
 
     The other keywords are those of `search`. `tokens`, `price_per_hour` and `failures` are as in `Plan.run`;
     days and device-hours are of `tokens`, or of `UNIT_TOKENS`. Tokens per second and their cost are compared
-    at the same maximum, or exact, batch.
+    at the same maximum, or exact, batch. `Sizes.recommendation` names one size and says why: the cheapest
+    that takes at most `deadline_days`, the fastest that costs at most `budget` (`200000`, `"$200k"`), or
+    without both the knee of days against cost (`planner.budget.recommendation.knee`); `Sizes.plan` is the
+    plan of that size.
 
     Raises `InputError` for wrong input, and when no size has a legal layout; a size without one is listed
     with the reason where others have.
@@ -181,6 +233,9 @@ def sizes(
     [8, 16]
     >>> found.sizes[0].run.days > found.sizes[1].run.days
     True
+    >>> found = planner.sizes("llama3-8b", world_size="8,16", price_per_hour="$2", budget="$60k", **job)
+    >>> found.recommendation.world_size, found.recommendation.rule
+    (16, 'budget')
     """
     device = job.get("device")
     if is_of_kinds(device):
@@ -191,7 +246,8 @@ def sizes(
     objective = parse_objective(job.get("objective") or DEFAULT_OBJECTIVE)
     spec = resolve_model(model)
     count = None if tokens is None else parse_tokens(tokens)
-    check_price(price_per_hour)
+    price = parse_price(price_per_hour)
+    goal = parse_goal(deadline_days, budget, count, price)
     found, errors = [], []
     known: Problem | None = None
     for size in parse_world_sizes(world_size, _per_node(device, job.get("local_world_size"))):
@@ -203,14 +259,14 @@ def sizes(
             if plan is None:
                 problem = result.closest()[0].reason
             else:
-                spent = plan.run(UNIT_TOKENS if count is None else count, price_per_hour, failures)
+                spent = plan.run(UNIT_TOKENS if count is None else count, price, failures)
         except InputError as error:
             errors.append(error)
             plan, problem = None, str(error)
         found.append(Size(size, plan, spent, problem, result))
     if len(errors) == len(found):
         raise errors[0]
-    return Sizes(tuple(_with_front(found)), objective, count)
+    return Sizes(tuple(marked_front(found)), objective, count, price, goal, failures)
 
 
 def _resized(known: Problem, world_size: int, job: SearchKeywords) -> SearchResult:
@@ -241,15 +297,30 @@ def _per_node(device: Device | str | None, local_world_size: int | None) -> int:
     return int(local_world_size or (1 if resolved.kind == "cpu" else resolved.devices_per_node))
 
 
-def _with_front(found: list[Size]) -> list[Size]:
-    runs = [size.run for size in found if size.run is not None]
+def marked_front(found: Sequence[Size]) -> list[Size]:
+    """The sizes, ascending, each with whether it is Pareto-optimal among them."""
+    best = front({size.world_size: size.run for size in found if size.run is not None})
+    marked = [replace(size, on_front=size.world_size in best) for size in found]
+    return sorted(marked, key=lambda size: size.world_size)
 
-    def on_front(run: Run | None) -> bool:
-        return run is not None and not any(
-            other.days <= run.days
-            and other.device_hours <= run.device_hours
-            and (other.days, other.device_hours) != (run.days, run.device_hours)
-            for other in runs
-        )
 
-    return [replace(size, on_front=on_front(size.run)) for size in found]
+def own_run(plan: Plan, asked: RunQuestion) -> Run:
+    """The run of a plan that a question is about."""
+    return plan.run(asked.run_tokens, asked.price, asked.failures)
+
+
+def size_run(size: Size) -> SizeRun:
+    """A size as a file keeps it."""
+    if size.run is None or size.plan is None:
+        return SizeRun(world_size=size.world_size, problem=size.problem)
+    run = size.run
+    return SizeRun(
+        world_size=size.world_size,
+        layout=size.plan.layout.describe(),
+        days=run.days,
+        days_low=run.days_low,
+        days_high=run.days_high,
+        device_hours=run.device_hours,
+        money=run.money,
+        on_front=size.on_front,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
@@ -12,7 +13,8 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.budget.goodput import Failures, Goodput, checkpoint_bytes, goodput
-from planner.inputs.numbers import real_number
+from planner.budget.money import Money, money_text, parse_money
+from planner.budget.words import DAY, duration, scaled_number, short_number
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -24,9 +26,6 @@ LEAST_PRICE, MOST_PRICE = 1e-9, 1e9
 
 UNIT_TOKENS = 10**9
 """Tokens of the runs that are compared where no number of tokens is given."""
-
-DAY = 86400.0
-"""Seconds."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,10 @@ class Run:
     """In the unit of the price; None without one."""
     money_low: float | None
     money_high: float | None
+    price_per_hour: float | None
+    """Of one device; None where none was given."""
+    currency: str
+    """Sign or code of the price's currency, such as `$` or `EUR`; empty where it had none."""
     goodput: Goodput | None
     """None where failures were not asked for."""
 
@@ -67,11 +70,15 @@ def parse_tokens(text: str | float) -> int:
     return round(count)
 
 
-def check_price(price_per_hour: float | None) -> None:
-    """Raise `InputError` for a price of a device and hour that is none."""
-    if price_per_hour is not None:
-        what = "money above 0 for a device and hour"
-        real_number("price_per_hour", price_per_hour, LEAST_PRICE, MOST_PRICE, what)
+def parse_price(price_per_hour: str | float | Money | None) -> Money | None:
+    """The price of one device for an hour: a number, or text such as `$2.5`, `2.5 EUR` or `2.5`.
+
+    Raises `InputError` for anything else.
+    """
+    if price_per_hour is None or isinstance(price_per_hour, Money):
+        return price_per_hour
+    what = "for a device and hour"
+    return parse_money("price_per_hour", price_per_hour, LEAST_PRICE, MOST_PRICE, what)
 
 
 def run(
@@ -81,7 +88,7 @@ def run(
     layout: Layout,
     estimate: Estimate,
     tokens: str | float,
-    price_per_hour: float | None = None,
+    price_per_hour: str | float | Money | None = None,
     failures: Failures | None = None,
 ) -> Run:
     """Days and money that a layout takes to train on some tokens.
@@ -89,13 +96,13 @@ def run(
     Args:
         estimate: of the layout.
         tokens: a number, or text as `parse_tokens` reads it.
-        price_per_hour: money for one device and hour.
+        price_per_hour: money for one device and hour, as `parse_price` reads it.
         failures: adds the time that checkpoints, restarts and lost steps take.
 
     Raises:
         InputError: a number is none, or failures leave the job no time to train.
     """
-    check_price(price_per_hour)
+    price = parse_price(price_per_hour)
     count = parse_tokens(tokens)
     kept = None
     if failures is not None:
@@ -106,7 +113,7 @@ def run(
     low, high = (
         days * step / estimate.step_time_s for step in (estimate.step_time_low_s, estimate.step_time_high_s)
     )
-    daily = None if price_per_hour is None else float(price_per_hour) * 24 * cluster.world_size
+    daily = None if price is None else price.amount * 24 * cluster.world_size
     return Run(
         tokens=count,
         steps=-(-count // (layout.global_batch_size * model.seq)),
@@ -117,5 +124,42 @@ def run(
         money=None if daily is None else days * daily,
         money_low=None if daily is None else low * daily,
         money_high=None if daily is None else high * daily,
+        price_per_hour=None if price is None else price.amount,
+        currency="" if price is None else price.currency,
         goodput=kept,
     )
+
+
+def cost_text(run: Run) -> str | None:
+    """What a run costs, with its range; None where no price was given.
+
+    A sum without a currency says of what it is, as a bare number could be device-hours.
+    """
+    if run.money is None or run.money_low is None or run.money_high is None or run.price_per_hour is None:
+        return None
+    cost, low, high = (money_text(each, run.currency) for each in (run.money, run.money_low, run.money_high))
+    price = money_text(run.price_per_hour, run.currency)
+    where = "at" if run.currency else "in the unit of your price,"
+    return f"cost {cost} ({low} to {high}; {where} {price} a device-hour)"
+
+
+def spent_text(run: Run) -> str:
+    """The time and the device-hours of a run, and what it costs where a price was given."""
+    time, low, high = (duration(count * DAY) for count in (run.days, run.days_low, run.days_high))
+    spent = f"{time} ({low} to {high}), {scaled_number(run.device_hours)} device-hours"
+    cost = cost_text(run)
+    return spent if cost is None else f"{spent}, {cost}"
+
+
+def run_lines(run: Run) -> Iterator[str]:
+    """A run, and what failures do to it, for people."""
+    yield f"run of {scaled_number(run.tokens)} tokens: {spent_text(run)}"
+    kept = run.goodput
+    if kept is not None:
+        size = short_number(kept.checkpoint_bytes / 1e9)
+        yield (
+            f"goodput {100 * kept.share:.1f} %, counted in: the job fails every {duration(kept.failure_s)}, "
+            f"restarts in {duration(kept.restart_s)}; checkpoints of {size} GB "
+            f"take {duration(kept.checkpoint_s)}, best every {kept.interval_steps:,} steps "
+            f"({duration(kept.interval_s)})"
+        )

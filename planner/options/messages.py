@@ -42,7 +42,10 @@ class Spelling:
             return message
         for begin, flag in self.begins.items():
             if message.startswith(begin):
-                return flag + message.removeprefix(begin)
+                return flag + self._with_flags(message.removeprefix(begin))
+        return self._with_flags(message)
+
+    def _with_flags(self, message: str) -> str:
         for name, flag in self.flags.items():
             message = re.sub(_alone(name), flag, message)
         for name, word in self.typed.items():

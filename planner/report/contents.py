@@ -12,6 +12,8 @@ from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from costmodels.timeline import Timeline
 from planner.api import search_problem
+from planner.budget.question import RunQuestion
+from planner.budget.run import Run
 from planner.explanation.comparison import Comparison, compare
 from planner.history.step_parts import StepParts
 from planner.inputs.batch import Batch
@@ -21,7 +23,7 @@ from planner.problem import Problem
 from planner.ranking.distinct import distinct_plans
 from planner.ranking.result import SearchResult
 from planner.report.measured import profiled_parts
-from planner.world_sizes import Sizes, sizes
+from planner.world_sizes import Size, marked_front, own_run, size_run, sizes
 
 RIVALS = 10
 """Plans of the ranking that are shown."""
@@ -59,8 +61,11 @@ class Contents:
     """None where the schedule cannot be simulated, or has too many passes."""
     no_timeline: str
     """Why there is none."""
-    sizes: Sizes | None
-    """Plans for fewer and for more devices."""
+    asked: RunQuestion
+    """What was asked of the whole run, with the sizes that were compared; where the question was of one size,
+    half and twice as many devices beside it."""
+    run: Run | None
+    """The run of the plan, where one was asked for."""
     records: tuple[dict[str, Any], ...]
     """What a run of the plan has logged; empty before it."""
     parts: StepParts | None
@@ -91,7 +96,8 @@ def gather(plan: Plan, records: Sequence[dict[str, Any]] = ()) -> Contents:
         cloud=_cloud(result),
         timeline=timeline,
         no_timeline=missing,
-        sizes=_sizes(plan),
+        asked=_asked(plan),
+        run=None if plan.asked is None else own_run(plan, plan.asked),
         records=tuple(records),
         parts=profiled_parts(records),
     )
@@ -122,22 +128,32 @@ def _cloud(result: SearchResult) -> Cloud:
     return Cloud(speed[shown], peak[shown] / GIB, on_front, names)
 
 
-def _sizes(plan: Plan) -> Sizes | None:
-    """Plans of the same job on a quarter to four times as many devices; None where nothing else is legal."""
-    cluster = plan.cluster
-    if cluster.parts:
-        return None
-    counts = {cluster.world_size * 2**power // 4 for power in range(5)}
-    wanted = sorted(count for count in counts if count >= 1 and count <= plan.layout.global_batch_size * 64)
+def _asked(plan: Plan) -> RunQuestion:
+    """What was asked of the run; where it was of one size, with half and twice as many devices."""
+    asked = plan.asked or RunQuestion(tokens=None)
+    if asked.sizes or plan.cluster.parts:
+        return asked
+    own = Size(plan.cluster.world_size, plan, own_run(plan, asked), None, None)
+    found = marked_front([own, *_other_sizes(plan, asked)])
+    return asked.model_copy(update={"sizes": tuple(map(size_run, found))})
+
+
+def _other_sizes(plan: Plan, asked: RunQuestion) -> tuple[Size, ...]:
+    """The same job on half and on twice as many devices; none where nothing is legal there."""
+    cluster, batch = plan.cluster, plan.layout.global_batch_size
+    wanted = [size for size in (cluster.world_size // 2, 2 * cluster.world_size) if 1 <= size <= 64 * batch]
     try:
         return sizes(
             plan.model,
-            world_size=",".join(map(str, wanted)),
+            world_size=wanted,
             device=cluster.device,
             local_world_size=cluster.devices_per_node,
-            max_global_batch_size=plan.layout.global_batch_size,
+            max_global_batch_size=batch,
             engine=plan.engine,
             precision=plan.layout.precision,
-        )
+            tokens=asked.run_tokens,
+            price_per_hour=asked.price,
+            failures=asked.failures,
+        ).sizes
     except InputError:
-        return None
+        return ()

@@ -254,32 +254,56 @@ def front(contents: Contents) -> Figure | None:
 
 
 def device_counts(contents: Contents) -> Figure | None:
-    """Days against device-hours of the best plans of other numbers of devices, for the same tokens."""
-    if contents.sizes is None:
-        return None
-    found = [size for size in contents.sizes.sizes if size.run is not None]
+    """Days against cost of the best plans of several numbers of devices, for the same tokens."""
+    asked = contents.asked
+    found = [size for size in asked.sizes if size.days is not None and size.device_hours is not None]
     if len(found) < 2:
         return None
-    result = empty_figure("device-hours", "days", hovermode="closest")
+    currency = f"cost ({asked.currency})" if asked.currency else "cost (in the unit of the price)"
+    unit = "device-hours" if asked.price is None else currency
+    result = empty_figure(unit, "days", hovermode="closest")
+    costs = {
+        size.world_size: size.device_hours if size.money is None else size.money
+        for size in found
+        if size.device_hours is not None
+    }
+    optimal, others = ([size for size in found if size.on_front is on] for on in (True, False))
     for name, sizes, colour, mode in (
-        ("beaten by none", [size for size in found if size.on_front], COLOURS[4], "lines+"),
-        ("slower and dearer", [size for size in found if not size.on_front], "#999999", ""),
+        ("Pareto-optimal: no size is both faster and cheaper", optimal, COLOURS[4], "lines+"),
+        (
+            "another size is faster and cheaper",
+            others,
+            "#999999",
+            "",
+        ),
     ):
-        runs = [size.run for size in sizes if size.run is not None]
         result.add_scatter(
-            x=[run.device_hours for run in runs],
-            y=[run.days for run in runs],
+            x=[costs[size.world_size] for size in sizes],
+            y=[size.days for size in sizes],
             text=[f"{size.world_size:,}" for size in sizes],
             mode=f"{mode}markers+text",
             textposition="top center",
             marker={"size": 10, "color": colour},
             line={"color": colour, "dash": "dot"},
             name=name,
-            hovertemplate="%{text} devices<br>%{x:.4g} device-hours, %{y:.4g} days<extra></extra>",
+            hovertemplate=f"%{{text}} devices<br>%{{x:.4g}} {unit}, %{{y:.4g}} days<extra></extra>",
         )
+    for size in (size for size in found if size.world_size == asked.recommended):
+        result.add_scatter(
+            x=[costs[size.world_size]],
+            y=[size.days],
+            mode="markers",
+            marker={"size": 18, "symbol": "circle-open", "line_width": 3, "color": COLOURS[0]},
+            name="recommended",
+            hovertemplate=f"recommended: {size.world_size:,} devices<extra></extra>",
+        )
+    if asked.deadline_days is not None:
+        result.add_hline(y=asked.deadline_days, line_dash="dash", annotation_text="deadline")
+    if asked.budget is not None:
+        result.add_vline(x=asked.budget, line_dash="dash", annotation_text="budget")
     # Room for the names beside the outermost points.
-    hours = [size.run.device_hours for size in found if size.run is not None]
-    room = 0.1 * (max(hours) - min(hours) or max(hours))
-    result.update_xaxes(range=[min(hours) - room, max(hours) + room])
+    ends = [*costs.values(), *([] if asked.budget is None else [asked.budget])]
+    room = 0.1 * (max(ends) - min(ends) or max(ends))
+    result.update_xaxes(range=[min(ends) - room, max(ends) + room])
     result.update_yaxes(rangemode="tozero")
     return result

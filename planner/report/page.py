@@ -10,6 +10,10 @@ from string import Template
 from costmodels.errors import InputError
 from costmodels.files import write_whole
 from costmodels.spec.record import GIB, in_seconds
+from planner.budget.money import money_text
+from planner.budget.question import RunQuestion
+from planner.budget.run import spent_text
+from planner.budget.words import scaled_number, short_number
 from planner.explanation.side_by_side import measured_steps
 from planner.plan import Plan
 from planner.plan_rows import shown
@@ -31,7 +35,7 @@ TITLES = {
     "front": ("Time against memory", "Layouts that fit, and those that no other one beats in both."),
     "sizes": (
         "More devices, or fewer",
-        "Days against cost of a billion tokens, by the best plan for each of these numbers of devices.",
+        "Days against cost, by the best plan for each of these numbers of devices.",
     ),
     "map": (
         "Which device holds what",
@@ -77,13 +81,16 @@ def page(contents: Contents, script: str) -> str:
     sections, calls = [], []
     for name, figure in figures(contents).items():
         title, caption = TITLES[name]
+        if name == "sizes":
+            caption = f"{caption} {_of_sizes(contents.asked)}"
         if name == "range":
             caption = f"{caption} {range_basis(plan)}"
         if contents.timeline is not None and len(contents.timeline.passes) > MOST_PASSES:
             caption = caption.replace("every micro batch", "the first and the last micro batches")
         sections.append(
             f'<section><h2>{title}</h2><p class="caption">{html.escape(caption).replace(" %", "&nbsp;%")}</p>'
-            f'<div class="figure" id="{name}" role="img" aria-label="{html.escape(title)}"></div></section>'
+            f'<div class="figure" id="{name}" role="img" aria-label="{html.escape(title)}"></div>'
+            f"{_sizes_table(contents.asked) if name == 'sizes' else ''}</section>"
         )
         # A closing tag within data would end the script.
         spec = figure.to_json().replace("</", "<\\/")
@@ -93,7 +100,7 @@ def page(contents: Contents, script: str) -> str:
     template = Template(files("planner.report").joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=html.escape(f"{plan.model.name} on {plan.cluster.world_size} x {plan.cluster.device.name}"),
-        facts=_facts(plan),
+        facts=_facts(contents),
         reason=html.escape(plan.reason),
         command=_command(plan),
         ranking=_ranking(contents),
@@ -144,7 +151,42 @@ def _command(plan: Plan) -> str:
     return f"planner launch --plan plan.json --train-iters 1000{where}"
 
 
-def _facts(plan: Plan) -> str:
+def _of_sizes(asked: RunQuestion) -> str:
+    """Of how many tokens the runs of several sizes are, and which size to take."""
+    tokens = scaled_number(asked.run_tokens)
+    unasked = ", as no number was asked for" if asked.tokens is None else ""
+    advice = f" Recommended: {asked.recommended:,} devices, as {asked.why}." if asked.recommended else ""
+    return f"Runs of {tokens} tokens{unasked}.{advice}"
+
+
+def _size_rows(asked: RunQuestion) -> str:
+    """A row for each size that was asked for, or why it has no plan."""
+    rows = []
+    for size in asked.sizes:
+        cells = [f"{size.world_size:,}", size.layout or size.problem or ""]
+        if size.days is None or size.device_hours is None:
+            cells += ["", "", ""]
+        else:
+            cost = "" if size.money is None else money_text(size.money, asked.currency)
+            cells += [short_number(size.days), scaled_number(size.device_hours), cost]
+        chosen = ' class="chosen"' if size.world_size == asked.recommended else ""
+        rows.append(f"<tr{chosen}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+    return "\n".join(rows)
+
+
+def _sizes_table(asked: RunQuestion) -> str:
+    """The sizes as a table; nothing where there is one alone."""
+    if len(asked.sizes) < 2:
+        return ""
+    heads = "".join(f"<th>{name}</th>" for name in ("devices", "layout", "days", "device-hours", "cost"))
+    return (
+        '<div class="scroll"><table class="ranking sizes">'
+        f"<thead><tr>{heads}</tr></thead><tbody>{_size_rows(asked)}</tbody></table></div>"
+    )
+
+
+def _facts(contents: Contents) -> str:
+    plan, run = contents.plan, contents.run
     estimate, cluster, layout = plan.estimate, plan.cluster, plan.layout
     share = estimate.peak_memory_bytes / cluster.memory_bytes
     rows = {
@@ -159,6 +201,10 @@ def _facts(plan: Plan) -> str:
         "engine": plan.engine.name,
         "searched": f"{plan.considered:,} layouts, {plan.legal:,} legal, {plan.feasible:,} fit",
     }
+    if run is not None:
+        rows[f"{scaled_number(run.tokens)} tokens"] = spent_text(run)
+    if contents.asked.recommended is not None:
+        rows["recommended"] = f"{contents.asked.recommended:,} devices: {contents.asked.why}"
     return "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in rows.items())
 
 

@@ -5,7 +5,7 @@ It needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from costmodels.errors import InputError
@@ -47,6 +47,23 @@ def headroom_notes(plan: Plan) -> Iterator[str]:
             f"headroom of {asked / GIB:.1f} GiB: the plan leaves {left / GIB:.1f} GiB, and no plan that the "
             "estimates do not tell apart from the fastest leaves as much"
         )
+
+
+def headroom_notes_of_sizes(plans: Mapping[int, Plan]) -> Iterator[str]:
+    """The same of the best plans of several world sizes, in one line."""
+    short = {size: plan for size, plan in plans.items() if any(headroom_notes(plan))}
+    if not short:
+        return
+    left = [plan.cluster.memory_bytes - plan.estimate.peak_memory_bytes for plan in short.values()]
+    plan = next(iter(short.values()))
+    asked = plan.preference.headroom_bytes(plan.cluster.memory_bytes) / GIB
+    least, most = (f"{end(left) / GIB:.1f}" for end in (min, max))
+    which = ", ".join(map(str, short))
+    yield (
+        f"headroom of {asked:.1f} GiB: with {which} devices the plan leaves "
+        f"{least if least == most else f'{least} to {most}'} GiB, and no plan that the estimates do not tell "
+        "apart from the fastest leaves as much"
+    )
 
 
 def expert_balance_notes(plan: Plan, training: TrainingOptions) -> Iterator[str]:

@@ -89,7 +89,7 @@ def test_what_is_no_number_of_tokens_ends_in_one_line(text: str) -> None:
     assert str(caught.value).startswith(f"tokens {text}: expected a number such as 1e12, 300B or 15T")
 
 
-@pytest.mark.parametrize("price", [0.0, -2.0, math.nan, math.inf, 1e308, 10**400, "2", [2.0]])
+@pytest.mark.parametrize("price", [0.0, -2.0, math.nan, math.inf, 1e308, 10**400, "-2", "", "2 3", [2.0]])
 def test_what_is_no_price_ends_in_one_line(price: Any) -> None:
     with pytest.raises(InputError, match=r"^price_per_hour .*: expected money above 0 for a device and hour"):
         PLAN.run("1B", price)

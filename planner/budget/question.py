@@ -1,0 +1,100 @@
+"""`RunQuestion`: what was asked of the run of a plan, which its file keeps for the page about it."""
+
+from pydantic import Field
+
+from costmodels.spec.record import Devices, Name, NonNegative, Positive, Record, Sentence
+from planner.budget.goal import Goal
+from planner.budget.goodput import Failures
+from planner.budget.money import Money
+from planner.budget.run import UNIT_TOKENS
+
+
+class SizeRun(Record):
+    """The run of one number of devices by its best plan."""
+
+    world_size: Devices
+    layout: Sentence | None = None
+    """The plan; None where none is legal, or none fits."""
+    problem: Sentence | None = None
+    """Why there is none."""
+    days: NonNegative | None = None
+    days_low: NonNegative | None = None
+    days_high: NonNegative | None = None
+    device_hours: NonNegative | None = None
+    money: NonNegative | None = None
+    on_front: bool = False
+    """Pareto-optimal: no other size is both faster and cheaper."""
+
+
+class RunQuestion(Record):
+    """Tokens, price, goal and failures of a run, and the sizes that were compared."""
+
+    tokens: int | None = Field(None, ge=1)
+    """None where none were asked for: runs are of `UNIT_TOKENS` then."""
+    price_per_hour: Positive | None = None
+    """Money for one device and hour."""
+    currency: Name = ""
+    deadline_days: Positive | None = None
+    budget: Positive | None = None
+    """Money for the whole run, in the currency of the price."""
+    mtbf_hours: Positive | None = None
+    """Mean hours between two failures of a device; None where failures were not asked for."""
+    checkpoint_gbps: Positive | None = None
+    restart_seconds: NonNegative | None = None
+    sizes: tuple[SizeRun, ...] = ()
+    """The sizes that were asked for, ascending; none where it was one."""
+    recommended: Devices | None = None
+    """The size to take."""
+    why: Sentence = ""
+    """Why that."""
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens of the runs."""
+        return UNIT_TOKENS if self.tokens is None else self.tokens
+
+    @property
+    def price(self) -> Money | None:
+        """The price of one device for an hour, as `Plan.run` takes it."""
+        return None if self.price_per_hour is None else Money(self.price_per_hour, self.currency)
+
+    @property
+    def goal(self) -> Goal:
+        """The deadline and the budget."""
+        budget = None if self.budget is None else Money(self.budget, self.currency)
+        return Goal(self.deadline_days, budget)
+
+    @property
+    def failures(self) -> Failures | None:
+        """The failures that are counted in."""
+        if self.mtbf_hours is None:
+            return None
+        given = {} if self.restart_seconds is None else {"restart_seconds": self.restart_seconds}
+        return Failures(self.mtbf_hours, self.checkpoint_gbps, **given)
+
+
+def run_question(
+    tokens: int | None,
+    price: Money | None,
+    goal: Goal,
+    failures: Failures | None,
+    sizes: tuple[SizeRun, ...] = (),
+    recommended: int | None = None,
+    why: str = "",
+) -> RunQuestion | None:
+    """What was asked of a run; None where nothing was."""
+    if not sizes and tokens is None and price is None and failures is None:
+        return None
+    return RunQuestion(
+        tokens=tokens,
+        price_per_hour=None if price is None else price.amount,
+        currency="" if price is None else price.currency,
+        deadline_days=goal.deadline_days,
+        budget=None if goal.budget is None else goal.budget.amount,
+        mtbf_hours=None if failures is None else failures.mtbf_hours,
+        checkpoint_gbps=None if failures is None else failures.checkpoint_gbps,
+        restart_seconds=None if failures is None else failures.restart_seconds,
+        sizes=sizes,
+        recommended=recommended,
+        why=why,
+    )
