@@ -36,6 +36,7 @@ from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions, check_alone
 from planner.options.search import announced_devices, assumed_engine, idle_links, search_keywords
 from planner.plan import Plan
+from planner.proposals.proposal import proposal_lines
 from planner.ranking.distinct import distinct_plans
 from planner.ranking.first_plans import SHOWN
 from runtime.settings.job_rules import job_rules, reachable_batch
@@ -127,7 +128,7 @@ def explain(
     else:
         print_explanation(found, assumed)
     if found.advice is not None:
-        raise NoLayoutFits(found.advice)
+        raise NoLayoutFits(found.advice, found.result.closest()[0], found.proposals)
 
 
 def print_explanation(found: Explanation, assumed: list[str]) -> None:
@@ -159,6 +160,10 @@ def print_explanation(found: Explanation, assumed: list[str]) -> None:
         screen.print(f"\n[bold]held back by {found.binding.constraint}[/bold]: {found.binding.reason}")
     for change in found.changes:
         screen.print(change_line(change, objective), markup=False)
+    if found.proposals:
+        screen.print()
+    for line in proposal_lines(found.proposals):
+        screen.print(line, markup=False)
 
 
 def _print_comparison(screen: Console, comparison: Comparison) -> None:
@@ -196,6 +201,7 @@ def as_json(found: Explanation, assumed: list[str]) -> dict[str, Any]:
             for one in found.neighbours
         ],
         "advice": found.advice,
+        "proposals": [one.as_json() for one in found.proposals],
     }
 
 

@@ -177,6 +177,8 @@ def suggest(
         result = search(spec, world_size=world_size, **job)
         rows = distinct_plans(result, output.top or PLANS)
     rows = rows or _closest(result, output.top or PLANS)
+    with waiting("looking for what would fit"):
+        error = None if result.feasible else advice.no_layout_fits(result)
     assumed += [*idle_links(cluster, result.problem.cluster), *measured_notes(result.problem.cluster.device)]
     plans = [row.plan for row in rows]
     shown = (plans if output.json else plans[:1]) if result.feasible else []
@@ -194,11 +196,18 @@ def suggest(
         _write(plans[0].model_copy(update={"asked": asked}), output)
     if output.json:
         _print_notes(assumed, notes)
-        print(json.dumps(as_json(result, rows, assumed, notes, runs, traced, goal), indent=2))
+        shown_as = as_json(result, rows, assumed, notes, runs, traced, goal)
+        shown_as["proposals"] = [one.as_json() for one in error.proposals] if error is not None else []
+        print(json.dumps(shown_as, indent=2))
     else:
         _print(result, rows, assumed, notes, _run_lines(runs, goal), traced, output)
-    if not result.feasible:
-        raise advice.no_layout_fits(result)
+        if error is not None:
+            from cli.lines import screen
+            from cli.summary import print_proposals
+
+            print_proposals(screen(), error.proposals)
+    if error is not None:
+        raise error
 
 
 def _check_dry_run(parallel: ParallelOptions, world_size: int | str) -> None:

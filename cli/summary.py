@@ -15,6 +15,7 @@ from planner.inputs.pin_notation import pin_text
 from planner.objective import MEANINGS
 from planner.pipeline_ranks import device_ranks, idle_shares
 from planner.plan import Plan
+from planner.proposals.proposal import Proposal, proposal_lines
 from planner.ranking.distinct import DistinctPlan
 from planner.ranking.reasons import lead_share
 from planner.ranking.result import SearchResult
@@ -88,6 +89,16 @@ def print_summary(
         paragraphs = [*paragraphs[:fit], [Line.of(hint, "yellow")]]
     for line in (*lines, *chain.from_iterable(paragraphs), *more):
         screen.print(line)
+
+
+def print_proposals(screen: Screen, found: Sequence[Proposal]) -> None:
+    """What would fit where nothing does."""
+    if found:
+        screen.print(Line.of())
+    for line in proposal_lines(found):
+        indent = len(line) - len(line.lstrip())
+        for part in _wrapped(screen, line, indent=indent + 4 * (indent == 2)):
+            screen.print(part)
 
 
 def header_lines(result: SearchResult) -> Iterator[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -17,6 +19,13 @@ class NoLayoutFits(InputError):
     """Every legal layout needs more memory than the devices have. Exit code 3."""
 
     exit_code = 3
+
+    def __init__(self, line: str, closest: Any = None, proposals: Sequence[Any] = ()) -> None:
+        super().__init__(line)
+        self.closest = closest
+        """The `planner.Plan` that lacks least memory."""
+        self.proposals = tuple(proposals)
+        """The changes that would fit (`planner.proposals.Proposal`), the smallest of each kind."""
 
 
 MOST_PARTS = 3

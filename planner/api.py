@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from planner.inputs.model import resolve_model
 from planner.inputs.written_layout import layout_of_fields, written_fields
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords, resolve_problem
-from planner.ranking.ranking import rank
+from planner.ranking.answer import answer
 from planner.ranking.result import SearchResult
 from planner.space.rules import first_violation
 
@@ -61,15 +60,10 @@ def search(model: ModelSpec | str | Path, *, world_size: int, **job: Unpack[Sear
 
 def search_problem(problem: Problem) -> SearchResult:
     """`search` for a problem whose inputs are resolved."""
-    started = time.perf_counter()
-    space = problem.space()
-    if not len(space.table):
+    result = answer(problem)
+    if result is None:
         raise advice.no_legal_layout(problem)
-    if problem.cluster.parts:
-        from planner.ranking.mixed_nodes import rank_orders  # Few clusters have nodes of two kinds.
-
-        return rank_orders(problem, space, started)
-    return rank(problem, space, started, offload=True)
+    return result
 
 
 @keywords(SearchKeywords)

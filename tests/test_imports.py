@@ -54,7 +54,8 @@ ORDER = {
             "solve",
             "ranking",
         ),
-        *("advice", "api", "world_sizes", "explanation", "options", "formats", "scripts", "report"),
+        *("proposals", "advice", "api", "world_sizes", "explanation", "options", "formats"),
+        *("scripts", "report"),
     ),
     "planner.formats": (
         *("shell", "facts", "python", "writing"),

@@ -19,6 +19,7 @@ from planner.objective import gain, metric
 from planner.plan import Plan
 from planner.preference import FASTEST
 from planner.problem import Problem
+from planner.proposals.devices import with_world_size
 from planner.ranking.ranking import rank
 from planner.ranking.reasons import gain_text
 from planner.ranking.result import SearchResult
@@ -127,7 +128,7 @@ def _changed(problem: Problem) -> Iterator[tuple[Kind, str, Problem]]:
         yield (
             "devices",
             f"{world} devices instead of {cluster.world_size}",
-            advice.with_world_size(problem, world),
+            with_world_size(problem, world),
         )
     for without, others in pins_without_one(problem.pins):
         yield "pin", without, replace(problem, pins=others)

@@ -37,6 +37,7 @@ from planner.inputs.pins import PinInput, Pins
 from planner.objective import EQUAL
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords
+from planner.proposals.proposal import Proposal, proposal_lines
 from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import MOST, indistinguishable
@@ -67,7 +68,9 @@ class Explanation:
     neighbours: tuple[Neighbour, ...]
     """The layouts one step from the best."""
     advice: str | None
-    """Where nothing fits: the closest plan, what it lacks, and the cheapest change that helps."""
+    """Where nothing fits: the closest plan, what it lacks, and the changes that help."""
+    proposals: tuple[Proposal, ...] = ()
+    """Where nothing fits: the smallest change of each kind with which something does."""
 
     def __repr__(self) -> str:
         problem, cluster = self.result.problem, self.result.problem.cluster
@@ -109,6 +112,7 @@ def _lines(found: Explanation) -> Iterator[str]:
     if found.advice is not None:
         yield ""
         yield found.advice
+        yield from proposal_lines(found.proposals)
 
 
 @keywords(SearchKeywords)
@@ -177,6 +181,7 @@ def explain_result(
     comparisons = [compare(best, _runner_up(result))] if best is not None and result.feasible > 1 else []
     comparisons += [rival.comparison for rival in rivals if rival.comparison is not None]
     found = changes(result) if what_if else []
+    error = None if result.feasible else advice.no_layout_fits(result)
     near = neighbours(result)
     if result.problem.cluster.parts:
         near = neighbour_searches(result, near)
@@ -191,7 +196,8 @@ def explain_result(
         binding=binding(result, found, near) if what_if else None,
         changes=tuple(found),
         neighbours=tuple(near),
-        advice=None if result.feasible else str(advice.no_layout_fits(result)),
+        advice=None if error is None else str(error),
+        proposals=() if error is None else error.proposals,
     )
 
 

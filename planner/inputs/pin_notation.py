@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from planner.inputs.choice import Choice
-from planner.inputs.pins import Pins, WherePossible
+from planner.inputs.pins import Pins, WherePossible, full_name
 
 TOGETHER = (("recompute", "recompute_modules", "recompute_method", "recompute_num_layers"),)
 """Pins of which one alone says something else than beside the others, or nothing legal."""
@@ -38,6 +38,18 @@ def pin_groups(pins: Pins) -> list[Pins]:
         group = next((names for names in TOGETHER if name in names), (name,))
         found.setdefault(group, {})[name] = value
     return list(found.values())
+
+
+def without_pins(pins: Pins, names: Iterable[str]) -> Pins:
+    """The pins but for those of degrees `names`, and what goes together with them.
+
+    Raises `InputError` for what is no degree.
+    """
+    left_out = {full_name(name, "unpin") for name in names}
+    for group in pin_groups(pins):
+        if left_out & group.keys():
+            left_out |= group.keys()
+    return {name: value for name, value in pins.items() if name not in left_out}
 
 
 def pins_without_one(pins: Pins) -> Iterator[tuple[str, Pins]]:

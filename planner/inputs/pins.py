@@ -195,6 +195,11 @@ def _known(name: str) -> tuple[Value, ...]:
     return _CHOICES[name] if name in (*WORD_DEGREES, "recompute_method", *formats) else ()
 
 
+def degree_words() -> Iterator[str]:
+    """What a shell may complete the name of a degree to."""
+    yield from dict.fromkeys([*SHORT_NAMES, *Layout.model_fields])
+
+
 def pin_words() -> Iterator[str]:
     """What a shell may complete a pin to: short and full names, and the values of a degree that has a few."""
     full = dict.fromkeys(Layout.model_fields)
@@ -251,7 +256,7 @@ def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
         return
     if isinstance(pin, Mapping):
         for name, value in pin.items():
-            yield _Item(_full_name(name, verb), value, verb)
+            yield _Item(full_name(name, verb), value, verb)
         return
     given = [pin] if isinstance(pin, str) else pin
     for text in given if verb == "forbid" else (word for each in given for word in degrees_in(each)):
@@ -267,10 +272,11 @@ def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
                 raise InputError(f"{verb} {text!r}: expected name=value with one value, such as tp=8")
             apart = " ".join(f"--{verb} {one}" for one in several)
             raise InputError(f"{verb} {text!r}: one degree each, as in {apart}")
-        yield _Item(_full_name(name.strip(), verb), value.strip(), verb)
+        yield _Item(full_name(name.strip(), verb), value.strip(), verb)
 
 
-def _full_name(name: str, verb: str) -> str:
+def full_name(name: str, verb: str) -> str:
+    """The full name of a degree; raises `InputError`, which begins with `verb`, for what is none."""
     if not name:
         raise InputError(f"{verb} without a name before its value; expected name=value, such as tp=8")
     plain = _plain(name)
@@ -352,7 +358,7 @@ def _near_choice(name: str, text: str) -> str:
     """The choice that somebody may have meant, to be appended to all of them."""
     pin = SYNONYMS.get(_plain(text), "")
     near = near_names(text, _CHOICES[name], cutoff=0.7)
-    if pin and _full_name(pin.partition("=")[0], "") == name:
+    if pin and full_name(pin.partition("=")[0], "") == name:
         return f"; did you mean {pin.partition('=')[2]}?"
     if pin:
         return f"; did you mean pin {pin}?"

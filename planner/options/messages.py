@@ -22,6 +22,9 @@ _BATCH, _LARGEST = "global_batch_size", "max_global_batch_size"
 
 PIN_FLAGS = ("--pin", "--forbid")
 
+UNPIN_FLAG = "--unpin"
+"""What stands before the name of a degree and takes it as it is."""
+
 
 @dataclass(frozen=True)
 class Spelling:
@@ -66,8 +69,8 @@ class Spelling:
 
 
 def _alone(name: str, after: str = r"(?![\w=(/'\"-]|\.\w)") -> str:
-    """An expression for a name that is no part of another, of a path or of a quotation."""
-    return rf"(?<![\w.\-'\"/]){name}{after}"
+    """An expression for a name that is no part of another, of a path, of a quotation or of a flag to add."""
+    return rf"(?<![\w.\-'\"/])(?<!{UNPIN_FLAG} ){name}{after}"
 
 
 def spelling(fields: Sequence[tuple[str, tuple[str, ...], str | None]], words: Sequence[str]) -> Spelling:

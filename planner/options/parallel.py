@@ -12,7 +12,8 @@ from costmodels.spec.layout import Fp8Recipe, Optimizer, RecomputeMethod, Schedu
 from costmodels.spec.model import ModelSpec
 from costmodels.spelling import or_nearest
 from planner.inputs.engine import DEFAULT_ENGINE
-from planner.inputs.pins import Pins, parse_pins, pin_words, where_possible
+from planner.inputs.pin_notation import without_pins
+from planner.inputs.pins import Pins, degree_words, parse_pins, pin_words, where_possible
 from planner.options.flags import arguments, flag
 from planner.options.megatron import AcceptedFlags, accepted_names
 from planner.options.model import choice
@@ -84,6 +85,12 @@ class ParallelOptions(AcceptedFlags):
         "Leave out values of a degree, such as tp=16, schedule=zbv,dualpipev or zero=2..3; repeatable.",
         metavar="NAME=VALUE",
         values=pin_words,
+    )
+    unpin: list[str] = flag(
+        [],
+        "Let the search choose a degree, such as zero or recompute, whatever other flags say; repeatable.",
+        metavar="NAME",
+        values=degree_words,
     )
     tensor_model_parallel_size: str | None = _degree(
         "tensor_parallel", "--tensor-model-parallel-size", "--tp"
@@ -231,7 +238,8 @@ class ParallelOptions(AcceptedFlags):
         if self.use_distributed_optimizer:
             pins = where_possible(pins, "zero_stage", 1)
         form = choice("--cp-comm-type", self.cp_comm_type, _CONTEXT_FORMS)
-        return where_possible(pins, "context_parallel_form", form) if form else pins
+        pins = where_possible(pins, "context_parallel_form", form) if form else pins
+        return without_pins(pins, self.unpin)
 
     def _precisions(self) -> list[str]:
         """The formats that are asked for; scripts of Megatron-LM say bf16 beside those of fewer bits."""

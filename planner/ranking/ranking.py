@@ -47,7 +47,7 @@ def _ranked(problem: Problem, pinned: Sequence[Problem], space: Space, started: 
         pinned: the problem, or the same with what is offloaded pinned: whose layouts those of `space` are.
     """
     model, cluster, engine = problem.model, problem.cluster, problem.constants
-    found = _fit(problem, space)
+    found = fit_of(problem, space)
     every = np.flatnonzero(found.rows)
     # Most layouts of a large model do not fit, and most of the others take so long that nobody asks how long.
     floor = floor_of(model, cluster, engine, space, problem.objective)
@@ -103,7 +103,7 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
             continue
         if problem.pins.get("offload_activations") or problem.pins.get("offload_optimizer"):
             space = within_host(problem, space)
-        fits = _fit(problem, space)
+        fits = fit_of(problem, space)
         floor = floor_of(model, cluster, engine, space, problem.objective)
         rows = floor.rows_below(np.flatnonzero(fits.rows), worth.last)
         prices = price(model, cluster, engine, space.table.take(rows))
@@ -113,7 +113,8 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
     return added
 
 
-def _fit(problem: Problem, space: Space) -> Fit:
+def fit_of(problem: Problem, space: Space) -> Fit:
+    """Which layouts of a space of the problem fit."""
     where = problem.model, problem.cluster, problem.constants
     if problem.cluster.parts:
         from planner.solve.mixed_nodes import fit_of_kinds  # Few clusters have nodes of two kinds.

@@ -209,7 +209,7 @@ def test_no_layout_fits_says_what_is_missing_and_what_would_help() -> None:
 
 def test_no_layout_fits_names_the_pin_that_prevents_it() -> None:
     pins = [*ON_THE_DEVICE, "tp=1", "pp=1", "zero=0"]
-    with pytest.raises(NoLayoutFits, match=r"it fits .*without the pin zero_stage=0, or"):
+    with pytest.raises(NoLayoutFits, match=r"it fits .*without the pin zero_stage=0 \(--unpin zero\), or"):
         suggest("gpt-22b", world_size=8, max_global_batch_size=16, pin=pins, device="h200")
 
 

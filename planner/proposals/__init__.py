@@ -1,0 +1,1 @@
+"""What would fit where nothing does: the smallest change of each kind, searched and priced."""
