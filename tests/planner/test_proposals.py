@@ -94,7 +94,7 @@ def test_changes_are_the_smallest_and_none_is_missed(model: ModelSpec, job: dict
 
 
 def test_what_takes_fewer_bytes_comes_first() -> None:
-    job = {"world_size": 8, "device_memory_gib": 3, "global_batch_size": 64}
+    job: dict[str, Any] = {"world_size": 8, "device_memory_gib": 3, "global_batch_size": 64}
     pins = ["pp=1", "tp=1", "recompute=none", "zero=0", *ON_THE_DEVICE]
     found = asked(SMALL, {**job, "pin": pins}).proposals
     order = ["pin", "optimizer", "adapters", "devices", "sequence", "precision", "device"]
@@ -102,7 +102,7 @@ def test_what_takes_fewer_bytes_comes_first() -> None:
 
 
 def test_pins_that_have_to_go_together_are_as_few_as_help() -> None:
-    job = {"world_size": 8, "device_memory_gib": 1.2, "global_batch_size": 64}
+    job: dict[str, Any] = {"world_size": 8, "device_memory_gib": 1.2, "global_batch_size": 64}
     pins = ["tp=1", "pp=1", "zero=0", "mbs=1", "recompute=none", *ON_THE_DEVICE]
     error = asked(SMALL, {**job, "pin": pins})
     [one] = kinds(error, "pin")
@@ -125,7 +125,7 @@ def test_where_the_fewest_devices_offload_more_of_them_need_not() -> None:
 
 
 def test_a_number_format_that_needs_more_is_left_out() -> None:
-    job = {"world_size": 1, "device": "a100-80g", "device_memory_gib": 3.2, "global_batch_size": 4}
+    job: dict[str, Any] = {"world_size": 1, "device": "a100-80g", "device_memory_gib": 3.2, "global_batch_size": 4}
     job |= {"pin": ["precision=fp32", "tp=1", *ON_THE_DEVICE]}
     if not fits(SMALL, job):
         for one in kinds(asked(SMALL, job), "precision"):
