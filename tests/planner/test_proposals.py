@@ -124,13 +124,17 @@ def test_where_the_fewest_devices_offload_more_of_them_need_not() -> None:
     assert not (more.plan.layout.offload_optimizer or more.plan.layout.offload_activations)
 
 
-def test_a_number_format_that_needs_more_is_left_out() -> None:
-    job: dict[str, Any] = {"world_size": 1, "device": "a100-80g", "device_memory_gib": 3.2, "global_batch_size": 4}
-    job |= {"pin": ["precision=fp32", "tp=1", *ON_THE_DEVICE]}
-    if not fits(SMALL, job):
-        for one in kinds(asked(SMALL, job), "precision"):
-            assert one.plan.layout.precision == load_device("a100-80g").default_precision
-            assert one.flags == ("--unpin", "precision")
+def test_a_number_format_of_fewer_bits_is_named_where_it_helps() -> None:
+    job: dict[str, Any] = {"world_size": 1, "device": "a100-80g", "global_batch_size": 4}
+    pins = ["recompute=none", *ON_THE_DEVICE]
+    least = [
+        suggest(SMALL, objective="memory", precision=kind, pin=pins, **job).estimate.peak_memory_bytes / GIB
+        for kind in ("bf16", "fp32")
+    ]
+    assert least[0] < least[1]
+    error = asked(SMALL, {**job, "device_memory_gib": sum(least) / 2, "pin": ["precision=fp32", *pins]})
+    [one] = kinds(error, "precision")
+    assert one.flags == ("--unpin", "precision") and one.plan.layout.precision == "bf16"
 
 
 def test_drawn_questions_have_true_proposals() -> None:
