@@ -105,8 +105,8 @@ def check_lines(answer: Check) -> Iterator[str]:
     if plan is not None:
         yield f"as it is: {plan.layout.describe()}"
         yield f"          {_figures(plan)}"
-    elif reading.layout is not None and answer.unknown:
-        yield f"as read: {reading.layout.describe()}"
+    elif answer.layout is not None and answer.unknown:
+        yield f"as read: {answer.layout.describe()}"
     if best is None:
         return
     if plan is not None and plan.layout == best.layout:

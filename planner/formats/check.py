@@ -81,6 +81,11 @@ class Check:
         return tuple(problem for problem in self.problems if problem.severity == "unknown")
 
     @property
+    def layout(self) -> Layout | None:
+        """The layout of the files, priced or not; None where a fact that it rests on is not known."""
+        return self.reading.layout if self.legal else None
+
+    @property
     def gain(self) -> float | None:
         """Tokens per second of the best plan over those of the configuration, where both fit."""
         if self.plan is None or self.best is None or not self.fits:
@@ -377,7 +382,9 @@ def _changes(reading: Reading, plan: Plan | None, best: Plan | None) -> tuple[Fl
     elif reading.chooses_layout:
         before = {flag.name: flag.text for flag in reading.flags if flag.known.role == "layout"}
     return tuple(
-        FlagChange(name, before.get(name), after.get(name), lines.get(name))
+        FlagChange(
+            name, texts.get(name, before[name]) if name in before else None, after.get(name), lines.get(name)
+        )
         for name in dict.fromkeys([*after, *before])
         if before.get(name) != after.get(name) and not _stands(name, before, after, texts)
     )
@@ -406,7 +413,7 @@ def as_json(answer: Check) -> dict[str, object]:
         "flags": {role: list(names) for role, names in reading.by_role.items()},
         "model": None if reading.model is None else reading.model.model_dump(mode="json"),
         "world_size": reading.world_size,
-        "layout": None if reading.layout is None else reading.layout.model_dump(mode="json"),
+        "layout": None if answer.layout is None else answer.layout.model_dump(mode="json"),
         "step_time_s": None if plan is None else plan.estimate.step_time_s,
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "best": None if best is None else best.model_dump(mode="json"),

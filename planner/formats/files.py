@@ -35,9 +35,9 @@ from planner.formats.on_megatron import gpt_neox, slime, swift, verl
 from planner.formats.primus import reader as primus
 from planner.formats.python.recipes import recipes
 from planner.formats.recognised import refuse_recognised
+from planner.formats.torchtitan import flags as torchtitan_flags
 from planner.formats.torchtitan import reader as torchtitan
 from planner.formats.torchtitan import registry
-from planner.formats.torchtitan.flags import flag_entries
 from planner.inputs.model import resolve_model
 
 LARGEST = MIB // 4
@@ -98,6 +98,9 @@ RECIPES = Kind("recipes", lambda entries: False, nemo.read_recipe)
 
 REGISTRY = Kind("registry", lambda entries: False, registry.read_registry)
 """Python files of torchtitan."""
+
+TORCHTITAN_COMMAND = Kind("torchtitan", lambda entries: False, torchtitan.read_torchtitan)
+"""Scripts and lists of arguments that start torchtitan."""
 
 OVERRIDES = Kind("overrides", lambda entries: False, nemo.read_overrides)
 """Scripts that give keys of NeMo or Megatron-Bridge to a program."""
@@ -254,10 +257,11 @@ def _part(file: str, text: str, around: Surroundings) -> _Part:
         kind = _kind_of(entries)
         if kind is not None:
             return _Part(Source(file, text, entries), kind)
-    elif entries := flag_entries(text):
-        kind = _kind_of(entries)
-        if kind is not None:
-            return _Part(Source(file, text, entries), kind)
+    elif command := torchtitan_flags.find_command(text, around.define, around.beside):
+        entries, world, local = command
+        return _Part(
+            Source(file, text, entries, world_size=world, local_world_size=local), TORCHTITAN_COMMAND
+        )
     elif swift.swift_command(text, around) is not None:
         return _Part(Source(file, text), SWIFT)
     elif slime.find_slime(text, around.define, around.beside) is not None:
@@ -292,15 +296,12 @@ def _together(parts: Sequence[_Part], around: Surroundings, described: str | Non
         changes, whole = by_name[OVERRIDES.framework], by_name["nemo"]
         both = dataclasses.replace(whole, entries={**whole.entries, **changes.entries})
         return nemo.read_nemo(both, around)
-    if len(parts) == 2 and set(by_name) == {REGISTRY.framework, "torchtitan"}:
-        # A command, and the configuration that it names.
-        flags = by_name["torchtitan"]
-        changed = registry.read_registry(by_name[REGISTRY.framework], around, flags.entries)
-        placed = (
-            dataclasses.replace(one, file=flags.file) if one.flag in flags.entries else one
-            for one in changed.problems
-        )
-        return dataclasses.replace(changed, problems=tuple(placed))
+    command = next((part.source for part in parts if part.kind is TORCHTITAN_COMMAND), None)
+    named = next((part for part in parts if part.source is not command), None)
+    if command is not None and named is not None and len(parts) == 2:
+        reading = _named_by(command, named, around)
+        if reading is not None:
+            return reading
     if (
         len(by_name) < len(parts)
         or not parts
@@ -324,6 +325,26 @@ def _together(parts: Sequence[_Part], around: Surroundings, described: str | Non
     software = next((name for name in trainer_files.SOFTWARE if name in by_name), "")
     accelerate, trainer = by_name.get("accelerate"), by_name.get(software) if software else None
     return hugging_face.read_hugging_face(script, accelerate, deepspeed, around, trainer, software)
+
+
+def _named_by(command: Source, named: _Part, around: Surroundings) -> Reading | None:
+    """The job of a command of torchtitan with the configuration that it names; None for another file."""
+    world = around.world_size or command.world_size
+    local = around.local_world_size or command.local_world_size
+    around = dataclasses.replace(around, world_size=world, local_world_size=local)
+    if named.kind is REGISTRY:
+        reading = registry.read_registry(named.source, around, command.entries)
+    elif named.kind not in (None, TORCHTITAN_COMMAND) and named.kind.framework == "torchtitan":
+        changes = torchtitan_flags.without_names(command.entries)
+        whole = dataclasses.replace(named.source, entries={**named.source.entries, **changes})
+        reading = torchtitan.read_torchtitan(whole, around)
+    else:
+        return None
+    placed = (
+        dataclasses.replace(one, file=command.file) if one.flag in command.entries else one
+        for one in reading.problems
+    )
+    return dataclasses.replace(reading, problems=tuple(placed))
 
 
 def _is_megatron(script: Source, around: Surroundings) -> bool:

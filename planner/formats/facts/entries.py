@@ -199,7 +199,8 @@ def toml_entries(text: str, origin: str) -> Entries:
             at += 1
         name = pair.group(1).strip('"')
         path = f"{table}.{name}" if table else name
-        found[path] = _toml_value(path, value, number, origin)
+        for entry in _toml_entries(path, value, number, origin):
+            found[entry.path] = entry
         if len(found) > MOST_ENTRIES:
             raise InputError(f"{origin} has more than {MOST_ENTRIES} keys")
     if not found:
@@ -218,6 +219,23 @@ def _without_comment(line: str) -> str:
 def _closed(value: str) -> bool:
     masked = _TOML_STRING.sub("_", _without_comment(value))
     return masked.count("[") <= masked.count("]")
+
+
+_MEMBER = re.compile(r"(?:[^,\[\"']|\"(?:[^\"\\]|\\.)*\"|'[^']*'|\[[^\]]*\])+")
+
+
+def _toml_entries(path: str, value: str, line: int, origin: str) -> Iterator[Entry]:
+    """A value, or those of an inline table (`{tensor_parallel_degree = 2}`)."""
+    text = _without_comment(value).strip()
+    if not (text.startswith("{") and text.endswith("}")):
+        yield _toml_value(path, value, line, origin)
+        return
+    for member in _MEMBER.findall(text[1:-1]):
+        pair = _PAIR.match(member)
+        if pair is not None:
+            yield _toml_value(f"{path}.{pair.group(1).strip(chr(34))}", pair.group(2), line, origin)
+        elif member.strip():
+            raise InputError(f"{origin} is not valid TOML at line {line}: expected `key = value` in {path}")
 
 
 def _toml_value(path: str, value: str, line: int, origin: str) -> Entry:

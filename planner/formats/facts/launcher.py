@@ -56,6 +56,8 @@ class Launch:
     """Variables that the script sets, or may set: without those of branches that do not run."""
     launcher: tuple[Word, ...] = ()
     """The words before the program: what launches it, and how."""
+    environment: Mapping[str, Word] = field(default_factory=dict)
+    """What it finds in those variables that launchers look at."""
     files: Mapping[str, Word] = field(default_factory=dict)
     """Texts that the script writes into files, by their names."""
     not_sourced: tuple[Word, ...] = ()
@@ -190,6 +192,7 @@ def _launch(command: Sequence[Word], script: Script, environment: Mapping[str, W
         total=_counted(_value(own, ALL), _value(batch, ALL)),
         cuda_connections=script.variables.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         printed=command[0].text in ("echo", "printf"),
+        environment=environment,
         files=script.files,
         not_sourced=script.not_sourced,
         assigned=frozenset(script.variables),

@@ -20,6 +20,10 @@ class Source:
     """Its keys, where it is made of keys."""
     page: bool = False
     """It is a page on which a configuration stands."""
+    world_size: int | None = None
+    """Devices on which it starts its job, of a script whose flags stand for keys."""
+    local_world_size: int | None = None
+    """Those of a node."""
     others: tuple[tuple[str, str], ...] = ()
     """Names and texts of further files, of programs that are given together."""
 

@@ -58,8 +58,11 @@ class Script:
     """Of each command, what it finds in those variables that launchers look at."""
 
 
-ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-"""Variables that launchers look at."""
+ENVIRONMENT = (
+    *("NPROC_PER_NODE", "NNODES", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"),
+    *("MODULE", "CONFIG", "CONFIG_FILE", "NGPU"),
+)
+"""Variables that launchers and scripts of software look at."""
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Flags of torchtitan 0.3 and later as keys of its files, such as `--parallelism.tensor_parallel_degree 2`.
 
+A command starts `torchtitan.train`, or torchtitan's own script (`run_train.sh`), which takes variables.
 torchtitan/config/manager.py: tyro takes `--section.key VALUE`, `--section.no-key` for what is off, and
 `activation-checkpoint:full`; `--module` and `--config` name the model.
 """
@@ -7,44 +8,100 @@ torchtitan/config/manager.py: tyro takes `--section.key VALUE`, `--section.no-ke
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from planner.formats.facts.entries import Entries, Entry
+from planner.formats.facts.launcher import Launch, commands, count_of, flag_values, world_size
+from planner.formats.shell.text import Word
 from planner.formats.torchtitan.names import KEYS, MODELS
 
 CONFIG = "config"
 """The key that names a function of a `config_registry.py`, which says all that no flag does."""
 
-_FLAG = re.compile(r"--([a-z_]+)\.((?:no-)?[a-z_]+(?:\.[a-z_]+)*)(?:[ =]+(?!--)([^\s\\]+))?")
-_MODEL = re.compile(r"--(module|config)[ =]+([A-Za-z0-9_.]+)")
-_CHECKPOINTING = re.compile(r"\bactivation[-_]checkpoint:(none|full|selective|memory-budget)\b")
+CONFIG_FILE = "job.config_file"
+"""The key of releases up to 0.2 that names a file, which says all that no flag does."""
+
+STARTER = "run_train.sh"
+"""torchtitan's own script: `MODULE=llama3 CONFIG=llama3_8b ./run_train.sh FLAGS`."""
+
+STARTERS_OWN = {"NGPU": "8", "MODULE": "llama3", "CONFIG": "llama3_debugmodel"}
+"""What that script takes where its variables are not set."""
+
+_FLAG = re.compile(r"([a-z_]+)\.(no_)?([a-z_]+(?:\.[a-z_]+)*)")
+_CHECKPOINTING = re.compile(r"activation[-_]checkpoint:(none|full|selective|memory[-_]budget)")
 
 _SECTIONS = ("parallelism", "training")
 """Sections whose flags make a command one of torchtitan."""
 
 
-def flag_entries(text: str) -> Entries:
-    """The keys that flags in a script or a list of arguments give; none where they are not torchtitan's."""
-    found: Entries = {}
-    names: dict[str, Entry] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.lstrip().startswith("#"):
-            continue
-        for section, key, value in _FLAG.findall(line):
-            off = key.startswith("no-")
-            path = f"{section}.{key.removeprefix('no-')}"
-            found[path] = Entry(path, "false" if off else value or "true", number)
-        for name, value in _MODEL.findall(line):
-            names[name] = Entry(name, value, number)
-        for mode in _CHECKPOINTING.findall(line):
+class Command(NamedTuple):
+    """A command that starts torchtitan."""
+
+    entries: Entries
+    """What its flags and variables say, as keys."""
+    world_size: int | None
+    local_world_size: int | None
+
+
+def find_command(text: str, define: Mapping[str, str], beside: Mapping[str, str]) -> Command | None:
+    """The command of a script, or a list of arguments, that starts torchtitan: the one with most keys."""
+    best: Command | None = None
+    for launch in commands(text, dict(define), beside):
+        found = _command(launch)
+        if found is not None and (best is None or len(found.entries) > len(best.entries)):
+            best = found
+    return best
+
+
+def _command(launch: Launch) -> Command | None:
+    given: Entries = {}
+    names: Entries = {}
+    for name, values, line in flag_values(launch.arguments):
+        match = _FLAG.fullmatch(name)
+        text = values[0] if values else "true"
+        if match is not None:
+            section, off, key = match.groups()
+            given[f"{section}.{key}"] = Entry(f"{section}.{key}", "false" if off else text, line)
+        elif name in ("module", CONFIG):
+            names[name] = Entry(name, text, line)
+    for word in launch.arguments:
+        mode = _CHECKPOINTING.fullmatch(word.text)
+        if mode is not None:
             path = KEYS["recompute"]
-            found[path] = Entry(path, mode.replace("-", "_"), number)
-    sections = all(any(path.startswith(f"{section}.") for path in found) for section in _SECTIONS)
-    if not sections and not ({"module", CONFIG} <= names.keys() and "torchtitan" in text):
-        return {}
-    return {**_model(names), **found}
+            given[path] = Entry(path, mode[1].replace("-", "_"), word.line)
+    own = any(word.text.rpartition("/")[2] == STARTER for word in (*launch.launcher, *_program(launch)))
+    if own:
+        _add_variables(launch, names, given)
+    sections = all(any(path.startswith(f"{section}.") for path in given) for section in _SECTIONS)
+    ours = own or re.fullmatch(r"torchtitan[./]train(\.py)?", launch.program)
+    if not (ours or sections or CONFIG_FILE in given):
+        return None
+    entries = {**_model(names), **given}
+    world, per_node = world_size(launch), count_of(launch.per_node)
+    if own:
+        per_node = count_of(launch.environment.get("NGPU", Word(STARTERS_OWN["NGPU"], 0)))
+        world = per_node
+    return Command(entries, world, per_node) if entries else None
 
 
-def _model(names: dict[str, Entry]) -> Entries:
+def _program(launch: Launch) -> tuple[Word, ...]:
+    return Word(launch.program, 0), *launch.arguments[:1]
+
+
+def _add_variables(launch: Launch, names: Entries, given: Entries) -> None:
+    """What variables say to torchtitan's own script, where no flag does."""
+    variables = launch.environment
+    if "CONFIG_FILE" in variables:
+        word = variables["CONFIG_FILE"]
+        given.setdefault(CONFIG_FILE, Entry(CONFIG_FILE, word.text, word.line))
+    elif CONFIG_FILE not in given:
+        for name in ("MODULE", "CONFIG"):
+            word = variables.get(name, Word(STARTERS_OWN[name], 0))
+            names.setdefault(name.lower(), Entry(name.lower(), word.text, word.line))
+
+
+def _model(names: Entries) -> Entries:
     """`--module` and `--config` as the family and flavor of files."""
     if "config" not in names:
         return {}
@@ -56,3 +113,9 @@ def _model(names: dict[str, Entry]) -> Entries:
         flavor = "debugmodel" if config.text.endswith("debugmodel") else config.text
     entries = (("model.name", family), ("model.flavor", flavor), (CONFIG, config.text))
     return {path: Entry(path, text, config.line) for path, text in entries}
+
+
+def without_names(entries: Entries) -> Entries:
+    """The keys of a command without those that name its configuration, and so its model."""
+    named = {"model.name", "model.flavor"} if CONFIG in entries else set()
+    return {path: entry for path, entry in entries.items() if path not in named | {CONFIG, CONFIG_FILE}}

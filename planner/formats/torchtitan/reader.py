@@ -22,7 +22,7 @@ from planner.formats.facts.layout_fields import Places, build_layout, degrees_of
 from planner.formats.facts.reading import Problems, Reading, in_own_words
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
-from planner.formats.torchtitan.flags import CONFIG
+from planner.formats.torchtitan.flags import CONFIG, CONFIG_FILE
 from planner.formats.torchtitan.names import (
     DEBUG_MODEL,
     FIRST_LESS,
@@ -60,9 +60,9 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
     model = _model(keys, around.model)
     _name_inherited(keys, model)
     degrees = _degrees(keys, model)
-    preset = _preset(source.text, assumed) if around.world_size is None else (None, None, None)
-    world, device, memory = preset
-    said = around.world_size or _said_world(keys, degrees) or world
+    started = around.world_size or source.world_size
+    world, device, memory = (None, None, None) if started else _preset(source.text, assumed)
+    said = started or _said_world(keys, degrees) or world
     if said is None:
         text = "the number of devices is not known: torchrun says it"
         problems.add("unknown", text, KEYS["data_parallel"], None, "give --world-size")
@@ -78,7 +78,7 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
         layout=layout,
         precision=_precision(keys),
         world_size=said,
-        local_world_size=around.local_world_size,
+        local_world_size=around.local_world_size or source.local_world_size,
         device=device,
         device_memory_gib=memory,
         global_batch_size=None if layout is None else layout.global_batch_size,
@@ -106,7 +106,10 @@ class _Release:
 
 
 def _name_inherited(keys: Keyed, model: ModelSpec | None) -> None:
-    """Name what a configuration in Python says that no flag does, as its file is not given."""
+    """Name what a configuration says that no flag does, as its file is not given."""
+    file = keys.first(CONFIG_FILE)
+    if file is not None:
+        keys.add("unknown", f"{file.text} says the job, and is not given", CONFIG_FILE, "give that file too")
     config = keys.first(CONFIG)
     if config is None:
         return

@@ -184,6 +184,52 @@ def test_a_command_changes_the_configuration_that_it_names(tmp_path: Path) -> No
     assert "training.local_batch_size" not in alone.unknown
 
 
+FILE = """\
+model = {name = "llama3", flavor = "8B"}
+parallelism = {data_parallel_shard_degree = -1, tensor_parallel_degree = 2}
+training = {local_batch_size = 1, seq_len = 4096}
+activation_checkpoint = {mode = "full"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "devices"),
+    [
+        ("MODULE=llama3 CONFIG=llama3_8b ./run_train.sh --training.local_batch_size 4", 8),
+        ("export MODULE=llama3 CONFIG=llama3_8b NGPU=4\nbash run_train.sh --training.local_batch_size=4", 4),
+        ("NGPU=16 CONFIG=llama3_8b srun ./run_train.sh --training.local_batch_size 4", 16),
+        (f"{COMMAND}", 8),
+    ],
+)
+def test_its_own_script_takes_variables(command: str, devices: int, tmp_path: Path) -> None:
+    (tmp_path / "llama3").mkdir()
+    both = written(tmp_path, {"run.sh": command, "llama3/config_registry.py": REGISTRY})
+    assert both.legal and both.shown == f"tp=2+sp pp=1 dp={devices // 2} zero=3 mbs=4 x 1 recompute=full"
+    assert both.reading.world_size == both.reading.local_world_size == devices
+    alone = written(tmp_path, {"run.sh": command})
+    assert alone.legal is None and "training.seq_len" in alone.unknown
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "CONFIG_FILE=train_configs/own.toml ./run_train.sh --training.local_batch_size 4",
+        "torchrun --nproc_per_node 8 torchtitan/train.py --job.config_file own.toml "
+        "--training.local_batch_size 4",
+    ],
+)
+def test_a_command_changes_the_file_that_it_names(command: str, tmp_path: Path) -> None:
+    both = written(tmp_path, {"run.sh": command, "own.toml": FILE})
+    assert both.legal and both.shown == "tp=2+sp pp=1 dp=4 zero=3 mbs=4 x 1 recompute=full"
+    alone = written(tmp_path, {"run.sh": command})
+    assert alone.legal is None and alone.unknown == ("job.config_file",)
+
+
+def test_two_commands_are_two_jobs(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="each start a job"):
+        written(tmp_path, {"one.sh": COMMAND, "two.sh": COMMAND})
+
+
 MODEL = """\
 [model]
 name = "llama3"
