@@ -66,7 +66,17 @@ MARKS = (
     ),
     Mark("OpenRLHF", (), r"openrlhf\.cli|--module openrlhf"),
     Mark("FlagScale", (frozenset({"experiment.runner.", "experiment.task."}),)),
-    Mark("MindSpeed-LLM's FSDP2 backend", (frozenset({"fsdp_plan."}), frozenset({"parallel.fsdp_plan."}))),
+    Mark(
+        "MindSpeed-LLM's FSDP2 backend",
+        (
+            # mindspeed_llm/fsdp2/utils/arguments.py, and the file of --fsdp2-config-path.
+            frozenset({"parallel.fsdp_modules"}),
+            frozenset({"parallel.fsdp_size"}),
+            frozenset({"sub_modules_to_wrap", "sharding_size"}),
+        ),
+        r"train_fsdp2\.py",
+    ),
+    Mark("MindSpeed-MM's FSDP2 backend", (frozenset({"fsdp_plan."}), frozenset({"parallel.fsdp_plan."}))),
 )
 
 

@@ -351,6 +351,22 @@ def test_names_of_the_hub(name: str, model: str | None) -> None:
         ("olmo.yaml", "device_train_microbatch_size: 2\nmodel: {d_model: 64, n_layers: 2}\n", "OLMo"),
         ("train.sh", "deepspeed --module openrlhf.cli.train_sft --train.batch_size 2", "OpenRLHF"),
         ("train.yaml", "experiment:\n  runner: {nnodes: 1}\n  task: {type: train}\n", "FlagScale"),
+        (
+            "qwen3.yaml",
+            "model: {model_name_or_path: /Qwen3-8B}\ndata: {cutoff_len: 4096, template: qwen3}\n"
+            "parallel:\n  fsdp_modules:\n    - model.layers.{*}\n  recompute: true\ntraining: {stage: pt}\n",
+            "MindSpeed-LLM's FSDP2 backend",
+        ),
+        (
+            "tune.sh",
+            "torchrun --nproc_per_node 8 train_fsdp2.py examples/fsdp2/qwen3/tune.yaml",
+            "MindSpeed-LLM's FSDP2 backend",
+        ),
+        (
+            "vl.yaml",
+            "model: {model_id: qwen3vl}\nparallel: {fsdp_plan: {param_dtype: bf16}}\n",
+            "MindSpeed-MM's FSDP2 backend",
+        ),
     ],
 )
 def test_software_that_is_known_and_not_read_is_named(
