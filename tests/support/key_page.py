@@ -19,12 +19,16 @@ reader beside it. Flags of Megatron-LM and MindSpeed are in `planner/formats/fac
 
 NAMES = {
     "accelerate": "accelerate",
+    "axolotl": "axolotl",
     "deepspeed": "DeepSpeed",
     "gpt-neox": "GPT-NeoX",
+    "megatron-bridge": "Megatron-Bridge, and NeMo's names",
     "mindformers": "MindFormers, static graph",
     "mindformers-dynamic": "MindFormers, dynamic graph",
+    "ms-swift": "ms-swift under Megatron-LM",
     "nanotron": "nanotron",
     "nemo-rl": "NeMo-RL, DTensor",
+    "primus": "Primus",
     "torchtitan": "torchtitan",
     "transformers": "Hugging Face's trainer",
     "verl": "verl's actor",

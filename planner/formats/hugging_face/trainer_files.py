@@ -5,51 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner.formats.facts.entries import Entries, Entry
-
-AXOLOTL = {
-    "base_model": "--model_name_or_path",
-    "sequence_len": "--max_seq_length",
-    "micro_batch_size": "--per_device_train_batch_size",
-    "gradient_accumulation_steps": "--gradient_accumulation_steps",
-    "gradient_checkpointing": "--gradient_checkpointing",
-    "bf16": "--bf16",
-    "bfloat16": "--bf16",
-    "fp16": "--fp16",
-    "float16": "--fp16",
-    "optimizer": "--optim",
-    "adapter": "--adapter",
-    "lora_r": "--lora_r",
-    "lora_alpha": "--lora_alpha",
-    "lora_target_modules": "--lora_target_modules",
-    "lora_target_linear": "--lora_target_linear",
-    "load_in_4bit": "--load_in_4bit",
-    "load_in_8bit": "--load_in_8bit",
-    "fsdp": "--fsdp",
-    "deepspeed": "--deepspeed",
-    "learning_rate": "--learning_rate",
-    "lr_scheduler": "--lr_scheduler_type",
-    "max_steps": "--max_steps",
-    "seed": "--seed",
-    "weight_decay": "--weight_decay",
-    "warmup_steps": "--warmup_steps",
-}
-"""Flags of Hugging Face's trainer by the keys of axolotl (axolotl/utils/schemas/config.py)."""
-
-_AXOLOTL_DEGREES = {
-    "tensor_parallel_size": "parallelism_config.parallelism_config_tp_size",
-    "context_parallel_size": "parallelism_config.parallelism_config_cp_size",
-    "sequence_parallel_degree": "parallelism_config.parallelism_config_cp_size",
-    "dp_replicate_size": "parallelism_config.parallelism_config_dp_replicate_size",
-}
-"""Keys of accelerate by those of axolotl that it turns into them."""
-
-_FSDP = {
-    "offload_params": "fsdp_offload_params",
-    "activation_checkpointing": "fsdp_activation_checkpointing",
-    "reshard_after_forward": "fsdp_reshard_after_forward",
-    "sharding_strategy": "fsdp_sharding_strategy",
-}
-"""Keys of accelerate's `fsdp_config` by those that axolotl and TrainingArguments have without their begin."""
+from planner.formats.facts.key_table import key_table
 
 
 def is_axolotl(entries: Entries) -> bool:
@@ -86,19 +42,26 @@ SOFTWARE = {
 
 def as_flags(entries: Entries, software: str) -> tuple[Entries, Entries]:
     """The same job as flags of Hugging Face's trainer, and as keys of accelerate's YAML."""
-    names: Mapping[str, str] = AXOLOTL if software == "axolotl" else {}
+    named = _named(software)
     flags: Entries = {}
     accelerate: Entries = {}
     for path, entry in entries.items():
-        if software == "axolotl" and path in _AXOLOTL_DEGREES:
-            where = _AXOLOTL_DEGREES[path]
-            accelerate[where] = Entry(where, entry.text, entry.line)
-        elif path.startswith("fsdp_config."):
-            leaf = path.partition(".")[2]
-            where = f"fsdp_config.{_FSDP.get(leaf, leaf)}"
-            accelerate[where] = Entry(where, entry.text, entry.line)
-        else:
-            name = names.get(path, f"--{path}")
+        name = named.get(path, f"--{path}")
+        if path.startswith("fsdp_config."):
+            # As accelerate has them, whose names begin alike.
+            name = f"fsdp_config.fsdp_{path.partition('.')[2].removeprefix('fsdp_')}"
+        if name.startswith("--"):
             text = "true" if name in ("--bf16", "--fp16") and entry.text == "auto" else entry.text
             flags[name] = Entry(name, text, entry.line, entry.items, entry.quoted)
+        else:
+            accelerate[name] = Entry(name, entry.text, entry.line)
     return flags, accelerate
+
+
+def _named(software: str) -> Mapping[str, str]:
+    """Flags of the trainer, and keys of accelerate, by the keys of a software that calls them otherwise."""
+    if software != "axolotl":
+        return {}
+    table = key_table(software)
+    found = {**table.flag_of, **{key: field for field, key in table.fields.items()}}
+    return found | {name: found[key] for name, key in table.earlier.items()}

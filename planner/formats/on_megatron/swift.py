@@ -9,6 +9,7 @@ from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.flag_catalogue import GivenFlag, KnownFlag, known_flags
 from planner.formats.facts.hub_models import model_of
+from planner.formats.facts.key_table import key_table
 from planner.formats.facts.keyed import Keyed, known_keys
 from planner.formats.facts.launcher import Launch, commands, flag_values
 from planner.formats.facts.reading import Problems, Reading
@@ -18,21 +19,7 @@ from planner.formats.hugging_face.adapters import with_adapters
 from planner.formats.megatron.reader import read_command
 from planner.formats.on_megatron.flags import as_flags, renamed
 
-SWIFT = {
-    "max_length": "--seq-length",
-    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
-    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
-    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
-}
-"""Flags by those of ms-swift's `megatron` commands that are called otherwise."""
-
-SWIFT_DEFAULTS = {
-    "--micro-batch-size": "1",
-    "--global-batch-size": "16",
-    "--use-distributed-optimizer": "",
-    "--expert-tensor-parallel-size": "1",
-}
-"""swift/megatron/arguments/megatron_args.py."""
+SWIFT = key_table("ms-swift")
 
 SWIFT_COMMANDS = ("sft", "pt", "rlhf")
 
@@ -60,13 +47,13 @@ def read_swift(source: Source, around: Surroundings) -> Reading:
     assert command is not None
     launch, given = command
     known = known_flags()
-    flag_of = {path: SWIFT.get(path, f"--{path.replace('_', '-')}") for path in given}
     entries = with_definitions(given, around.define, {name[2:].replace("-", "_") for name in known})
     problems = Problems(source.file)
     keys = Keyed(entries, "transformers", source.file, problems)
+    flag_of = {path: _flag(path) for path in given}
     pairs = []
     for path, entry in entries.items():
-        name = flag_of.get(path, SWIFT.get(path, f"--{path.replace('_', '-')}"))
+        name = _flag(path)
         if name in known and known[name].role != "harmless":
             pairs.append((name, entry))
     said = {name for name, _ in pairs}
@@ -74,8 +61,8 @@ def read_swift(source: Source, around: Surroundings) -> Reading:
     if not said & {"--bf16", "--fp16"} and (keys.text("torch_dtype") or "bfloat16") == "bfloat16":
         pairs.append(("--bf16", made))
     pairs += [
-        (name, dataclasses.replace(made, text=text or "true"))
-        for name, text in SWIFT_DEFAULTS.items()
+        (name, dataclasses.replace(made, text=text.lower()))
+        for name, text in SWIFT.defaults.items()
         if name not in said
     ]
     model = _swift_model(keys, around, problems)
@@ -107,20 +94,13 @@ def read_swift(source: Source, around: Surroundings) -> Reading:
     return renamed(reading, {flag: f"--{path}" for path, flag in flag_of.items()}, "ms-swift", "megatron")
 
 
-_SWIFT_ASIDE = (
-    "load_safetensors",
-    "save_safetensors",
-    "model",
-    "packing",
-    "torch_dtype",
-    "model_type",
-    "sequence_parallel",
-)
+def _flag(path: str) -> str:
+    return SWIFT.flag_of.get(path, f"--{path.replace('_', '-')}")
 
 
 def _trainers_flag(flag: GivenFlag) -> KnownFlag:
     role = known_keys("transformers").get(f"--{flag.name}")
-    if flag.name in _SWIFT_ASIDE or f"--{flag.name.replace('_', '-')}" in known_flags():
+    if flag.name in SWIFT.roles or f"--{flag.name.replace('_', '-')}" in known_flags():
         role = "harmless"
     return dataclasses.replace(flag.known, role=role or flag.known.role)
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-FLAGS = {
-    "fp8": "--fp8-format",
-    "fp4": "--fp4-format",
-    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
-    "layernorm_epsilon": "--norm-epsilon",
-}
+from planner.formats.facts.key_table import key_table
+
+_TABLE = key_table("primus")
+
+FLAGS = {key: flag for key, flag in _TABLE.flag_of.items() if key not in _TABLE.opposite}
 """Flags by keys that are called otherwise: keys are the names that Megatron-LM's parser stores flags by."""
 
-OFF = {
-    "add_bias_linear": "--disable-bias-linear",
-    "add_position_embedding": "--no-position-embedding",
-    "apply_rope_fusion": "--no-rope-fusion",
-    "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
-}
+OFF = {key: flag for key, flag in _TABLE.flag_of.items() if key in _TABLE.opposite}
 """Switches that are given where a key is false, and not called `--no-KEY`."""
 
 _TRAINER = {"bf16": "true", "use_distributed_optimizer": "true", "sequence_parallel": "true"}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from planner.formats.facts.flag_catalogue import Role
-from planner.formats.facts.key_table import FOLDER, OTHERS, key_table
+from planner.formats.facts.key_table import DEFAULTS, FOLDER, OTHERS, key_table
 from tests.planner.test_public_cases import written
 from tests.support.key_page import PAGE, page
 
@@ -21,6 +21,7 @@ TABLES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 @pytest.mark.parametrize("software", TABLES)
 def test_a_key_has_one_role(software: str) -> None:
     sections = yaml.safe_load((FOLDER / f"{software}.yaml").read_text())
+    sections.pop(DEFAULTS, None)
     assert set(sections) <= set(get_args(Role))
     roles: dict[str, set[str]] = {}
     listed: Counter[str] = Counter()
@@ -38,8 +39,17 @@ def test_a_key_has_one_role(software: str) -> None:
 @pytest.mark.parametrize("software", TABLES)
 def test_earlier_names_are_no_keys_of_today(software: str) -> None:
     table = key_table(software)
-    assert not set(table.earlier) & set(table.fields.values())
-    assert {table.roles[key] for key in table.earlier} <= {table.roles[key] for key in table.fields.values()}
+    keys = {*table.fields.values(), *table.flags.values()}
+    assert not set(table.earlier) & keys
+    assert {table.roles[key] for key in table.earlier} <= {table.roles[key] for key in keys}
+
+
+def test_keys_that_say_the_opposite_and_defaults() -> None:
+    table = key_table("megatron-bridge")
+    assert table.flag_of["model.bias"] == table.flag_of["model.add_bias_linear"] == "--disable-bias-linear"
+    assert {"model.bias", "model.add_bias_linear"} <= table.opposite
+    assert table.flag_of["model.encoder_seq_length"] == "--seq-length"
+    assert key_table("ms-swift").defaults["--global-batch-size"] == "16"
 
 
 def test_the_stage_of_deepspeed_decides(tmp_path: Path) -> None:
