@@ -36,6 +36,7 @@ from costmodels.spec.table import (
     SCHEDULES,
     UNIFORM,
     LayoutTable,
+    code_of,
     value_of,
 )
 from planner.inputs.choice import Choice
@@ -45,6 +46,8 @@ from planner.ranking.result import SearchResult
 from planner.space.rule import divisors
 from planner.space.rules import RULES
 from planner.space.shared_stages import less_layers
+
+CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
 
 MODELS = (
     *("gpt2-small", "gpt2-xl", "gpt3-125m", "gpt3-2.7b", "gpt3-13b", "gpt-22b", "gpt3-175b", "llama2-7b"),
@@ -248,6 +251,9 @@ def legal(problem: Problem, table: LayoutTable) -> Any:
     if problem.pins.get("recompute") == "full" and "recompute_method" not in problem.pins:
         # It pins all layers, one by one.
         good &= (table.recompute_method == UNIFORM) & (table.recompute_num_layers == 1)
+    if problem.pins.get("recompute") == "selective" and "recompute_modules" not in problem.pins:
+        # It pins what an answer writes in these words: core attention of all layers.
+        good &= (table.recompute_modules == CORE_ATTENTION) & (table.recompute_method == UNIFORM)
     return good
 
 

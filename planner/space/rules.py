@@ -180,7 +180,7 @@ RULES: tuple[Rule, ...] = (
             "parameters whole until the last micro batch, as zero_stage 1 does; use 1"
         ),
         redundant=True,
-        lifted_by=(("zero_stage", "pipeline_parallel"),),
+        lifted_by=(("zero_stage",),),
     ),
     Rule(
         "recompute_layers",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from costmodels import Layout, ModelSpec, even_split
 from costmodels.errors import InputError
 from costmodels.spec.table import ARRAY_FIELDS, RECOMPUTE_KINDS
+from planner import search
 from planner.inputs.batch import Batch
 from planner.inputs.pins import Pins, WherePossible, parse_pins
 from planner.space.grid import build, micro_batch_sizes, obstacle
@@ -187,7 +188,25 @@ def test_pins_leave_only_what_agrees_and_still_add_up(pins: Pins, holds: Any) ->
     assert space.considered == len(layouts) + sum(space.illegal.values())
     if "layers_per_stage" not in pins:
         every = set(map(key, free_layouts(24))) if "micro_batch_size" not in pins else None
-        assert every is None or {key(layout) for layout in layouts} <= every
+        # A pinned stage of ZeRO asks for pipelines that keep gradients and parameters whole, too.
+        usual = [one for one in layouts if one.pipeline_parallel == 1 or one.zero_stage < 2]
+        assert every is None or {key(layout) for layout in usual} <= every
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_pinned_stage_of_zero_leaves_pipelines(stage: int) -> None:
+    """ZeRO 1 would hold as much and is no answer to the question; without a pipeline a step takes longer."""
+    result = search(
+        "gpt3-13b",
+        world_size=64,
+        device="h200",
+        global_batch_size=16,
+        pin=f"zero={stage}",
+        prefer="fastest",
+    )
+    assert result.best is not None
+    assert result.best.layout.zero_stage == stage
+    assert result.best.layout.pipeline_parallel > 1
 
 
 @pytest.mark.parametrize(
