@@ -6,6 +6,11 @@ Each job is a model of the catalogue, a number of devices of one kind, and a bat
 pipeline ranks that may be the fullest are traced, with compiled layers where the runtime compiles: the one
 that the estimate says is fullest, the first and the last. A plan is refused when the tensors of a rank, with
 what the plan adds for the driver, the communicators and the allocator, are more than the device has.
+
+What the search rejects by its estimates of memory is held against it: of the `SHOWN` fastest plans with
+`MORE` of the memory, those that the estimates say are too big and that are more than `SLOWER` faster are
+traced, the fastest first, `--rivals` of a job at most. They are compared with the fastest
+plan that fits.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from planner import search
 from planner.plan import Plan
+from planner.ranking.result import SearchResult
 from runtime.dryrun.memory_trace import CATEGORIES
 
 MODELS = (
@@ -38,6 +44,15 @@ DEVICES = ("v100-32g", "a100-40g", "a100-80g", "h100", "h200", "b200", "mi300x",
 
 FAR = 0.01
 """Estimates of memory this far off are listed."""
+
+MORE = 1.06
+"""Memory of the devices, of what they have, for which rivals are looked for."""
+
+SHOWN = 50
+"""Plans among which rivals are looked for."""
+
+SLOWER = 0.01
+"""How much faster a rival is at least, relative to the fastest plan that fits."""
 
 WORLD_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -70,6 +85,7 @@ class Checked:
     """With what the device needs besides."""
     memory: float
     """Of a device."""
+    tokens_per_s: float
 
     @property
     def refused(self) -> bool:
@@ -98,22 +114,53 @@ def jobs(seed: int) -> Iterator[Asked]:
         )
 
 
-def first_plan(job: Asked) -> Plan | None:
+def first_plan(job: Asked, **others: Any) -> Plan | None:
     """The plan that is proposed; None where nothing fits or the device cannot run the model."""
-    size = {"max_global_batch_size" if job.maximum else "global_batch_size": job.batch}
+    result = searched(job, **others)
+    return result.plan(0) if result is not None and result.feasible else None
+
+
+def searched(job: Asked, **others: Any) -> SearchResult | None:
+    """The answer to a job; None where the device cannot run the model."""
+    size: dict[str, Any] = {"max_global_batch_size" if job.maximum else "global_batch_size": job.batch}
     try:
-        result = search(job.model, world_size=job.world_size, device=job.device, **size)  # type: ignore[arg-type]
+        return search(job.model, world_size=job.world_size, device=job.device, **size, **others)
     except InputError:
         return None
-    return result.plan(0) if result.feasible else None
 
 
-def check(planned: tuple[Asked, Plan]) -> Checked:
-    """Trace what of a job's plan may be fullest."""
+def rivals(job: Asked, plan: Plan, most: int) -> list[Plan]:
+    """Faster plans that are rejected by little memory, the fastest first."""
+    fastest = first_plan(job, prefer="fastest")
+    memory = plan.cluster.memory_bytes
+    more = searched(job, prefer="fastest", device_memory_gib=MORE * memory / GIB, memory_margin_gib=0)
+    if not most or more is None or fastest is None:
+        return []
+    found = []
+    for other in more.plans(SHOWN):
+        if other.estimate.tokens_per_s <= (1 + SLOWER) * fastest.estimate.tokens_per_s:
+            break
+        if other.estimate.peak_memory_bytes > memory:
+            found.append(other.model_copy(update={"cluster": plan.cluster}))
+    return found[:most]
+
+
+def check(planned: tuple[Asked, Plan, int]) -> tuple[Checked, list[Checked]]:
+    """Trace what of a job's plan may be fullest, and of its rivals until one fits."""
+    job, plan, most = planned
+    first, others = traced_plan(job, plan), []
+    for rival in rivals(job, plan, most):
+        others.append(traced_plan(job, rival))
+        if not others[-1].refused:
+            break
+    return first, others
+
+
+def traced_plan(job: Asked, plan: Plan) -> Checked:
+    """The dry run of a plan."""
     from runtime.dryrun.run import trace
     from runtime.settings.options import TrainingOptions
 
-    job, plan = planned
     layout, memory = plan.layout, plan.estimate.memory
     fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
     compiled = TrainingOptions().compiles(layout, on_gpu=True)
@@ -123,7 +170,10 @@ def check(planned: tuple[Asked, Plan]) -> Checked:
         estimated = sum(getattr(memory[stage], kind) for kind in CATEGORIES)
         found.append((traced + memory[stage].overhead, stage, traced, estimated))
     needed, stage, traced, estimated = max(found)
-    return Checked(job, layout.describe(), stage, traced, estimated, needed, plan.cluster.memory_bytes)
+    return Checked(
+        *(job, layout.describe(), stage, traced, estimated, needed, plan.cluster.memory_bytes),
+        plan.estimate.tokens_per_s,
+    )
 
 
 def main() -> None:
@@ -131,31 +181,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.first_plans", description=str(__doc__).split("\n")[0])
     parser.add_argument("--plans", type=int, default=200, help="first plans to check")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--rivals", type=int, default=0, help="faster plans of a job that are traced, at most"
+    )
     parser.add_argument("--processes", type=int, default=available_cores())
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args()
     started = time.perf_counter()
     drawn = jobs(given.seed)
-    planned: list[tuple[Asked, Plan]] = []
+    planned: list[tuple[Asked, Plan, int]] = []
     without = 0
     while len(planned) < given.plans:
         job = next(drawn)
         plan = first_plan(job)
         without += plan is None
         if plan is not None:
-            planned.append((job, plan))
+            planned.append((job, plan, given.rivals))
     # A trace leaves PyTorch's compiler full of graphs: a process is renewed after some.
     with get_context("spawn").Pool(given.processes, maxtasksperchild=20) as pool:
-        checked = []
-        for one in pool.imap(check, planned):
+        checked, others = [], []
+        for one, its in pool.imap(check, planned):
             checked.append(one)
+            others.append(its)
             refused = sum(other.refused for other in checked)
             print(f"{len(checked)} of {len(planned)} traced, {refused} refused", file=sys.stderr, flush=True)
-    report(checked, without, time.perf_counter() - started, given.json)
+    report(checked, others, without, time.perf_counter() - started, given.json)
 
 
-def report(checked: list[Checked], without: int, seconds: float, as_json: bool) -> None:
-    """Print the outcome."""
+def report(
+    checked: list[Checked], others: list[list[Checked]], without: int, seconds: float, as_json: bool
+) -> None:
+    """Print the outcome.
+
+    Args:
+        others: the rivals of each plan that were traced; of them, the last may fit.
+        without: jobs that have no plan.
+    """
     ratios = [one.planned / one.traced for one in checked]
     refused = [one for one in checked if one.refused]
     if as_json:
@@ -166,6 +227,12 @@ def report(checked: list[Checked], without: int, seconds: float, as_json: bool) 
     print(f"{len(refused)} refused by the dry run")
     for one in refused:
         print(f"  {one.describe()}")
+    traced = sum(map(len, others))
+    overlooked = [its[-1] for its in others if its and not its[-1].refused]
+    if traced:
+        print(f"{traced} rivals traced; {len(overlooked)} jobs have one that fits and is faster")
+    for one in overlooked:
+        print(f"  {one.describe()}; {one.tokens_per_s:,.0f} tokens/s")
     tenths = statistics.quantiles(ratios, n=10)
     print(
         f"tensors planned over traced: median {statistics.median(ratios):.3f}, "
