@@ -34,4 +34,4 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "convert": ("planner convert --input Qwen3-0.6B --output checkpoints",),
     "generate": ('planner generate --load checkpoints --prompt "def main" --max-new-tokens 40',),
 }
-"""Of each command, in the order of the commands."""
+"""The examples of each command, in the order of the commands."""

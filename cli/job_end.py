@@ -29,7 +29,7 @@ class JobEnd:
 
     plan: Plan
     job: Job
-    """With the file of the plan."""
+    """The job, with the file of its plan."""
     log_dir: Path
     """The folder of its logs, which the flags of the job need not name."""
     start: int = 0

@@ -64,7 +64,7 @@ class Screen:
 
     @property
     def encoding(self) -> str:
-        """Its name, in small letters."""
+        """The name of the encoding, in small letters."""
         return self.console.encoding
 
     @property
@@ -103,7 +103,7 @@ class Page(Screen):
 
     @property
     def encoding(self) -> str:
-        """Its name, in small letters."""
+        """The name of the encoding, in small letters."""
         return (sys.stdout.encoding or "utf-8").lower()
 
     def print(self, line: Line) -> None:

@@ -45,7 +45,7 @@ class Status:
             self.show(what)
 
     def show(self, what: str) -> None:
-        """The same for what changes often: on a terminal alone."""
+        """Show text that changes often, as `tell` does, but on a terminal alone."""
         if self.live is not None and self.task is not None:
             self.live.update(self.task, description=what)
             self.live.start()

@@ -24,7 +24,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def or_nearest(name: str, known: Iterable[str]) -> str:
-    """The same, to be appended to a message that lists what is known."""
+    """The nearest known name, to be appended to a message that lists what is known."""
     hint = nearest(name, known)
     return f"; {hint}" if hint else ""
 

@@ -54,7 +54,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        """Such as `F3`: kind and micro batch."""
+        """The kind of the pass and its microbatch, such as `F3`."""
         return f"{self.kind}{self.micro_batch}"
 
 

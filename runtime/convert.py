@@ -71,7 +71,7 @@ class Conversion(NamedTuple):
     spec: ModelSpec
     tensors: int
     bytes: int
-    """Of the tensors, as they are written."""
+    """Bytes of the tensors, as they are written."""
     left_out: list[str]
     """Names of tensors that the runtime's model does not have."""
 

@@ -163,7 +163,7 @@ def _watchdog(job: Job, ranks: Ranks) -> Watchdog:
 
 
 def _lost_connection(watchdog: Watchdog) -> NoReturn:
-    """Another rank went away: say so once for all ranks, unless that rank has said why."""
+    """Say once for all ranks that another rank went away, unless that rank has said why."""
     what = activity().describe()
     # torchrun blames the first rank that it sees ended: let that be the one that was lost.
     time.sleep(1.0)

@@ -25,7 +25,7 @@ TOLERANCE = 0.06
 """Relative error of a step that noise explains."""
 
 LEAST_SPREAD = 0.1
-"""Of the 80 % range of a step time on a machine that was measured."""
+"""The least relative width of the 80 % range of a step time on a measured machine."""
 
 SPREAD_SHARE, MORE = 0.8, 1.6
 """Quantile of the errors that are left which the range holds, and how much wider it is for other models."""
@@ -35,7 +35,7 @@ ALONE = 0.3
 cores, which single kernels do not show in full; a kernel of an accelerator has it for itself."""
 
 UPDATE_BYTES = 28.0
-"""That Adam's update of a parameter reads and writes (`costmodels.layers.optimizer.UPDATES`)."""
+"""Bytes that Adam's update of one parameter reads and writes (`costmodels.layers.optimizer.UPDATES`)."""
 
 BANDWIDTH = "bandwidth"
 """Name of what is no constant of an engine: the factor of all measured bandwidths of collectives."""
@@ -341,7 +341,7 @@ def _with_memory(device: Device, engine: Engine, ranks: int, batches: Sequence[B
     known = [batch.peaks > 0 for batch in batches]
 
     def peaks(reserve: float) -> Floats:
-        """Of steps whose peaks are known, with nothing besides tensors but so much for each parameter."""
+        """The peaks of measured steps, with tensors and `reserve` bytes for each parameter alone."""
         trial = with_constants(
             device.model_copy(update={"context_bytes": 0.0}), engine, {"allocator.gathering_reserve": reserve}
         )

@@ -48,7 +48,7 @@ class StepTime(Record):
     layout: Layout
     seconds: Positive
     peak_bytes: CountOrZero = 0
-    """Of the fullest rank, as a run logs it; 0 where it is not known."""
+    """Peak bytes of the fullest rank, as a run logs them; 0 where they are not known."""
 
 
 class Measurements(Record):

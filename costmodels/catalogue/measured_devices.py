@@ -35,7 +35,7 @@ class Machine(Record):
     host: Name
     processor: Name
     cores: Count
-    """That a process may use."""
+    """CPU cores that a process may use."""
 
     @classmethod
     def here(cls) -> "Machine":
@@ -47,7 +47,7 @@ class MeasuredDevices(Record):
     """The devices of one machine, with the engines' constants that were measured on them."""
 
     version: Literal[1] = 1
-    """Of this format."""
+    """The version of this file format."""
     machine: Machine
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d")]
     software: dict[str, Name]

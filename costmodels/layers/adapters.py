@@ -13,7 +13,7 @@ class LinearLayer(NamedTuple):
     """A linear layer that can have an adapter."""
 
     module: str
-    """Its place in a block of the runtime, such as `attention.query`."""
+    """The module's place in a block of the runtime, such as `attention.query`."""
     inputs: int
     outputs: int
     split: Literal["columns", "rows", "whole"]
@@ -49,7 +49,7 @@ def linear_layers(model: ModelSpec, mlp: MlpKind) -> list[tuple[LoraTarget, Line
 
 
 def adapted_layers(model: ModelSpec, mlp: MlpKind) -> list[LinearLayer]:
-    """Those of `linear_layers` that have adapters."""
+    """The layers of `linear_layers` that have adapters."""
     if model.lora is None:
         return []
     return [layer for target, layer in linear_layers(model, mlp) if target in model.lora.targets]

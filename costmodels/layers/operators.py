@@ -284,7 +284,7 @@ a matrix in 4 bits that is turned back."""
 def _adapters(
     model: ModelSpec, table: LayoutTable, mlp: MlpKind
 ) -> tuple[tuple[Gemm, ...], Floats, Floats, float]:
-    """Of a layer's adapters: products, bytes of additions forward and backward, and `kernels`.
+    """Costs of a layer's adapters: GEMMs, bytes of additions forward and backward, and `kernels`.
 
     A base in 4 bits is read and written in the format that computes for each product, which is one in
     forward and one for the gradient of the input.

@@ -37,7 +37,7 @@ class KeptInputs(NamedTuple):
     """Inputs of matrices that backward needs: of those that train, and of those with adapters."""
 
     heads: bool
-    """Of queries, keys and values."""
+    """Whether the inputs are queries, keys and values."""
     up: bool
     down: bool
     adapted_up: int = 0

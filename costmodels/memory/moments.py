@@ -33,7 +33,7 @@ class Held(NamedTuple):
     """Bytes that come and go within a step, [n, k] each."""
 
     activations: Floats
-    """Those of all micro batches in flight."""
+    """Bytes of the activations of all microbatches in flight."""
     again: Floats
     """Bytes of the backward pass of one layer, while the activations of all others are there."""
     at_end: Floats
@@ -42,9 +42,9 @@ class Held(NamedTuple):
     late: Floats
     """The part of them that stays until backward has ended: gradients of what FSDP2 wraps as a whole."""
     gradients: Floats
-    """Those of all stages."""
+    """Bytes of the gradients of all stages."""
     layer_gradients: Floats
-    """Those of one layer."""
+    """Bytes of the gradients of one layer."""
 
 
 def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floats, Floats, Floats]:

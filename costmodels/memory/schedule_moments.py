@@ -35,15 +35,15 @@ class Alive(NamedTuple):
     flights: Floats
     """Micro batches between forward and the end of backward, over all stages."""
     waits: Floats
-    """Those of them whose gradients of weights are still to come."""
+    """Microbatches in flight whose weight gradients are still to come."""
     head_flights: Floats
-    """As `flights`, of the last stage of the model."""
+    """`flights` of the model's last stage."""
     sums: Floats
     """Stages that have summed gradients."""
     head_sums: Floats
-    """As `sums`, of the last stage of the model."""
+    """`sums` of the model's last stage."""
     first_sums: Floats
-    """As `sums`, of the first stage of the model."""
+    """`sums` of the model's first stage."""
     fresh: Floats
     """Stages that have gradients in 16 bits beside their sums."""
     whole: Floats

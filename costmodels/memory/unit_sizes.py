@@ -127,9 +127,9 @@ LAYER_ROWS = 9
 
 
 def _layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -> Floats:
-    """Of a layer of the first layer's attention: parameters outside and inside of routed experts that train,
-    and that do not, bytes kept, recomputed and offloaded, and bytes of matrices in 4 bits and of those that
-    are turned back at a time; [`LAYER_ROWS`, n]."""
+    """Sizes of a layer of the first layer's kind of attention: parameters outside and inside of routed
+    experts that train, and that do not, bytes kept, recomputed and offloaded, and bytes of matrices in 4 bits
+    and of those that are dequantised at a time; [`LAYER_ROWS`, n]."""
     tp, h = table.tensor_parallel.astype(np.float64), model.hidden
     norm = model.norm_parameters * (2 if model.norm_place == "around" else 1)
     split, whole = _attention_parameters(model, tp)
@@ -153,7 +153,7 @@ def _layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -
 
 
 class _Further(NamedTuple):
-    """Of all modules that predict further tokens, [n] each."""
+    """Sizes of all MTP modules, [n] each."""
 
     parameters: Floats
     """Outside of routed experts."""

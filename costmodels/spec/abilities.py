@@ -54,7 +54,7 @@ class Abilities(Record):
     context_parallel_schedules: tuple[Schedule, ...] = get_args(Schedule)
     """Schedules that go with context parallelism."""
     uneven_schedules: tuple[Schedule, ...] = get_args(Schedule)
-    """Those whose stages may hold different numbers of layers."""
+    """Schedules whose stages may hold different numbers of layers."""
     stages_alike: bool = False
     """All stages hold as many layers but for the first and the last one."""
     offload_activations_schedules: tuple[Schedule, ...] = get_args(Schedule)
@@ -75,7 +75,7 @@ class Abilities(Record):
     recompute: tuple[Recompute, ...] = get_args(Recompute)
     recompute_modules: tuple[RecomputeModule, ...] = get_args(RecomputeModule)
     recompute_activation_of_experts: bool = False
-    """Of the modules, activation functions are recomputed in layers with experts alone."""
+    """The module `activation` is recomputed in layers with experts alone."""
     recompute_some_layers: tuple[Recompute, ...] = ("selective", "full")
     """Kinds that recompute the first layers of each stage alone, too (`recompute_method` block)."""
     fp8_recipes: tuple[Fp8Recipe, ...] = get_args(Fp8Recipe)

@@ -170,7 +170,7 @@ class HostConstants(Constants):
     plain: Positive = 1.0
     """Host time of a layer whose parameters nothing wraps (`plain_whole`), relative to the others."""
     chained: Positive = 1.0
-    """The same of a layer that besides runs in a chain of compiled ones."""
+    """Host time of a layer that also runs in a chain of compiled layers, relative to the others."""
     shard: NonNegative = 0.0
     """Host seconds to cut what a layer exchanges into shards, for each of them, with ZeRO 1 and above."""
     step: NonNegative = 0.0

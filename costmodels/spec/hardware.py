@@ -10,7 +10,7 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 """Number formats that matrix products run in; mxfp8 and nvfp4 have a factor for each 32 and 16 elements."""
 
 NARROW: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")
-"""Those of fewer than 16 bits, which recipes use for the matrices of layers, all else being in bf16."""
+"""Number formats of fewer than 16 bits, which recipes use for the matrices of layers; all else is in bf16."""
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 """Operations of a group of ranks; `send` is a message from one rank to another."""

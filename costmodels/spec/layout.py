@@ -172,7 +172,7 @@ class Layout(Record):
     precision: Precision = "bf16"
     gradient_reduction: GradientReduction = "fp32"
     fp8_recipe: Fp8Recipe = "default"
-    """Of precision fp8."""
+    """The scaling recipe of precision fp8."""
     fp8_param_gather: bool = False
     """Where ZeRO gathers weights of products in fp8, it does so in fp8 (Megatron-LM's flag of the name)."""
     optimizer: Optimizer = "adam"

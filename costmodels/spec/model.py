@@ -107,7 +107,8 @@ class ModelSpec(Record):
     qk_norm_width: Literal["head", "all"] = "head"
     """What these norms go over: each head, or all heads together (OLMo 2, MiniMax-M2)."""
     qk_norm_weights: bool = True
-    """These norms have weights; where not, they are in layers alone whose heads positions turn (Llama 4)."""
+    """The norms of queries and keys have weights; without weights, they are only in layers with rotary
+    positions (Llama 4)."""
     attention_gate: bool = False
     """A sigmoid of the input scales each element of attention's output (Qwen3-Next)."""
     attention_sinks: bool = False

@@ -192,9 +192,10 @@ class ExpertLoad(Record):
 
     ranks: Count
     mean: Annotated[float, Field(ge=1)]
-    """Of steps and layers: the others wait for it."""
+    """The load of the busiest rank, as a mean of steps and layers: the other ranks wait for it."""
     peak: Annotated[float, Field(ge=1)]
-    """Of the step and layer where it is largest, early in training as a rule: memory has to hold it."""
+    """The load of the busiest rank in the step and layer where it is largest, mostly early in training:
+    memory has to hold it."""
 
 
 class Router(Record):
@@ -299,7 +300,8 @@ class Indexer(Record):
     head_dim: Count
     top_k: Count
     share: Fraction = 1.0
-    """Of the layers, those that choose; the others read what the last one before them chose (GLM-5.2)."""
+    """The share of the layers that choose positions; other layers take what the last one before them chose
+    (GLM-5.2)."""
 
     def share_in(self, kind: AttentionKind, compressed: CompressedAttention | None) -> float:
         """Indexers in the mean of a layer of this kind; of those with entries sparse ones choose."""

@@ -89,8 +89,9 @@ class SendOrder:
                 todo.append(((rank, number - 1), (rank, number)))
 
     def first_done(self, receives: Iterable[Place], before: Place) -> Place | None:
-        """Of the receives of sends that are under way, the one whose send a rank awaits `before` its next
-        send: the first that comes before that anyway, else the first that can; none where none can.
+        """The receive that is first done, of the sends under way, where a rank awaits one of them `before`
+        its next send: the first that comes before that send anyway, else the first that can; None where none
+        can.
 
         As `_add_wait_send_budget` in `torch.distributed.pipelining.schedules`. The send follows it from now
         on.
@@ -108,7 +109,7 @@ class SendOrder:
 
 
 class ChainOrder(SendOrder):
-    """The same where ranks send to those next to them alone, each numbered after the one before it.
+    """A `SendOrder` for ranks that send to their neighbours alone, each numbered after the one before it.
 
     What comes from one neighbour then comes straight from it or by way of it, never around: for each place
     the last ones of both neighbours that come before it say all.
@@ -119,7 +120,7 @@ class ChainOrder(SendOrder):
         """Of each rank, by place: the number of the last place of the rank before, and of the rank after."""
 
     def append_messages(self, senders: Ints, receivers: Ints) -> tuple[list[Place], list[Place]]:
-        """As `SendOrder.append_messages`, behind nothing else."""
+        """Append messages behind nothing else (`SendOrder.append_messages`)."""
         rank = np.stack([senders, receivers], axis=1).ravel()
         by_rank = rank.argsort(kind="stable")
         number = np.empty_like(rank)
@@ -139,7 +140,7 @@ class ChainOrder(SendOrder):
         return places[::2], places[1::2]
 
     def append(self, rank: int, follows: Place | None = None) -> Place:
-        """As `SendOrder.append`."""
+        """Append a send (`SendOrder.append`)."""
         before, after = self.last[rank]
         place = rank, len(before)
         before.append(before[-1] if before else -1)
@@ -149,12 +150,12 @@ class ChainOrder(SendOrder):
         return place
 
     def is_before(self, earlier: Place, later: Place) -> bool:
-        """As `SendOrder.is_before`, of neighbours."""
+        """Whether a send of a rank comes before another of a neighbour (`SendOrder.is_before`)."""
         (one, index), (rank, number) = earlier, later
         return self.last[rank][one > rank][number] >= index
 
     def put_before(self, earlier: Place, later: Place) -> None:
-        """As `SendOrder.put_before`, of neighbours."""
+        """Put a send of a rank before another of a neighbour (`SendOrder.put_before`)."""
         (one, index), (rank, number) = earlier, later
         known = self.last[rank][one > rank]
         while number < len(known) and known[number] < index:

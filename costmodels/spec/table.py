@@ -221,7 +221,7 @@ class LayoutTable:
         return {name: getattr(self, name) for name in FORMATS}
 
     def with_batch(self, size: int) -> LayoutTable:
-        """The same layouts with steps of `size` sequences."""
+        """This table with steps of `size` sequences."""
         other = copy(self)
         vars(other).pop("micro_batches", None)
         vars(other)["global_batch_size"] = np.asarray(size)
@@ -271,7 +271,7 @@ ARRAY_FIELDS = tuple(name for name in LayoutTable.__dataclass_fields__ if name n
 
 
 def by_context_form(table: LayoutTable, gathered: Floats, exchanged: Floats, ring: Floats | float) -> Floats:
-    """Of three values that of each row's form of context parallelism, in a fifth of `np.choose`'s time."""
+    """One of three values by each row's form of context parallelism, in a fifth of `np.choose`'s time."""
     form = table.context_parallel_form
     return np.where(form == ALL_GATHER, gathered, np.where(form == ALL_TO_ALL, exchanged, ring))
 

@@ -38,7 +38,7 @@ COPY_BYTES = {"cpu": 1 << 25, "accelerator": 1 << 29}
 """Bytes that are copied: more than any cache holds of one rank's share."""
 
 PARAMETERS = {"cpu": 1 << 21, "accelerator": 1 << 26}
-"""Of the tensor that the optimizer updates."""
+"""Elements of the tensor that the optimizer updates."""
 
 TINY = 32
 """Hidden size of a layer that takes next to nothing but its launches."""
@@ -61,7 +61,7 @@ def kernel_seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def call_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The same of what ranks call together, as often on each."""
+    """Seconds of a call that all ranks make together, as often on each rank."""
     call()
     least, most = TOGETHER
     count = min(most, max(least, round(TOGETHER_S / slowest(seconds_of(call, device), device))))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from runtime.calibrate.steps import MeasuredSteps
 
 KERNELS_SHARE = 0.3
-"""Of the time; steps have the rest."""
+"""The share of the time that kernels have; steps have the rest."""
 
 MOST_OTHERS = 0.15
 """Share of the cores that others may take of steps that count, where most are quieter."""

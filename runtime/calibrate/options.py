@@ -51,7 +51,7 @@ class CalibrateOptions:
         return found
 
     def arguments(self) -> list[str]:
-        """The same as flags."""
+        """These options as flags."""
         words = [word for name in self.model for word in ("--model", name)]
         words += ["--seconds", str(self.seconds)]
         words += [] if self.save is None else ["--save", self.save]

@@ -14,7 +14,7 @@ from costmodels.catalogue.local_machine import available_cores
 STAT = Path("/proc/stat")
 
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-"""Of the counters, a second."""
+"""Ticks of the system's CPU counters in a second."""
 
 BUSY = (0, 1, 2, 5, 6, 7)
 """Columns of a line of cores in /proc/stat that are no idleness: user, nice, system, interrupts, stolen."""

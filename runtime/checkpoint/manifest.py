@@ -51,7 +51,7 @@ class Manifest(BaseModel):
 
     files: dict[str, FileRecord]
     crc32: str
-    """Of `files` as JSON."""
+    """The CRC-32 of `files` as JSON."""
 
 
 def checksum_text(crc: int) -> str:

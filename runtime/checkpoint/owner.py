@@ -44,7 +44,8 @@ PATIENCE_S = 3.0
 """How long a job waits for another one's processes that are just ending."""
 
 PATIENCE_OF_RESTART_S = 120.0
-"""The same for a job that was started again, maybe on other machines: its own processes may end late."""
+"""Seconds of patience of a job that was started again, maybe on other machines: its own processes may end
+late."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -176,7 +177,7 @@ class Owner:
 
 
 _owners: dict[Path, Owner] = {}
-"""Those of this process, by their files."""
+"""The owners that this process holds, by their files."""
 
 
 @contextmanager

@@ -48,11 +48,11 @@ class CheckpointReader(StorageReader):
         """Do nothing: planners may change what tensors are asked for, not where they lie."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The same plan: every rank reads its own tensors."""
+        """Leave the plan as it is: every rank reads its own tensors."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The same plan: every rank reads its own tensors."""
+        """Leave the plans as they are: every rank reads its own tensors."""
         return plans
 
     @classmethod

@@ -119,7 +119,8 @@ def build_datasets(
 def build_separate_datasets(
     data_paths: Sequence[Sequence[str]], seq: int, seed: int, samples: Sequence[int], packs: bool = False
 ) -> Datasets:
-    """As `build_datasets`, from files of its own for each split: `--train-data-path` and so on.
+    """Build data sets as `build_datasets` does, from separate files for each split: `--train-data-path` and
+    so on.
 
     `data_paths` and `samples` are for training, validation and test; a split without a path is None.
     """

@@ -13,7 +13,7 @@ from runtime.data.indexed_dataset import IndexedDataset
 
 BLOCKS = 64
 BLOCK_BYTES = 2**16
-"""Of `.bin`, as many blocks of this size are read: all of up to 4 MiB."""
+"""Bytes of a block of `.bin`: as many blocks are read as cover all of a file of up to 4 MiB."""
 
 _STEP = 2**22
 

@@ -77,8 +77,8 @@ class _Encoder:
         return EncodedPiece(tokens, lengths[lengths > 0], (lengths > 0).astype(np.int64))
 
     def _encode(self, documents: Sequence[Texts]) -> EncodedPiece:
-        """As Megatron-LM's tools/preprocess_data.py: sentences without tokens are left out, and the
-        end-of-document token belongs to the last one that has some."""
+        """Encode documents as Megatron-LM's tools/preprocess_data.py does: sentences without tokens are left
+        out, and the end-of-document token belongs to the last sentence that has some."""
         sentences = [[document] if isinstance(document, str) else document for document in documents]
         ids = self.tokenizer.encode([sentence for document in sentences for sentence in document])
         counts = np.fromiter(map(len, sentences), np.int64, len(sentences))

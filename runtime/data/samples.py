@@ -30,7 +30,7 @@ BYTES_OF_PLACE = 24
 """Bytes of a document of the order while it is made: twice its number, its length and where it ends."""
 
 BYTES_OF_SAMPLE = 36
-"""Of a sample, likewise: its start and its place as 64-bit numbers, the index, and the shuffled order."""
+"""Bytes of a sample: its start and its place as 64-bit numbers, the index, and the shuffled order."""
 
 SMALL = GIB
 """Bytes for which no machine need be asked."""

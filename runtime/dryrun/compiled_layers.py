@@ -46,7 +46,7 @@ SETTINGS = {
     # No code is made, so nobody needs to wait for it.
     "compile_threads": 1,
 }
-"""Of Inductor."""
+"""Settings of Inductor under which layers are compiled."""
 
 INLINED_OPERATORS = {
     "expand",
@@ -221,9 +221,9 @@ class Step:
     layer: str
     name: str
     makes: bool = False
-    """It has a buffer, or shows one."""
+    """The step allocates a buffer, or returns a view of one."""
     returned: bool = False
-    """Its buffer outlives the graph."""
+    """The step's buffer outlives the graph."""
     sizes: list[int] = field(default_factory=list)
     """Bytes of its own buffers that do not."""
     in_place: bool = False

@@ -46,7 +46,7 @@ class Course(NamedTuple):
     allocated: Ints
     """Held bytes as the allocator rounds them, [kinds, changes]."""
     live: Ints
-    """The same without rounding."""
+    """Held bytes without rounding, [kinds, changes]."""
     host_bytes: int
     """Most bytes that were in host memory at once."""
     operations: int

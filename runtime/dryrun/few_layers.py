@@ -21,7 +21,7 @@ class FewLayers(NamedTuple):
 
     few: tuple[ModelSpec, Layout]
     more: list[tuple[ModelSpec, Layout, int]]
-    """With the number of periods that are left out of that run."""
+    """Models with one period more, and the number of periods that `few` leaves out of that run."""
 
 
 def few_layers(spec: ModelSpec, layout: Layout, pipeline_rank: int) -> FewLayers | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 DeviceKind = Literal["cuda", "cpu"]
-"""Whose kernels a dry run describes."""
+"""The kind of device whose kernels a dry run describes."""
 
 CATEGORIES = (
     "parameters",

@@ -56,9 +56,9 @@ class RankProfile:
     micro_batches: tuple[int, ...]
     """Numbers of micro batches with which it was measured."""
     measured: dict[str, float]
-    """Of the whole step, by the name in `OWN`."""
+    """Measured seconds of the whole step, by the name in `OWN`."""
     predicted: dict[str, float]
-    """The same as the plan has it for this rank."""
+    """Predicted seconds of the whole step for this rank, by the name in `OWN`."""
     network: dict[str, float]
     """What the plan adds for communication and the bubble, by the name in `NETWORK`."""
 

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from runtime.dryrun.fake_gpu import kernel_device
 
 NAMESPACES = ("aten", "prims", "_c10d_functional")
-"""Of operators whose results follow from their arguments."""
+"""Namespaces of operators whose results follow from their arguments."""
 
 IDLE_OPERATORS = frozenset(
     (
@@ -65,7 +65,7 @@ class ResultTensor(NamedTuple):
     offset: int
     dtype: torch.dtype
     device: torch.device
-    """Of the fake tensor."""
+    """The device of the fake tensor."""
     backend: torch.device
     """The device whose operators autograd finds."""
     attributes: dict[str, Any]
@@ -295,7 +295,7 @@ def _views_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, operand: 
 
 
 def _attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
-    """Those of a new fake tensor, but its mode and its device, whose name differs between versions."""
+    """Attributes of a new fake tensor, but its mode and its device, whose name differs between versions."""
     with torch._C._DisableTorchDispatch():
         fresh = FakeTensor(mode, torch.empty_strided((0,), (1,), device="meta"), device)
     return {name: value for name, value in fresh.__dict__.items() if name not in FAKE_ATTRIBUTES}

@@ -1,4 +1,4 @@
-"""As few micro batches as show every state that a rank's memory passes through in a step."""
+"""The fewest microbatches that show every state which a rank's memory passes through in a step."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Report(NamedTuple):
     message: str
     exit_code: int
     restart: bool
-    """The same need not happen again if the job is started anew."""
+    """A restart of the job need not fail in this way again."""
 
 
 def report(message: str, exit_code: int, restart: bool = False) -> None:

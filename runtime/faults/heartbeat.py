@@ -51,7 +51,7 @@ class Activity(NamedTuple):
     iteration: int
     """Steps that were begun."""
     in_step: bool
-    """It is a part of a training step."""
+    """The activity is a part of a training step."""
     since: float
     """Seconds of this machine's monotonic clock."""
 

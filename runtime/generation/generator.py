@@ -33,7 +33,7 @@ class Completion(NamedTuple):
     text: str
     """What follows the prompt."""
     tokens: list[int]
-    """The same as ids, with the end of the text where it was reached."""
+    """The completion's token ids, with the end-of-text id where it was reached."""
     ended: str
     """`end` of the text, or `length`."""
 
@@ -102,7 +102,7 @@ class Generator:
         ignore_end: bool = False,
         cached: bool = True,
     ) -> list[list[int]]:
-        """The same with token ids; the ids that follow each prompt.
+        """Continue prompts of token ids; returns the ids that follow each prompt.
 
         Raises `InputError` for a prompt without tokens, an id that the model does not have, or texts longer
         than a learned table of positions.

@@ -126,7 +126,7 @@ class PlannedTensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size in the file."""
+        """The tensor's bytes in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

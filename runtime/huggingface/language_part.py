@@ -19,7 +19,7 @@ PLACES = {
 """What the names of its tensors begin with beside others, and by themselves."""
 
 SHARED_KEYS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
-"""Of a config.json, that count for the language model where its own part leaves them out."""
+"""Keys of a config.json that count for the language model where its own part leaves them out."""
 
 ONLY_PARTS = ("qwen3_vl_text", "qwen3_vl_moe_text")
 """Model types that transformers does not have by themselves."""

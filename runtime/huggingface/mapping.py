@@ -25,7 +25,7 @@ GPT2_PREFIX = "transformer."
 
 
 Shapes = Mapping[str, torch.Size]
-"""Of our tensors, by name."""
+"""Shapes of the runtime's tensors, by name."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class _Stack(NamedTuple):
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
     transposed: bool = False
-    """They hold matrices [inputs, outputs]."""
+    """The stack holds matrices [inputs, outputs]."""
     takes_turns: bool = False
     """Columns of gate and input take turns."""
 
@@ -196,7 +196,7 @@ class _ExpertNames(NamedTuple):
     bias: str = "gate.e_score_correction_bias"
     """The buffer of the choice's biases."""
     bias_is_row: bool = False
-    """It is [1, experts]."""
+    """The bias has the shape [1, experts]."""
     router: str = "gate"
     stacked: _Stack | None = None
 
@@ -249,7 +249,8 @@ class Style(NamedTuple):
     mlp_name: str = "mlp"
     experts: _ExpertNames = _QWEN_EXPERTS
     joined_delta: bool = False
-    """Of linear attention queries, keys, values and gate are one matrix, and strengths and decays another."""
+    """Queries, keys, values and gate of linear attention are one matrix, and strengths and decays are
+    another."""
 
 
 STYLES = {

@@ -35,7 +35,7 @@ from runtime.huggingface.packed_weights import BLOCKS, SCALES, Packed, packed_te
 LM_HEAD = "lm_head.weight"
 
 SCALE_SUFFIX = "_scale_inv"
-"""Of the tensor with the factors of an fp8 matrix, one for each block (DeepSeek-V3)."""
+"""The suffix of the tensor with the scales of an fp8 matrix, one for each block (DeepSeek-V3)."""
 
 _CONSTANTS = re.compile(r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
 """What old versions saved beside weights: masks, and frequencies of rotary positions."""

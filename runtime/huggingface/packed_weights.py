@@ -17,10 +17,10 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """What the names of the two tensors of a matrix end in."""
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of an element without its sign, the highest of its four bits."""
+"""Values of an E2M1 element by its lower three bits; the highest of its four bits is the sign."""
 
 BIAS = 127
-"""Of the exponent of a block."""
+"""The bias of a block's exponent."""
 
 BLOCK_BYTES = 16
 
@@ -33,7 +33,7 @@ class Packed(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrices as the model has them, [E, I, O]."""
+        """The shape of the matrices as the model has them, [E, I, O]."""
         *outer, outputs, groups, size = self.blocks.shape
         return *outer, groups * size * 2, outputs
 

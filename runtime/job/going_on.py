@@ -20,7 +20,7 @@ def has_saved(job: Job) -> bool:
 
 
 def from_saved(job: Job) -> Job:
-    """The same job, begun from the newest checkpoint in the folder that it saves in."""
+    """The job, resumed from the newest checkpoint in the folder that it saves in."""
     output = job.output
     # What was not saved cannot be loaded.
     again = replace(

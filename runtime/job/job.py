@@ -50,7 +50,7 @@ class Job:
     output: OutputOptions = field(default_factory=OutputOptions)
 
     def with_plan(self, path: str | Path) -> Job:
-        """The same job with its model, cluster, batch and layout read from a plan file."""
+        """The job with its model, cluster, batch and layout read from a plan file."""
         run = replace(self.run, plan=str(path))
         return Job(
             run=run,
@@ -62,7 +62,7 @@ class Job:
         )
 
     def with_log_dir(self, path: str | Path) -> Job:
-        """The same job with its logs in the folder `path`."""
+        """The job with its logs in the folder `path`."""
         return replace(self, output=replace(self.output, log_dir=str(path)))
 
     def arguments(self) -> list[str]:

@@ -42,7 +42,7 @@ def measurement(log_dir: str | Path, start: int = 0) -> Measurement | None:
 
 
 def of_records(records: Sequence[tuple[float, int]], parts: StepParts | None = None) -> Measurement | None:
-    """The same of the seconds and the peak bytes that each log line of a run says.
+    """A measurement of the seconds and the peak bytes that each log line of a run says.
 
     Args:
         parts: of a profiled step, which takes longer than others.

@@ -62,7 +62,7 @@ class ConfiguredJob:
 
     plan: Plan
     job: Job
-    """With what the files say of training, where flags do not say it."""
+    """The job, with training options from the files where no flag gives them."""
     reading: Reading
     differences: tuple[Difference, ...]
     assumed: tuple[str, ...]

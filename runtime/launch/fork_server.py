@@ -46,7 +46,7 @@ class ForkRequest(BaseModel):
 
     ranks: int
     arguments: list[str]
-    """Of `runtime.pretrain`."""
+    """Arguments of `runtime.pretrain`."""
     environment: dict[str, str]
     command: list[str]
     """The torchrun that does the same."""

@@ -45,7 +45,7 @@ class Tries:
         return f"regret: at most {100 * self.regret:.1f} % against {others}, 19 times of 20"
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON has it; seconds of a step."""
+        """The tries as JSON; times are seconds of a step."""
         return {
             "kept": self.best.plan.layout.describe(),
             "settled": self.settled,

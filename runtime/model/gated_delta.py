@@ -49,7 +49,8 @@ class DeltaInputs(nn.Module):
         return self.convolved(name, F.pad(projected_BSI, (0, 0, before, 0)))
 
     def convolved(self, name: str, x_BSI: Tensor) -> Tensor:
-        """The same with the positions before the first one in front."""
+        """Channels after their convolution and activation; inputs begin with the positions before the first
+        one."""
         kernel = self.weight(f"{name}_conv")
         mixed_BIS = F.conv1d(x_BSI.transpose(1, 2), kernel.unsqueeze(1), groups=kernel.shape[0])
         return F.silu(mixed_BIS).transpose(1, 2)

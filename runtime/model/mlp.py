@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from costmodels import ModelSpec
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-"""Of gpt-oss's activation: the factor within the sigmoid, and the largest inputs."""
+"""Constants of gpt-oss's activation: the factor within the sigmoid, and the largest inputs."""
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:

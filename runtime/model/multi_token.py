@@ -39,7 +39,7 @@ class FurtherToken(nn.Module):
 
     @property
     def norms(self) -> list[nn.Module]:
-        """Its norms of width D, without those of its layer."""
+        """The module's norms of width D, without those of its layer."""
         return [self.token_norm, self.hidden_norm, self.norm]
 
     def forward(self, x_BSD: Tensor, token_BSD: Tensor) -> Tensor:

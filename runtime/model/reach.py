@@ -14,7 +14,7 @@ class Reach(NamedTuple):
     window: int = 0
     """So many tokens, the own one included."""
     chunk: int = 0
-    """Those before it in its own chunk of so many."""
+    """The length of a chunk: a position reaches the positions before it in its own chunk."""
     softcap: float = 0.0
     """Scores x become cap tanh(x / cap); 0 for as they are."""
 

@@ -35,7 +35,7 @@ class Assignment(NamedTuple):
     """[E] rows of each expert."""
 
     def without_dropped(self, rows: int) -> Assignment:
-        """The same without the dropped pairs: the first `rows` are left."""
+        """The pairs without the dropped ones: the first `rows` are left."""
         return Assignment(self.order[:rows], self.counts)
 
 

@@ -44,7 +44,7 @@ class Slots(NamedTuple):
     row: str
     column: str
     element: str
-    """Of what is no matrix."""
+    """The name of the mean of a tensor that is no matrix."""
 
 
 class MeanSquares:

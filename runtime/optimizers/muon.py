@@ -15,7 +15,7 @@ from runtime.parallel.local_tensors import like_parameter
 from runtime.settings.options import TrainingOptions
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz iteration: Keller Jordan's, which PyTorch has too."""
+"""Coefficients of the quintic Newton-Schulz iteration: Keller Jordan's, which PyTorch has too."""
 
 EPSILON = 1e-7
 """Least norm that the iteration divides by."""

@@ -34,7 +34,7 @@ class _Split:
 
     dim: int
     length: int
-    """Of the tensor, before the split."""
+    """The length of the tensor before the split."""
     size: int
     index: int
     """This rank's, of `size`."""
@@ -52,7 +52,7 @@ class _Split:
 
     @property
     def own_length(self) -> int:
-        """Of this rank's part."""
+        """The length of this rank's part."""
         return min(self.step, self.length - self.start)
 
     def cut(self, tensor: Tensor) -> Tensor:

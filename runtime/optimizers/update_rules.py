@@ -74,7 +74,7 @@ class Setting(NamedTuple):
     layout: Layout
     options: TrainingOptions
     device: torch.device
-    """Of the parameters, wherever the optimizer works."""
+    """The device of the parameters, wherever the optimizer works."""
 
     @property
     def adam(self) -> dict[str, Any]:

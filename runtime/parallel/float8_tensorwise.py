@@ -22,13 +22,13 @@ class Formats(NamedTuple):
     """The formats of a device."""
 
     operand: torch.dtype
-    """Of weights and activations: more digits."""
+    """The format of weights and activations: it has more digits."""
     gradient: torch.dtype
-    """Of gradients of activations: a wider range."""
+    """The format of gradients of activations: it has a wider range."""
 
 
 def formats() -> Formats:
-    """Those that kernels of this build of PyTorch take; AMD's MI300 has others than all else."""
+    """The fp8 formats that kernels of this build of PyTorch take; those of AMD's MI300 are its own."""
     from torchao.float8.config import e4m3_dtype, e5m2_dtype
 
     return Formats(e4m3_dtype, e5m2_dtype)
@@ -42,7 +42,7 @@ class Narrow(NamedTuple):
     """What its elements were multiplied by, 0-d in fp32."""
 
     def transposed(self) -> Narrow:
-        """The same on its side, with rows in one piece."""
+        """The transposed matrix, with rows in one piece."""
         return Narrow(self.elements.t().contiguous(), self.scale)
 
 
@@ -179,7 +179,7 @@ class _Product(torch.autograd.Function):
 
 
 def tensorwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As torch.nn.functional.linear."""
+    """A linear layer in fp8 with one scale per tensor; arguments are those of torch.nn.functional.linear."""
     # Views are made outside: compiled code may write over results that are none.
     rows = _Product.apply(x.flatten(0, -2), weight, formats())
     result: Tensor = rows.view(*x.shape[:-1], -1)

@@ -40,7 +40,8 @@ class _Layer(NamedTuple):
     parameters: list[Tensor]
     """What it computes with, and its buffers; in one order for all layers."""
     sums: list[tuple[GradientSums, dict[int, int]]]
-    """Those of its experts and of the others, with the numbers that parameters have in them."""
+    """Gradient sums of the layer's experts and of its other parameters, each with the parameters' numbers in
+    it."""
 
 
 class LayerChain:
@@ -142,7 +143,7 @@ class _Run(NamedTuple):
     layers: list[_Layer]
     sources: list[Source]
     arguments: list[Any]
-    """Of the first layer, without its input."""
+    """Arguments of the first layer, without its input."""
     given: list[Tensor]
     """The gradient of what the last layer made: autograd would hold it until all layers are done."""
 

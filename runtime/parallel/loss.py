@@ -36,7 +36,7 @@ class Vocabulary(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """That split the vocabulary."""
+        """The number of ranks that split the vocabulary."""
         return 1 if self.group is None else self.group.size()
 
 
@@ -86,7 +86,7 @@ def eager_scores(
 def fusible_scores(
     vocabulary: Vocabulary, logits_TV: Tensor, targets_T: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same for a compiler, which makes a few kernels of it that read logits and write their gradient."""
+    """The loss for a compiler, which makes a few kernels of it that read logits and write their gradient."""
     size, start, group = vocabulary
     places_V = torch.arange(start, start + logits_TV.shape[-1], device=logits_TV.device)
     scores_TV = logits_TV.float()

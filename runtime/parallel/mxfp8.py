@@ -18,7 +18,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from runtime.model.number_formats import MXFP8_BLOCK
 
 LARGEST = 448.0
-"""Of E4M3."""
+"""The largest finite E4M3 value."""
 
 EXPONENT_BITS = 23
 """Place of the exponent in fp32, which counts from 127 as E8M0 does."""
@@ -133,7 +133,7 @@ class _Product(torch.autograd.Function):
 
 
 def mxfp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As torch.nn.functional.linear."""
+    """A linear layer in MXFP8; arguments are those of torch.nn.functional.linear."""
     # Views are made outside: compiled code may not write over results that are none.
     rows = _Product.apply(x.flatten(0, -2), weight)
     result: Tensor = rows.view(*x.shape[:-1], -1)

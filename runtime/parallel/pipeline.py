@@ -145,7 +145,7 @@ def _loss_of_stage(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _forward_only(actions: list[Any]) -> list[Any]:
-    """Those of one rank's actions in PyTorch's form, communication included, that a forward pass needs."""
+    """The actions of one rank that a forward pass needs, in PyTorch's form, communication included."""
     parts = [part for action in actions for part in action.sub_actions or (action,)]
     return [part for part in parts if part.computation_type.value in FORWARD_ACTIONS]
 

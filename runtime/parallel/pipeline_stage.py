@@ -34,9 +34,9 @@ class LeanStage(PipelineStage):
     loss: TokenLoss | None = None
     """Makes the output of the last stage."""
     labels: Sequence[Tensor] = ()
-    """Of each micro batch of the running step."""
+    """Labels of each microbatch of the running step."""
     copies: WorkingCopies | None = None
-    """Of its parameters."""
+    """Working copies of the stage's parameters."""
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
         # At the bottom of a V a rank is its own neighbour, to which gloo has no connection.

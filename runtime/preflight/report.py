@@ -36,7 +36,7 @@ class RankReport:
     device: str
     memory_bytes: int
     free_bytes: int | None
-    """Of its device; None on a CPU, whose memory all ranks of a host share."""
+    """Free bytes of the rank's device; None on a CPU, whose memory all ranks of a host share."""
     software: dict[str, str]
     clock_s: float
     """Seconds of the host's clock when all ranks were asked."""

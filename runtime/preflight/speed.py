@@ -34,7 +34,7 @@ SLOW_DEVICE = {"cpu": 0.5, "accelerator": 0.85}
 """Share of the median rate below which a device is named; CPUs are shared and vary."""
 
 SLOW_LINK = 0.5
-"""The same of a link between two nodes."""
+"""Share of the median rate below which a link between two nodes is named."""
 
 
 @dataclass(frozen=True)

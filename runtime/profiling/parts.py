@@ -28,14 +28,14 @@ class Event(NamedTuple):
     start_ns: int
     end_ns: int
     thread: int = 0
-    """Of the host; of the device its queue."""
+    """The host thread of the event; for an event of the device, its queue."""
     on_device: bool = False
     is_range: bool = False
     """A name for what happens meanwhile."""
     overlaps: bool = False
-    """It may begin in one operation and end in another, as a message does."""
+    """The event may begin in one operation and end in another, as a message does."""
     number: int = 0
-    """Of an operator; kernels have it as their `launched_by`."""
+    """The operator's number; kernels have it as their `launched_by`."""
     launched_by: int = 0
 
 
@@ -159,7 +159,7 @@ class _Taken:
         return free
 
     def merged(self) -> _Taken:
-        """The same moments, for events that come from the beginning again."""
+        """The moments that are taken so far, for events that come from the beginning again."""
         union: list[tuple[int, int]] = []
         for start, end in sorted([*self.before, *self.pieces]):
             if union and start <= union[-1][1]:

@@ -13,7 +13,7 @@ class Base(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     folder: str
-    """Of checkpoints, as a whole path."""
+    """The folder of checkpoints, as a whole path."""
     iteration: Annotated[int, Field(ge=0, le=2**62)]
     crc32: str
-    """Of its manifest, and so of all its files."""
+    """The CRC-32 of the folder's manifest, and so of all its files."""

@@ -37,7 +37,7 @@ LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "none")
 LOSS_REDUCTIONS = ("mean", "sum")
 
 LOG_FORMATS = ("megatron", "mindformers")
-"""Whose lines of steps a log has."""
+"""Formats of logs, by the software whose lines of steps they have."""
 
 MUON_SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm")
 """How Muon scales its update of a matrix of r rows and c columns, in Megatron-LM's words.

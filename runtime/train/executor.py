@@ -26,7 +26,7 @@ class Executor(Protocol):
     stages: list[Transformer]
     loss: TokenLoss
     copies: list[WorkingCopies]
-    """Of the parameters of the stages, where FSDP2 does not wrap them."""
+    """Working copies of the stages' parameters, where FSDP2 does not wrap them."""
     float8_gather: Float8Gather | None
     """What FSDP2 gathers in 8 bits, if anything; its scales are to be agreed on before each step."""
     graphed: GraphedPass | None
@@ -47,7 +47,7 @@ class Executor(Protocol):
         """
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The same part of the loss, without gradients."""
+        """This rank's part of the loss, without gradients."""
 
 
 class Accumulation:

@@ -41,7 +41,7 @@ class StepResult(NamedTuple):
     """L2 norm of the whole gradient of what is optimised, before clipping."""
     learning_rate: float
     loss_scale: float = 1.0
-    """Of the next step."""
+    """The loss scale of the next step."""
     skipped: bool = False
     """The step has changed nothing but the loss scale."""
     further: Tensor | None = None

@@ -26,7 +26,7 @@ class Task:
     """Processes of the job."""
     number: int
     local_count: int
-    """Those on this node."""
+    """Processes on this node."""
     local_number: int
     nodes: int
     node: int
