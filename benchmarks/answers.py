@@ -49,7 +49,7 @@ QUESTIONS = {
 """Words of the command line by what is special about them."""
 
 DIGITS = 9
-"""Of a number."""
+"""Significant digits of a number that is compared."""
 
 MOST_SHOWN = 5
 """Differences of one answer that are printed."""

@@ -70,7 +70,7 @@ class Case:
     nested: str = ""
     """A JSON file of a hundred thousand lists in each other."""
     process: bool = False
-    """It is a process of its own, not a fork."""
+    """The case runs in a process of its own, not in a fork."""
     cwd: str = ""
     """`gone`: its folder is removed before it starts."""
     user: bool = False

@@ -36,7 +36,8 @@ SEEN = 10
 """Rows that calibration sees."""
 
 LAUNCH_S = 25e-6
-"""Of each kernel time in the file: calls were timed one by one (README.md beside the measurements)."""
+"""Seconds of a launch within each kernel time in the file: calls were timed one by one (README.md beside the
+measurements)."""
 
 GEMMS = ("gemm_nt", "gemm_nn_dgrad", "gemm_tn_wgrad")
 """A linear layer's product and its two gradients: [m, k] by [k, n], of which each names its own m, n, k."""

@@ -51,7 +51,7 @@ NEXT_LOSS = 1e-6
 """Largest relative difference of the first loss, which is that of fp32's sums in another order."""
 
 LATER_LOSS = 1e-5
-"""That of a loss after an update."""
+"""Largest relative difference of a loss after an update."""
 
 
 class Timing(NamedTuple):

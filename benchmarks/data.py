@@ -114,13 +114,13 @@ def whole(path: Path, prefix: Path, workers: int, megabytes: float) -> Speed:
 
 
 def _core_seconds() -> float:
-    """Of this process and the children that have ended."""
+    """CPU seconds of this process and the children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def _peak_mib() -> float:
-    """Of this process or, if larger, of the largest of its children."""
+    """Peak MiB of this process or, if larger, of the largest of its children."""
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return max(resource.getrusage(one).ru_maxrss for one in who) / 1024
 

@@ -65,11 +65,11 @@ class Curve:
 
     losses: list[float]
     seconds: list[float]
-    """Of each step."""
+    """Seconds of each step."""
     peak_bytes: int
     """Most memory: of the process on a CPU, of the fullest device on GPUs."""
     idle_bytes: int
-    """The same before there was a model."""
+    """Bytes that the process held before there was a model."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Ranked:
     feasible: int
     """Layouts of the ranking: those that fit."""
     legal: int
-    """Those that do not fit, too."""
+    """The number of legal layouts, with those that do not fit."""
     percentile: float | None
     """Place over layouts, in percent."""
     slower: float | None

@@ -27,9 +27,9 @@ class Attempt:
     saved: int
     """The last checkpoint that it said to have saved; 0 when none."""
     layout: str
-    """Of what it trained; empty when it was killed before."""
+    """The layout that the attempt trained; empty when it was killed before."""
     reached: int
-    """Its last logged iteration; 0 when none."""
+    """The last logged iteration; 0 when there is none."""
 
 
 def attempt(folder: Path) -> Attempt:
@@ -55,7 +55,7 @@ class Audit:
     """What differs from a run that was left alone."""
 
     largest_difference: float = math.inf
-    """Of the losses of all iterations, relative."""
+    """The largest relative difference of the losses of all iterations."""
     missing: list[int] = field(default_factory=list)
     """Iterations without a loss."""
     lost: list[int] = field(default_factory=list)

@@ -80,16 +80,16 @@ class Checked:
     traced: float
     """Tensors at its peak."""
     planned: float
-    """The same by the estimate."""
+    """Tensors at the peak by the estimate."""
     needed: float
-    """With what the device needs besides."""
+    """Bytes that the device must have: the traced tensors and all besides."""
     memory: float
-    """Of a device."""
+    """Bytes of a device."""
     tokens_per_s: float
 
     @property
     def refused(self) -> bool:
-        """It does not fit."""
+        """The plan does not fit by its dry run."""
         return self.needed > self.memory
 
     def describe(self) -> str:

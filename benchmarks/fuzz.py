@@ -36,13 +36,13 @@ from costmodels.errors import InputError
 from planner.options.flags import one_line, run
 
 CPU_SECONDS = 5.0
-"""Of the processor that reading one input may take."""
+"""CPU seconds that reading one input may take."""
 
 SECONDS = 120.0
-"""That it may take in all, on a machine that does other things too."""
+"""Seconds that reading one input may take in all, on a machine that does other things too."""
 
 MEMORY_BYTES = 6 << 30
-"""Of address space that reading may add."""
+"""Bytes of address space that reading may add."""
 
 LONGEST_LINE = 2000
 """Characters of a message that somebody still reads."""

@@ -64,7 +64,7 @@ def small_plan() -> Plan:
 
 
 def plan_target() -> Target:
-    """Such a plan."""
+    """The plan file of `small_plan`, as something to read."""
     plan = small_plan()
 
     def load(folder: Path) -> Any:

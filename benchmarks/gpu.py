@@ -52,7 +52,7 @@ class Case:
     target: float | None = None
     """The MFU that is aimed at."""
     times: tuple[str, float] | None = None
-    """Of another row's speed that this one is to reach."""
+    """Another row, and the share of its speed that this row is to reach."""
 
 
 LLAMA = {"layers": 8, "seq": 8192}
@@ -82,7 +82,7 @@ CASES = (
 """The rows, the most important first: five minutes hold the first four at least."""
 
 BESIDE = 1.2
-"""Of transformers' speed that every row is to reach."""
+"""The share of transformers' speed that every row is to reach."""
 
 ROW_S = 180.0
 """Seconds of a measurement at most."""

@@ -45,13 +45,13 @@ class Row(NamedTuple):
     layout: str
     compiled: bool
     host_ms: float
-    """Of a layer and micro batch, forward and backward."""
+    """Milliseconds of the host for a layer and microbatch, forward and backward."""
     plain_ms: float | None
-    """The same in plain PyTorch; None where it has nothing that does the same."""
+    """Milliseconds of the host in plain PyTorch; None where it has nothing that does the same."""
 
     @property
     def ratio(self) -> float | None:
-        """Of ours to plain PyTorch."""
+        """Our milliseconds over those of plain PyTorch."""
         return None if self.plain_ms is None else self.host_ms / self.plain_ms
 
 
@@ -139,7 +139,7 @@ def _trainer(spec: ModelSpec, layout: Layout, compiled: bool) -> Step:
 
 
 def _plain(spec: ModelSpec, layout: Layout, compiled: bool) -> Step:
-    """The same passes in plain PyTorch."""
+    """Milliseconds of the host for the passes in plain PyTorch."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 

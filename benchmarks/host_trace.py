@@ -57,7 +57,7 @@ WARM_UP = 3
 """Steps that compile and make state."""
 
 Calls = dict[str, float]
-"""Of a layer and micro batch, by name."""
+"""Calls of a layer and microbatch, by name."""
 
 KERNELS, OPERATORS, COMPILED = "kernels of PyTorch", "other operators of PyTorch", "compiled functions"
 GUARDS, NODES = "guards of compiled layers", "nodes of autograd"
@@ -172,7 +172,7 @@ def _show(block: str, here: Calls, there: Calls | None) -> None:
 
 
 def _counted_in(tree: Path, words: list[str]) -> dict[str, Calls]:
-    """The same of another checkout, which need not have this command."""
+    """The calls that another checkout counts, which need not have this command."""
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copy(__file__, Path(scratch) / "traced_elsewhere.py")
         environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tree), scratch))}

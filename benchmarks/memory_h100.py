@@ -50,7 +50,7 @@ class Row(NamedTuple):
     layout: Layout
     device: str
     version: str
-    """Of PyTorch, such as "2.11"."""
+    """The version of PyTorch, such as "2.11"."""
     allocated: float
     """Bytes of tensors at the peak."""
 
@@ -130,7 +130,7 @@ def estimated_bytes(row: Row) -> float:
 
 
 def traced_bytes(row: Row) -> float:
-    """The same by a dry run, with the libraries' workspaces."""
+    """The bytes of a row by a dry run, with the libraries' workspaces."""
     found = trace(row.model, row.layout, compiled=True)
     steps = (moment for label, moment in found.moments.items() if label != BUILD)
     peak = max(moment.total - row.skips * moment.allocated["optimizer"] for moment in steps)

@@ -1,4 +1,4 @@
-"""The same question put to other analytical tools, where they are installed.
+"""One question put to other analytical tools, where they are installed.
 
 Calculon (SC'23, github.com/calculon-ai/calculon) searches by itself, through its command `calculon
 llm-optimal-execution`, on a system file of its repository. llm-analysis (0.2, the package of that name) takes

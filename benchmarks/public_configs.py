@@ -69,7 +69,7 @@ class Job:
         return f"{self.repository} {self.path}" + (f" ({recipe})" if recipe else "")
 
     def files(self, folder: Path) -> list[Path]:
-        """Its files below `folder`."""
+        """The job's files below `folder`."""
         return [folder / self.repository / path for path in (self.path, *self.beside)]
 
 

@@ -27,12 +27,12 @@ class Shown:
 
     @property
     def lines(self) -> list[str]:
-        """Its lines without colours; those that were written over too."""
+        """The lines of the screen without colours, also those that were written over."""
         return [line for line in re.split(r"[\r\n]+", CONTROL.sub("", self.raw)) if line]
 
     @property
     def text(self) -> str:
-        """Its words, whatever the lines."""
+        """The words of the screen, whatever the lines."""
         return " ".join(" ".join(self.lines).split())
 
 

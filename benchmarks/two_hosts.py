@@ -148,7 +148,7 @@ class NodeJob:
 def two_nodes(
     hosts: Hosts, folder: Path, words: Sequence[str], nnodes: str = "2", port: int = PORT
 ) -> list[NodeJob]:
-    """The same job on both hosts."""
+    """The job of `words` on both hosts."""
     started = []
     for host in range(2):
         started.append(

@@ -68,7 +68,8 @@ class Preference(Record):
     headroom_gib: NonNegative | None = None
     """GiB that the fullest device should have left; as the share says unless given."""
     headroom_share: NonNegative | None = None
-    """The same as a share of its memory; the smaller of the usual two where neither is given."""
+    """Memory that a plan should leave free, as a share; the smaller of the usual two where neither is
+    given."""
     complexity: Complexity | None = None
     """Points of the user's own; those of this package unless given."""
 

@@ -18,7 +18,7 @@ class Row:
 
     kind: Kind
     results: dict[str, Result] = field(default_factory=dict)
-    """Of its attempts, by the name of their form."""
+    """Results of the row's attempts, by the name of their form."""
     not_run: str = ""
     """Why there was no attempt."""
     left_out: list[str] = field(default_factory=list)

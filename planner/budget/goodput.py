@@ -41,7 +41,7 @@ LEAST, MOST = 1e-9, 1e9
 """Hours between failures, gigabits per second and seconds of a restart that can be counted with."""
 
 HALVINGS = 50
-"""Of a bracket between 0 and 1, which is then nearly as narrow as floating-point numbers are."""
+"""Halvings of a bracket between 0 and 1, which is then nearly as narrow as floating-point numbers are."""
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,11 @@ class Run:
     steps: int
     """Steps, the last one perhaps not full."""
     days: float
-    """With the time that failures take, where they were asked for."""
+    """Days of the run, with the time that failures take where they were asked for."""
     days_low: float
     days_high: float
     device_hours: float
-    """Of all devices together."""
+    """Hours of all devices together."""
     money: float | None
     """In the unit of the price; None without one."""
     money_low: float | None

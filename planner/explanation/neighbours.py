@@ -35,11 +35,11 @@ class Neighbour:
     """The best layout with one degree changed (two of the mesh, whose product stays), all else anew."""
 
     change: str
-    """Such as `tp 8 -> 16, dp 4 -> 2`."""
+    """The change in words, such as `tp 8 -> 16, dp 4 -> 2`."""
     layout: Layout | None
     """The best one that fits, or else the smallest; None where none is legal."""
     ratio: float | None
-    """Its tokens per second over those of the best plan; None where it does not fit."""
+    """Tokens per second over those of the best plan; None where the changed plan does not fit."""
     figure: float | None
     """What plans are ranked by, in the unit of `objective.METRICS`: its own, or with `were_it_legal` that
     which it would have."""

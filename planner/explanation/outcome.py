@@ -51,7 +51,7 @@ class Verdict:
     """The fate of the layouts with some degrees in a search, and of the best of them."""
 
     degrees: str
-    """Those asked about, in the words of the question."""
+    """The degrees asked about, in the words of the question."""
     outcome: Outcome
     reason: str
     """Why, in one line, with its numbers."""
@@ -60,11 +60,12 @@ class Verdict:
     legal: int
     """Layouts with these degrees that are legal."""
     feasible: int
-    """Those of them that fit into memory."""
+    """How many of the matching layouts fit into memory."""
     plan: Plan | None
     """The best of them that fits, or the smallest if none does; None where none is legal."""
     place: int | None
-    """Its place in the ranking of the search, from 1, or the one it would have; None if it does not fit."""
+    """The place in the ranking of the search, from 1, or the one that the layout would have; None if it does
+    not fit."""
     not_searched: str | None
     """Why the search does not rank it though it is legal; None where it does."""
     comparison: Comparison | None

@@ -52,7 +52,7 @@ class FlagChange:
 
     flag: str
     before: str | None
-    """Its value; empty for a switch, None where it is not given."""
+    """The flag's value; empty for a switch, None where it is not given."""
     after: str | None
     line: int | None
     """Where the file gives it."""
@@ -209,7 +209,7 @@ def _rests_on_nothing(reading: Reading, problems: Problems) -> bool:
 
 
 def problem_of_reading(reading: Reading, given: CheckKeywords) -> tuple[Problem, list[str]]:
-    """The same job as a problem of the search, and what was assumed for it."""
+    """The job of a configuration as a problem of the search, and what was assumed for it."""
     assert reading.model is not None and reading.world_size is not None
     assumed = []
     device = given.get("device") or reading.device

@@ -37,7 +37,7 @@ class Conversion:
     plan: Plan
     """The job as it was read."""
     export: Export
-    """The same in the words of the other software."""
+    """The plan in the words of the other software."""
     text: str
     """What its file holds: the export, with what is learned where it has words for that."""
     unconverted: tuple[str, ...]

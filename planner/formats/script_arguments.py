@@ -19,7 +19,7 @@ class ScriptStart:
     suffix: str = ""
     """Ending of that file's name."""
     training_flags: bool = False
-    """It takes Megatron-LM's flags of training and data."""
+    """The script takes Megatron-LM's flags of training and data."""
 
 
 SCRIPT_STARTS = {

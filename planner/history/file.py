@@ -32,13 +32,13 @@ class PastRun(Record):
     version: Literal[1] = 1
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d")]
     machine: Machine
-    """Of the first rank."""
+    """The machine of the first rank."""
     software: dict[str, Name]
     """Versions by the name of the software."""
     model: ModelSpec
     layout: Layout
     cluster: Cluster
-    """As it was planned with."""
+    """The cluster as it was planned with."""
     engine: Name
     compiled: bool
     """The layers were compiled."""

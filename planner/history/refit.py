@@ -46,16 +46,16 @@ class Refit:
 
     ranks: int
     device: Device
-    """With the constants that fit all runs."""
+    """The device with the constants that fit all runs."""
     runs: int
     steps: tuple[StepTime, ...]
     """The median step of each model and layout."""
     before: tuple[float, ...]
     """Predicted over measured time of each of `steps`, by the constants of now."""
     left_out: tuple[float, ...]
-    """The same by constants of runs of the others."""
+    """Predicted over measured time of each of `steps`, by constants from the runs of the others."""
     after: tuple[float, ...]
-    """The same by constants that have seen it."""
+    """Predicted over measured time of each of `steps`, by constants that have seen it."""
 
     @property
     def is_better(self) -> bool:

@@ -46,8 +46,8 @@ class NetworkKeywords(TypedDict, total=False):
     intra_node_gbps: float | None
     """Gigabits (10^9 bits, an eighth of gigabytes) per second and direction of one device's fast link."""
     inter_node_gbps: float | None
-    """The same of the network: of one network card where `nics_per_node` is given, otherwise of one
-    device's share of the cards."""
+    """Gbit/s between nodes: of one network card where `nics_per_node` is given, otherwise of one device's
+    share of the cards."""
     island: int | None
     """Devices that the fast link joins."""
     nics_per_node: int | None

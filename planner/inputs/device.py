@@ -47,5 +47,5 @@ def is_cpu(name: str | None) -> bool:
 
 
 def measured_notes(device: Device) -> list[str]:
-    """That the device is as it was measured, for the list of what was assumed."""
+    """A note that the device is as it was measured, for the list of assumptions."""
     return [f"{device.name} is {device.source}"] if device.constants else []

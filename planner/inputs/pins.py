@@ -96,7 +96,7 @@ _SWITCHES = (*BOOLEANS, "fp8_param_gather")
 ZERO_STAGES = (0, 1, 2, 3)
 
 LARGEST = 2**20
-"""Of a degree: as many as there are devices, sequences of a step and layers at most."""
+"""The largest value of a degree: as many as there are devices, sequences of a step and layers at most."""
 
 GROUP_DEGREES = ("sequence_parallel", "zero_stage", "context_parallel_form")
 """Degrees that need a group of ranks: the tensor-, the data- and the context-parallel one."""

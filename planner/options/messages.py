@@ -37,7 +37,7 @@ class Spelling:
     begins: Mapping[str, str]
     """Flags by the beginning of a message that is about their value, where their names are English words."""
     switches: frozenset[str]
-    """Those of `typed` that are given without a value."""
+    """Flags of `typed` that are given without a value."""
 
     def of(self, message: str) -> str:
         """`message` with these names."""

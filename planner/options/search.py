@@ -48,7 +48,7 @@ BETWEEN_NODES = ("inter_node_gbps", "nics_per_node", "nodes_per_pod", "oversubsc
 
 
 def idle_links(options: HardwareOptions, cluster: Cluster) -> list[str]:
-    """That flags say something of a network which a job of one node does not use."""
+    """Notes on flags about a network that a job of one node does not use."""
     given = [f"--{name.replace('_', '-')}" for name in BETWEEN_NODES if getattr(options, name) is not None]
     if not given or cluster.nodes > 1:
         return []
@@ -57,13 +57,13 @@ def idle_links(options: HardwareOptions, cluster: Cluster) -> list[str]:
 
 
 def announced_devices(cluster: Cluster) -> list[str]:
-    """That figures of devices are promises."""
+    """Notes on figures of devices that are announced and not measured."""
     devices = [part.device for part in cluster.parts or (cluster,)]
     return [f"{one.name} is announced: its figures are its maker's" for one in devices if one.announced]
 
 
 def assumed_engine(parallel: ParallelOptions, problem: Problem) -> list[str]:
-    """That an engine was taken which no flag names, or one that has not run on such devices."""
+    """Notes on an engine that no flag names, or that has not run on such devices."""
     device, engine = problem.cluster.device, problem.engine
     if device.kind in engine.runs.priced_devices:
         return [f"engine {engine.name} does not run on {device.name}: priced as if it did, to compare"]

@@ -33,7 +33,7 @@ class Tail:
     """Layouts that fit and lie behind all places of a ranking, not priced yet."""
 
     table: LayoutTable
-    """Of a space."""
+    """The layouts of a space."""
     rows: Ints
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ class DistinctPlan:
 
     @property
     def note_after(self) -> str:
-        """The same behind a layout, whose last words hold an equals sign."""
+        """The twins as ` (= zero 2)`, behind a layout whose last words hold an equals sign."""
         return f" ({self.note})" if self.twins else ""
 
 

@@ -24,14 +24,14 @@ COMMON = 3.0
 """Standard deviation of the part that all plans share: a machine may well be ten times as slow."""
 
 OF_TERM = 0.4
-"""That of each term of the step by itself."""
+"""Standard deviation of each term of the step by itself."""
 
 OF_LAYOUT = 0.4
-"""That of a layout, shared by those that are alike, over that of its prediction: the range of its estimate is
-narrow on devices that were measured, and wide where nobody has."""
+"""Standard deviation of a layout, shared by layouts that are alike, over that of its prediction: the range of
+its estimate is narrow on devices that were measured, and wide where nobody has."""
 
 NOISE = 0.015
-"""That of a median of a few steps."""
+"""Standard deviation of a median of a few steps."""
 
 REACH = 2.0
 """Doublings of degrees, and other choices that differ, at which two layouts share e^-1 of it."""

@@ -52,7 +52,7 @@ class SearchResult:
     tables: tuple[LayoutTable, ...]
     """The legal layouts: the enumerated ones, then those with solved degrees."""
     ranking: Ranking
-    """Those that fit.
+    """The layouts that fit, best first.
 
     The first ones are ordered by their simulated pipelines, those behind them by closed forms: of a large
     space when somebody asks for them.
@@ -173,7 +173,7 @@ class SearchResult:
 
     @cached_property
     def _candidates(self) -> dict[int, tuple[Layout, Estimate]]:
-        """Those that were asked for: a plan is compared with others, which cost some time each."""
+        """The plans that were asked for, kept: a plan is compared with others, which cost some time each."""
         return {}
 
     def _candidate(self, rank: int) -> tuple[Layout, Estimate]:

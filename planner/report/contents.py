@@ -44,7 +44,7 @@ class Cloud:
     peak_bytes: np.ndarray
     on_front: np.ndarray
     names: tuple[str, ...]
-    """Of those on the front, in their order."""
+    """Names of the layouts on the Pareto front, in their order."""
 
 
 @dataclass(frozen=True)

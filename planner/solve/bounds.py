@@ -47,7 +47,7 @@ class Floor:
     """What no layout of a space can beat, whatever it recomputes, and however its replicas exchange."""
 
     work: Places
-    """Of each row of the space (`planner.space.grid.Space`)."""
+    """Numbers of work, one for each row of the space (`planner.space.grid.Space`)."""
     slowness: Floats
     """The least, by these numbers."""
 
@@ -57,7 +57,7 @@ class Floor:
         return least
 
     def rows_below(self, rows: Ints, last: float) -> Ints:
-        """Those of `rows` that could be as fast."""
+        """The rows of `rows` that could be as fast."""
         return rows[self.of(rows) <= last]
 
 

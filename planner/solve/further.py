@@ -47,8 +47,8 @@ AT_ONCE = 1 << 21
 """Numbers of one intermediate array."""
 
 KNOTS, ALL_BELOW = 1.1, 16
-"""Of sizes of micro batches beyond the second number, only some are priced, each this many times the last:
-the larger a micro batch is, the less each of its sequences takes."""
+"""The ratio between sizes of microbatches that are priced, and the size up to which all are: the larger a
+microbatch is, the less each of its sequences takes."""
 
 EVERY, FINE = 512, 1.005
 """Sizes of micro batches up to the first number are all looked at, larger ones this many times the last."""
@@ -279,7 +279,7 @@ class _Units:
     `rank`."""
 
     shape: Ints
-    """Of each pair of mesh and chunks."""
+    """The number of the shape of each pair of mesh and chunks."""
     whole: Floats
     """Seconds on all pipeline ranks together."""
     layer: Floats
@@ -292,7 +292,7 @@ class _Units:
     """Seconds for each sequence that it takes longer then (`least_recompute_seconds`), [shapes, 2 at most,
     parts]."""
     rank: FullestRank
-    """Of each pair."""
+    """The fullest rank of each pair."""
 
     def take(self, pairs: Ints, places: Ints) -> _Units:
         """What is told of some pairs, and of some sizes, with the axes of a grid."""
@@ -353,7 +353,7 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
     behind = np.minimum(before + (size[knots][before] < size), len(knots) - 1)
 
     def whole_of(found: Floats) -> Floats:
-        """Of every size, from what a sequence takes at the knots around it at least."""
+        """Values of every size, from what a sequence takes at least at the knots around the size."""
         each = np.full(able.shape, np.inf)
         each[inner] = found
         each /= size[knots][:, None]

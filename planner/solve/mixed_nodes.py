@@ -63,7 +63,7 @@ class _Group:
     """Least seconds of the slowest rank, whatever fits."""
     caps: Ints
     within: Floats
-    """The same with layers that may fit; infinite where none do."""
+    """Least seconds of the slowest rank with layers that may fit; infinite where none do."""
 
     @property
     def least(self) -> Floats:
@@ -81,7 +81,7 @@ class _Variants:
     """Rows with several layers of stages each."""
 
     row: Ints
-    """Of each of the prices the row that it is of."""
+    """The row that each of the prices is of."""
     prices: Prices
 
     @property

@@ -214,7 +214,8 @@ def _representatives(some: Pipelines) -> list[Ints]:
 
 
 def _filled(some: Pipelines, bound: Floats, caps: Ints, in_front: bool) -> Ints:
-    """As many layers as a bound allows, [n, ranks], the first ranks first or else the fastest ones.
+    """Layers of ranks within a bound, as many as it allows, [n, ranks]; the first ranks first or else the
+    fastest ones.
 
     Each chunk has one at least.
     """

@@ -31,7 +31,7 @@ OFFLOAD_REASON = "nothing fits without offloading; "
 
 
 def offload_space(problem: Problem, space: Space) -> tuple[list[Problem], Space] | None:
-    """The same problem with what is offloaded pinned, and the layouts of `space` with those that offload.
+    """The problem with what is offloaded pinned, and the layouts of `space` with those that offload.
 
     None where pins decide that, or the device is its host.
     """

@@ -205,7 +205,8 @@ def _fewest_layers(
     kinds: Collection[Recompute],
     usual: bool,
 ) -> tuple[Ints, LayoutTable]:
-    """Of each row of `plain` and each set of modules the fewest layers that fit, and the row each is of."""
+    """The fewest layers that fit, for each row of `plain` and each set of modules, and the row that each
+    number is of."""
     sets = recompute_sets(model, engine, kinds)
     base = np.tile(np.arange(len(plain)), len(sets))
     # Without a set, NumPy would take the numbers of none for floats.

@@ -43,7 +43,7 @@ class _Job:
     model: ModelSpec
     cluster: Cluster
     engine: Engine
-    """With its constants for the device."""
+    """The engine with its constants for the device."""
     table: LayoutTable
     sizes: UnitSizes
 

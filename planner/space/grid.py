@@ -76,11 +76,11 @@ class Space:
 
     table: LayoutTable
     states: Places
-    """Of each row: rows of one number differ in sequences, sequence parallelism and what they recompute only,
-    and all have one micro batch or all several, so that they hold the same parameters, gradients and
+    """Numbers of states: rows of one number differ in sequences, sequence parallelism and what they recompute
+    only, and all have one microbatch or all several, so that they hold the same parameters, gradients and
     optimizer states."""
     work: Places
-    """Of each row: rows of one number differ in ZeRO and in what they recompute only."""
+    """Numbers of work: rows of one number differ in ZeRO and in what they recompute only."""
     considered: int
     """Layouts of the raw product."""
     illegal: dict[str, int]

@@ -22,8 +22,8 @@ class Rule:
     redundant: bool = False
     """The layout would run, but the search covers one that is at least as good."""
     of_mesh: bool = False
-    """It looks at the mesh and the schedule alone; asked before the rules of all layouts where it is about an
-    engine or a job."""
+    """The rule looks at the mesh and the schedule alone; it is asked before the rules of all layouts where it
+    is about an engine or a job."""
     reserve: bool = False
     """Layouts that break it are looked at where they could be among the first (`planner.solve.further`)."""
     lifted_by: tuple[tuple[str, ...], ...] = ()

@@ -33,7 +33,7 @@ class Entry:
     path: str
     """Keys from the outermost to its own, with points between; items of a list count from 0."""
     text: str
-    """Its value; those of a list have commas between them."""
+    """The value; elements of a list have commas between them."""
     line: int
     items: tuple[str, ...] | None = None
     """The values of a list; None for a single value."""

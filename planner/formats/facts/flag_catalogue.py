@@ -62,7 +62,7 @@ class KnownFlag:
     words: str
     """How many words follow it: none (an empty text), `1`, `+` or `*`."""
     framework: str
-    """Whose it is: `megatron`, `mindspeed` or `llmacc`."""
+    """The software that has the flag: `megatron`, `mindspeed` or `llmacc`."""
     about: str = ""
     field: str = ""
     """The field of the planner's own options that it gives."""
@@ -79,7 +79,7 @@ class GivenFlag:
 
     @property
     def text(self) -> str:
-        """Its values with blanks between them."""
+        """The flag's values with blanks between them."""
         return " ".join(word.text for word in self.values)
 
     @property

@@ -51,7 +51,7 @@ class Launch:
     cuda_connections: Word | None = None
     """`CUDA_DEVICE_MAX_CONNECTIONS`."""
     printed: bool = False
-    """It is the text of another command."""
+    """The launch is the text of another command."""
     assigned: frozenset[str] = frozenset()
     """Variables that the script sets, or may set: without those of branches that do not run."""
     launcher: tuple[Word, ...] = ()

@@ -34,7 +34,7 @@ class ConfigProblem:
     remedy: str = ""
     file: str = ""
     certain: bool = False
-    """It holds whatever the rest of the job is: of a value that is wrong by itself."""
+    """The problem holds whatever the rest of the job is: a value is wrong by itself."""
     of_price: bool = False
     """Memory and time rest on it, and legality does not."""
 
@@ -52,7 +52,7 @@ class Reading:
     framework: str
     """The software that the files are for: its name in `targets.TARGETS`, where it is there."""
     engine: str
-    """Its name in the catalogue of engines."""
+    """The name in the catalogue of engines."""
     file: str
     """The file that says the layout, of several."""
     model: ModelSpec | None

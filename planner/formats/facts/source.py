@@ -17,13 +17,13 @@ class Source:
     file: str
     text: str
     entries: Entries = field(default_factory=dict)
-    """Its keys, where it is made of keys."""
+    """The file's keys, where it is made of keys."""
     page: bool = False
-    """It is a page on which a configuration stands."""
+    """The file is a page on which a configuration stands."""
     world_size: int | None = None
     """Devices on which it starts its job, of a script whose flags stand for keys."""
     local_world_size: int | None = None
-    """Those of a node."""
+    """Devices of a node."""
     others: tuple[tuple[str, str], ...] = ()
     """Names and texts of further files, of programs that are given together."""
 
@@ -37,7 +37,7 @@ class Surroundings:
     described: str | None = None
     """The file that describes the model."""
     model: ModelSpec | None = None
-    """That model."""
+    """The model that the user names."""
     define: Mapping[str, str] = field(default_factory=dict)
     beside: Mapping[str, str] = field(default_factory=dict)
     """Texts of the files that a script reads commands from, by their names."""

@@ -29,7 +29,7 @@ class AdapterDefaults:
     rank: int | None = None
     """None where it has no default."""
     targets: tuple[LoraTarget, ...] = ("query", "value")
-    """Those of peft (peft/utils/constants.py, for models of Llama's kind)."""
+    """Target modules by peft's defaults (peft/utils/constants.py, for models of Llama's kind)."""
 
 
 DEFAULTS = {

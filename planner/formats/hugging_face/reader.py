@@ -132,14 +132,14 @@ def _flag_entries(launch: Launch) -> Entries:
 
 @dataclass
 class _Job:
-    """Its files, each as keys; empty where there is none."""
+    """A job's files, each as keys; empty where there is none."""
 
     command: Keyed
     accelerate: Keyed
     deepspeed: Keyed
     launch: Launch | None
     software: str = "transformers"
-    """Whose script or configuration it is, where that is known."""
+    """The software whose script or configuration it is, where that is known."""
     alone: bool = False
     """No command and no configuration of a trainer is given, whose defaults would count."""
 

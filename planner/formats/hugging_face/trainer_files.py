@@ -41,7 +41,7 @@ SOFTWARE = {
 
 
 def as_flags(entries: Entries, software: str) -> tuple[Entries, Entries]:
-    """The same job as flags of Hugging Face's trainer, and as keys of accelerate's YAML."""
+    """The job as flags of Hugging Face's trainer, and as keys of accelerate's YAML."""
     named = _named(software)
     flags: Entries = {}
     accelerate: Entries = {}

@@ -83,7 +83,7 @@ def with_todays_names(given: Mapping[str, GivenFlag], problems: Problems) -> dic
 
 
 def _made(flag: GivenFlag, name: str, text: str) -> GivenFlag:
-    """Another flag on the line of one that means it."""
+    """The flag `name` on the line of another flag that means it."""
     values = (Word(text, flag.line),) if text else ()
     return GivenFlag(flag.name, values, flag.line, known_flags()[name])
 

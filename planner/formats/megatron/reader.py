@@ -459,7 +459,7 @@ class _Job:
                 self.problems.add("note", text, name, flag.line)
 
     def _leave_out_no_layers(self, values: dict[str, Any]) -> None:
-        """Of no layers (`--recompute-num-layers 0`) nothing is recomputed."""
+        """Recompute nothing where no layers are recomputed (`--recompute-num-layers 0`)."""
         if values.get("recompute_num_layers") != 0 or values.get("recompute_method") == "uniform":
             return
         del values["recompute_num_layers"]

@@ -54,7 +54,7 @@ class Style:
     whole: re.Pattern[str]
     """Calls that make a whole configuration."""
     nested: bool = False
-    """Its sections are arguments of that call, and made by calls themselves."""
+    """Sections are arguments of that call, and made by calls themselves."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ LONGEST = 1000
 DEEPEST = 20
 """Brackets, signs and variables inside each other."""
 MOST_VARIABLES = 200
-"""Whose values are expressions themselves, in one expression."""
+"""Variables in one expression whose values are expressions themselves, at most."""
 
 _TOKEN = re.compile(
     r"\s*(?:(0[xX][0-9a-fA-F]+|[0-9]+)|([A-Za-z_]\w*)"
@@ -194,7 +194,7 @@ class _Expression:
 
 
 def _number(token: str) -> Number:
-    """Of a number as it is written: one that begins with 0 is octal."""
+    """The number that a token writes: one that begins with 0 is octal."""
     if len(token) > 20:
         return None
     try:

@@ -230,7 +230,7 @@ class _End:
 
     @classmethod
     def of(cls, word: Chars) -> _End:
-        """Of the word behind `<<`."""
+        """The end of a here-document, from the word behind `<<`."""
         text = plain(word)
         return cls(text.strip("-'\"\\"), any(mark in text for mark in "'\"\\"))
 

@@ -11,12 +11,12 @@ Truth = bool | None
 
 
 def both(one: Truth, other: Truth) -> Truth:
-    """Of `one && other`."""
+    """The outcome of `one && other`."""
     return False if False in (one, other) else None if None in (one, other) else True
 
 
 def either(one: Truth, other: Truth) -> Truth:
-    """Of `one || other`."""
+    """The outcome of `one || other`."""
     return True if True in (one, other) else None if None in (one, other) else False
 
 

@@ -29,7 +29,7 @@ No character without quotes ends a word: it stands between the elements of an ar
 """
 
 Value = Chars | list[Chars]
-"""Of a variable: a text, or the elements of an array."""
+"""The value of a variable: a text, or the elements of an array."""
 
 
 class _Separator(str):
@@ -75,7 +75,7 @@ class Expansion:
         return [word_of(chars) for chars in self.split(raw)]
 
     def split(self, raw: Chars) -> list[Chars]:
-        """The same, character by character."""
+        """The words that one word of the source becomes, character by character."""
         found: list[Chars] = []
         word: Chars | None = None
         for char, line, quoted in self._pieces(Part(raw), 0):

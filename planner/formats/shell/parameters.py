@@ -8,7 +8,7 @@ import re
 from planner.formats.shell.text import Char, Chars, Unknown, has_unknown, plain
 
 Value = Chars | list[Chars]
-"""Of a variable: a text, or the elements of an array."""
+"""The value of a variable: a text, or the elements of an array."""
 
 _PART = re.compile(r":\s*(-?[0-9]{1,9})\s*(?::\s*(-?[0-9]{1,9})\s*)?")
 _SHORTEN = re.compile(r"(##?|%%?)(.*)", re.DOTALL)
@@ -65,7 +65,7 @@ def _shortened(chars: Chars, operator: str, pattern: re.Pattern[str]) -> Chars:
 
 
 def _replaced(chars: Chars, operator: str, pattern: str, new: str | None) -> Chars | None:
-    """With a text in place of another; a pattern that is none is not looked for."""
+    """Characters with one text in place of another; None where the pattern is no plain text."""
     old = pattern.replace("\\", "")
     if re.search(r"[*?\[]", old):
         return None

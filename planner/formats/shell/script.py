@@ -55,7 +55,7 @@ class Script:
     not_sourced: tuple[Word, ...]
     """Files that it reads commands from, and that are not given."""
     environments: tuple[Mapping[str, Word], ...]
-    """Of each command, what it finds in those variables that launchers look at."""
+    """The variables that launchers look at, by command, as each command finds them."""
 
 
 ENVIRONMENT = (
@@ -77,11 +77,11 @@ class _Frame:
     tests: bool = False
     """What is read belongs to the condition of an `if` or a `while`."""
     subject: str | None = None
-    """Of a `case`."""
+    """The subject of a `case`."""
     patterns: list[str] | None = None
-    """Those of the next branch of a `case`, while they are read."""
+    """The patterns of the next branch of a `case`, while they are read."""
     outside: dict[str, Value] | None = None
-    """Of a subshell, the variables before it."""
+    """The variables before a subshell."""
 
 
 def read_script(

@@ -137,12 +137,12 @@ class Part:
         return end if end <= self.stop else at + 1
 
     def first(self, count: int) -> Chars:
-        """Its first characters."""
+        """The text's first characters."""
         return self.chars[self.start : min(self.start + count, self.stop)]
 
     @property
     def all(self) -> Chars:
-        """Its characters."""
+        """All characters of the text."""
         return self.chars[self.start : self.stop]
 
 

@@ -185,7 +185,7 @@ def granite(config: Config) -> Config:
 
 
 OLMO3_THETA = 500_000.0
-"""Of the layers with windows where a config.json says nothing of theirs."""
+"""The RoPE base of the layers with windows where a config.json has none for them."""
 
 
 def olmo2(config: Config) -> Config:
