@@ -233,6 +233,8 @@ def _fewest_layers(
     )
     every = layers == deepest
     new = usual | ~(every & ((kind == FULL) | (modules == USUAL)))
+    # Whole layers that all recompute keep nothing to offload; without offload they are another row.
+    new &= ~(every & (kind == FULL) & table.offload_activations)
     found = replace(
         with_recompute(table, kind, modules, layers),
         recompute_method=np.where(every, UNIFORM, BLOCK),

@@ -12,7 +12,7 @@ from costmodels.pricing import peak_memory, price
 from costmodels.spec.table import LayoutTable
 from planner import search
 from planner.ranking.result import SearchResult
-from planner.space.rules import LONGEST_CHUNK
+from planner.space.rules import LONGEST_CHUNK, first_violation
 from runtime.settings.preflight import check_job
 from tests.support.layouts import layouts_of
 
@@ -173,3 +173,17 @@ def test_counts_do_not_depend_on_how_many_plans_are_asked_for() -> None:
     assert (result.feasible, result.rejected) == (feasible, rejected)
     for plan in result.closest(5):
         assert plan.estimate.peak_memory_bytes > plan.cluster.memory_bytes
+
+
+def test_all_that_is_solved_beside_offload_is_a_layout() -> None:
+    """Few microbatches of 14 sequences fit with whole layers recomputed, which leave nothing to offload."""
+    result = search(
+        "mixtral-8x7b",
+        world_size=5,
+        local_world_size=5,
+        device="l40s",
+        max_global_batch_size=120,
+        prefer="fastest",
+    )
+    assert result.offloads
+    assert all(first_violation(result.problem.model, each) is None for each in layouts_of(result.table))
