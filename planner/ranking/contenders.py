@@ -9,17 +9,20 @@ import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.pricing import Prices, price
-from costmodels.spec.table import Bools, Ints, LayoutTable
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 from planner.objective import SCORE_DIGITS, Objective, logarithms, slowness
 from planner.problem import Problem
 from planner.solve.bounds import Floor
+from planner.solve.chunk_splits import NEAR, ROWS, has_movable_layers
+from planner.solve.concatenation import concatenate_prices
+from planner.solve.solutions import FIRST
 from planner.space.grid import Space
 
 PLACES = 128
 """Places of the ranking that are priced unless more are asked for."""
 
 SAMPLE = 512
-"""Rows with the lowest floors, whose prices tell how fast the last of `PLACES` is at most."""
+"""Rows with the lowest floors that are priced first; then as many again as were priced so far."""
 
 FEW = 4096
 """Rows that are all priced: to choose among them takes longer."""
@@ -40,17 +43,55 @@ class Tail:
         return len(self.rows)
 
 
-def contenders(problem: Problem, space: Space, rows: Ints, floor: Floor) -> Ints:
-    """The rows of `rows` that could take one of the first `PLACES`, whatever their replicas exchange."""
+def contenders(problem: Problem, space: Space, rows: Ints, floor: Floor) -> tuple[Ints, Prices]:
+    """The rows of `rows` that could take one of the first `PLACES`, whatever their replicas exchange, and
+    their prices.
+
+    Rows with the lowest floors are priced first, ever more of them at a time, until all others have floors
+    above the last of the places.
+    """
+    where = problem.model, problem.cluster, problem.constants
     if problem.objective == "memory" or problem.cluster.parts or len(rows) <= FEW:
-        return rows
-    least = floor.of(rows)
-    sample = rows[np.argpartition(least, SAMPLE)[:SAMPLE]]
-    prices = price(problem.model, problem.cluster, problem.constants, space.table.take(sample))
-    paces = slowness(problem.objective, prices.table.global_batch_size, prices.step_time_s)
-    last = np.partition(paces, PLACES - 1)[PLACES - 1]
-    found: Ints = rows[least <= last * (1 + ROUNDING)]
-    return found
+        return rows, price(*where, space.table.take(rows))
+    left, least = rows, floor.of(rows)
+    found, parts, paces, movable = [], [], np.zeros(0), np.zeros(0, dtype=np.bool_)
+    while len(left):
+        some = _lowest(least, max(SAMPLE, len(paces)))
+        found.append(left[some])
+        parts.append(price(*where, space.table.take(found[-1])))
+        table = parts[-1].table
+        own = slowness(problem.objective, table.global_batch_size, parts[-1].step_time_s)
+        paces = np.concatenate([paces, own])
+        movable = np.concatenate([movable, has_movable_layers(problem, table)])
+        keep = ~some & (least <= _bound(paces, movable))
+        left, least = left[keep], least[keep]
+    every = np.concatenate(found)
+    order = np.argsort(every)
+    return every[order], concatenate_prices(parts).take(order)
+
+
+def _lowest(least: Floats, count: int) -> Bools:
+    """The rows with the `count` lowest floors, [n]."""
+    result = np.zeros(len(least), dtype=np.bool_)
+    result[np.argpartition(least, count)[:count] if count < len(least) else slice(None)] = True
+    return result
+
+
+def _bound(paces: Floats, movable: Bools) -> float:
+    """What the floor of a row may be that is among the first `PLACES`, or those whose layers are moved.
+
+    Args:
+        paces: of the rows that are priced, [n].
+        movable: whether their layers can be moved, [n].
+    """
+    last = _place(paces, PLACES)
+    moved = min(NEAR * _place(paces, FIRST), _place(paces[movable], ROWS))
+    return max(last, moved) * (1 + ROUNDING)
+
+
+def _place(paces: Floats, place: int) -> float:
+    """The pace at a place, from 1; infinite where there are fewer."""
+    return float(np.partition(paces, place - 1)[place - 1]) if len(paces) >= place else np.inf
 
 
 def first_prices(objective: Objective, prices: Prices) -> Bools:

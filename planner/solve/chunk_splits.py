@@ -14,7 +14,7 @@ import numpy as np
 
 from costmodels.pricing import Prices, price
 from costmodels.spec.layout import Layout
-from costmodels.spec.table import Ints, LayoutTable, numbered_splits
+from costmodels.spec.table import Bools, Ints, LayoutTable, numbered_splits
 from planner.objective import slowness
 from planner.problem import Problem
 from planner.solve.bounds import Worth
@@ -75,11 +75,16 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
     return now.take(found) if found.any() else None
 
 
+def has_movable_layers(problem: Problem, table: LayoutTable) -> Bools:
+    """Rows with pipelines whose stages may have unequal numbers of layers, [n]."""
+    result: Bools = table.runs(*problem.engine.runs.uneven_schedules) & (table.pipeline_parallel > 1)
+    return result
+
+
 def _best(problem: Problem, prices: Prices, last: float) -> Prices:
     """The best plans with pipelines, of those whose slowness is not above `last`."""
     slow = slowness(problem.objective, prices.table.global_batch_size, prices.step_time_s)
-    able = prices.table.runs(*problem.engine.runs.uneven_schedules) & (prices.table.pipeline_parallel > 1)
-    rows = np.flatnonzero(able & (slow <= last))
+    rows = np.flatnonzero(has_movable_layers(problem, prices.table) & (slow <= last))
     return prices.take(rows[np.argsort(slow[rows], kind="stable")[:ROWS]])
 
 
