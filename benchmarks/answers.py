@@ -43,6 +43,15 @@ QUESTIONS = {
     "nothing legal": "suggest --model llama2-70b --world-size 48 --global-batch-size 7 --pin tp=6",
     "explanation": "explain --model llama2-7b --world-size 16 --global-batch-size 64 --layout tp=16,pp=1 "
     "--layout zero=2,dp=16 --against tp=8 --pin mbs=1..4",
+    "explanation of experts": "explain --model mixtral-8x7b --world-size 64 --device h100 "
+    "--max-global-batch-size 256 --layout tp=8,ep=8 --against pp=4",
+    "explanation of little": "explain --model gpt2-small --world-size 4 --device h100 --global-batch-size 16",
+    "explanation of latent attention": "explain --model deepseek-v3 --world-size 512 --device h100 "
+    "--max-global-batch-size 2048 --pin pp=8..16 --pin ep=32,64 --prefer fastest",
+    "sizes of experts": "suggest --model mixtral-8x7b --world-size 64..512 --device h100 "
+    "--max-global-batch-size 256 --tokens 2T --price-per-hour 2.5EUR --deadline-days 60",
+    "sizes of an objective": "suggest --model llama3-8b --world-size 4,8,12,48 --device h100 "
+    "--global-batch-size 96 --objective memory --headroom 4",
     "explanation of two kinds": "explain --model llama2-7b --world-size 16 --device a100-80g:1,v100-32g:1 "
     "--global-batch-size 32 --no-what-if --layout tp=4,pp=3",
 }

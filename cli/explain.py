@@ -66,7 +66,7 @@ class Questions:
         values=pin_words,
     )
     no_what_if: bool = flag(
-        False, "Do not search again with one change of the job, which takes as long as six searches."
+        False, "Do not search again with one change of the job, which takes as long as some searches."
     )
     json: bool = flag(False, "Print one JSON object instead of tables.")
 

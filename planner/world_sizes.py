@@ -6,9 +6,9 @@ import reprlib
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError, NoLayoutFits
@@ -29,6 +29,7 @@ from planner.inputs.node_kinds import is_of_kinds
 from planner.objective import DEFAULT_OBJECTIVE, MEANINGS, Objective, equal_peak, parse_objective
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords, cluster_of
+from planner.processes import Calls, helpers_for
 from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
 from planner.space.rule import divisors
@@ -248,41 +249,97 @@ def sizes(
     count = None if tokens is None else parse_tokens(tokens)
     price = parse_price(price_per_hour)
     goal = parse_goal(deadline_days, budget, count, price)
-    found, errors = [], []
+    wanted = parse_world_sizes(world_size, _per_node(device, job.get("local_world_size")))
+    of_run = UNIT_TOKENS if count is None else count, price, failures
+    found: list[_Planned] = []
     known: Problem | None = None
-    for size in parse_world_sizes(world_size, _per_node(device, job.get("local_world_size"))):
-        result = plan = spent = problem = None
-        try:
-            result = search(spec, world_size=size, **job) if known is None else _resized(known, size, job)
-            known = result.problem
-            plan = result.best
-            if plan is None:
-                problem = result.closest()[0].reason
-            else:
-                spent = plan.run(UNIT_TOKENS if count is None else count, price, failures)
-        except InputError as error:
-            errors.append(error)
-            plan, problem = None, str(error)
-        found.append(Size(size, plan, spent, problem, result))
+    seconds = 0.0
+    # Until a size has legal layouts, errors name sizes nearby; what the first one resolves holds for all.
+    for size in wanted:
+        found.append(_first_planned(spec, size, job, *of_run))
+        result = found[-1].size.result
+        if result is not None:
+            known, seconds = result.problem, result.elapsed_s
+            break
+    rest = wanted[len(found) :]
+    if known is not None:
+        calls = [partial(_planned, *_resized(known, size, job), size, *of_run) for size in rest]
+        with Calls(calls, helpers_for(len(calls), seconds)) as made:
+            found += made.results()
+    errors = [one.error for one in found if one.error is not None]
     if len(errors) == len(found):
         raise errors[0]
-    return Sizes(tuple(marked_front(found)), objective, count, price, goal, failures)
+    return Sizes(tuple(marked_front([one.size for one in found])), objective, count, price, goal, failures)
 
 
-def _resized(known: Problem, world_size: int, job: SearchKeywords) -> SearchResult:
-    """The search of `known` on another number of devices.
+class _Planned(NamedTuple):
+    """A size, and the error that it ended in."""
 
-    Raises `InputError` when no layout is legal, without the sizes nearby that are: they take seconds to find.
+    size: Size
+    error: InputError | None
+
+
+def _first_planned(
+    spec: ModelSpec,
+    world_size: int,
+    job: SearchKeywords,
+    tokens: int,
+    price: Money | None,
+    failures: Failures | None,
+) -> _Planned:
+    """The best plan of a size, and its run, of a question that was not resolved before."""
+    try:
+        result = search(spec, world_size=world_size, **job)
+    except InputError as error:
+        return _without_plan(world_size, error)
+    return _with_run(result, tokens, price, failures)
+
+
+def _resized(known: Problem, world_size: int, job: SearchKeywords) -> tuple[Problem | None, str]:
+    """The problem `known` on another number of devices, or None and what is wrong with that number."""
+    try:
+        return replace(known, cluster=cluster_of(world_size, job)), ""
+    except InputError as error:
+        return None, str(error)
+
+
+def _planned(
+    problem: Problem | None,
+    wrong: str,
+    world_size: int,
+    tokens: int,
+    price: Money | None,
+    failures: Failures | None,
+) -> _Planned:
+    """The best plan of a size, and its run.
+
+    Where no layout is legal, the error does not name sizes nearby that have some: they take seconds to find.
     """
-    cluster = cluster_of(world_size, job)
-    problem = replace(known, cluster=cluster)
+    if problem is None:
+        return _without_plan(world_size, InputError(wrong))
     started = time.perf_counter()
-    space = problem.space()
+    try:
+        space = problem.space()
+    except InputError as error:
+        return _without_plan(world_size, error)
     if not len(space.table):
-        raise InputError(
-            f"no layout is legal on {cluster.world_size} devices with {problem.batch}: {problem.obstacle()}"
-        )
-    return rank(problem, space, started, offload=True)
+        line = f"no layout is legal on {world_size} devices with {problem.batch}: {problem.obstacle()}"
+        return _without_plan(world_size, InputError(line))
+    return _with_run(rank(problem, space, started, offload=True), tokens, price, failures)
+
+
+def _without_plan(world_size: int, error: InputError) -> _Planned:
+    return _Planned(Size(world_size, None, None, str(error), None), error)
+
+
+def _with_run(result: SearchResult, tokens: int, price: Money | None, failures: Failures | None) -> _Planned:
+    plan, world_size = result.best, result.problem.cluster.world_size
+    if plan is None:
+        return _Planned(Size(world_size, None, None, result.closest()[0].reason, result), None)
+    try:
+        return _Planned(Size(world_size, plan, plan.run(tokens, price, failures), None, result), None)
+    except InputError as error:
+        return _Planned(Size(world_size, None, None, str(error), result), error)
 
 
 def no_size_fits(found: Sizes) -> NoLayoutFits:

@@ -41,6 +41,7 @@ ORDER = {
     ),
     "planner": (
         *(
+            "processes",
             "inputs",
             "objective",
             "preference",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from costmodels.dataclass import dataclass
@@ -19,10 +20,11 @@ from planner.objective import gain, metric
 from planner.plan import Plan
 from planner.preference import FASTEST
 from planner.problem import Problem
+from planner.processes import Calls, helpers_for
 from planner.proposals.devices import with_world_size
 from planner.ranking.ranking import rank
 from planner.ranking.reasons import gain_text
-from planner.ranking.result import SearchResult
+from planner.ranking.result import Listed, SearchResult
 
 Kind = Literal["memory", "inter_node", "intra_node", "batch", "devices", "pin"]
 
@@ -36,6 +38,9 @@ CONSTRAINTS: dict[Kind, Constraint] = {
     "pin": "pin",
 }
 """What a change relieves."""
+
+SAME_LAYOUTS: tuple[Kind, ...] = ("memory", "intra_node", "inter_node")
+"""Changes after which the same layouts are legal, and need as many bytes."""
 
 NOTICEABLE = 1.01
 """How many times better a change must make what counts to be worth a word."""
@@ -70,30 +75,44 @@ class Binding:
     reason: str
 
 
-def changes(result: SearchResult) -> list[Change]:
+def changes(result: SearchResult) -> Calls[Change]:
     """The fastest plans with twice the memory, links, batch and devices, and without each pin, if any fits.
 
-    Each is a search of its own and takes as long as the first. What is fastest is compared with what is
-    fastest before: which of the plans that tie is simplest says nothing of what a change buys.
+    Each is a search of its own and takes as long as the first; helpers begin with them at once. What is
+    fastest is compared with what is fastest before: which of the plans that tie is simplest says nothing of
+    what a change buys.
     """
-    if result.best is None:
-        return []
+    fastest = result.fastest
+    if fastest is None:
+        return Calls([], 0)
     problem = replace(result.problem, preference=FASTEST)
-    return [_searched(kind, what, changed, result) for kind, what, changed in _changed(problem)]
+    before = fastest.estimate.tokens_per_s, result.offloads
+    listed = None if result.offloads or problem.cluster.parts else result.listed
+    calls = [
+        partial(_searched, kind, what, changed, *before, listed if kind in SAME_LAYOUTS else None)
+        for kind, what, changed in _changed(problem)
+    ]
+    return Calls(calls, helpers_for(len(calls), result.elapsed_s))
 
 
-def _searched(kind: Kind, what: str, problem: Problem, before: SearchResult) -> Change:
+def _searched(
+    kind: Kind, what: str, problem: Problem, tokens_per_s: float, offload: bool, known: Listed | None
+) -> Change:
+    """The fastest plan of a changed problem, beside `tokens_per_s` of the fastest one before.
+
+    `known` are its layouts, where they are those of before.
+    """
     try:
-        space = problem.space()
+        space = problem.space() if known is None else known.space
     except InputError as error:
         return Change(kind, what, None, None, None, str(error))
     if not len(space.table):
         return Change(kind, what, None, None, None, str(advice.no_legal_layout(problem)))
-    after = rank(problem, space, time.perf_counter(), offload=before.offloads)
+    after = rank(problem, space, time.perf_counter(), offload=offload, known=known)
     if not after.feasible:
         return Change(kind, what, None, None, None, "nothing fits")
-    best, fastest = after.plan(0), before.plan(before.first_faster)
-    ratio = best.estimate.tokens_per_s / fastest.estimate.tokens_per_s
+    best = after.plan(0)
+    ratio = best.estimate.tokens_per_s / tokens_per_s
     return Change(kind, what, ratio, metric(problem.objective, best.estimate), best, "")
 
 

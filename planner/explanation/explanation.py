@@ -37,6 +37,7 @@ from planner.inputs.pins import PinInput, Pins
 from planner.objective import EQUAL
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords
+from planner.processes import Calls
 from planner.proposals.proposal import Proposal, proposal_lines
 from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
@@ -180,11 +181,12 @@ def explain_result(
     rivals = [outcome_of(result, one) for one in against]
     comparisons = [compare(best, _runner_up(result))] if best is not None and result.feasible > 1 else []
     comparisons += [rival.comparison for rival in rivals if rival.comparison is not None]
-    found = changes(result) if what_if else []
+    with changes(result) if what_if else Calls[Change]([], 0) as searched:
+        near = neighbours(result)
+        if result.problem.cluster.parts:
+            near = neighbour_searches(result, near)
+        found = searched.results()
     error = None if result.feasible else advice.no_layout_fits(result)
-    near = neighbours(result)
-    if result.problem.cluster.parts:
-        near = neighbour_searches(result, near)
     return Explanation(
         result=result,
         indistinguishable=indistinguishable(result),

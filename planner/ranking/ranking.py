@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 
 from costmodels.pricing import Prices, price
+from costmodels.spec.table import Floats
 from planner.objective import logarithms
 from planner.problem import Problem
 from planner.ranking.contenders import Tail, contenders, first_prices
 from planner.ranking.first_plans import Ranking, order, simulated
 from planner.ranking.preferred import preferred_first
-from planner.ranking.result import SearchResult
+from planner.ranking.result import Listed, SearchResult
 from planner.solve.bounds import floor_of
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.fit import Fit, fit
@@ -24,14 +25,21 @@ from planner.solve.solutions import solutions, worth_of_further
 from planner.space.grid import Space
 
 
-def rank(problem: Problem, space: Space, started: float, offload: bool = False) -> SearchResult:
+def rank(
+    problem: Problem,
+    space: Space,
+    started: float,
+    offload: bool = False,
+    known: Listed | None = None,
+) -> SearchResult:
     """Price and order the legal layouts of a problem, of which there must be one at least: the first ones at
     once, those far behind when they are asked for (`planner.ranking.contenders`).
 
     `started` is the reading of `time.perf_counter` from which `elapsed_s` counts. With `offload`, layouts
-    that offload activations or the optimizer are searched too where nothing fits without.
+    that offload activations or the optimizer are searched too where nothing fits without. `known` are the
+    same layouts on devices with another memory, or on other links.
     """
-    result = _ranked(problem, [problem], space, started)
+    result = _ranked(problem, [problem], space, started, known)
     if offload and not result.feasible:
         resort = offload_space(problem, space)
         if resort is not None:
@@ -40,19 +48,24 @@ def rank(problem: Problem, space: Space, started: float, offload: bool = False) 
     return result
 
 
-def _ranked(problem: Problem, pinned: Sequence[Problem], space: Space, started: float) -> SearchResult:
+def _ranked(
+    problem: Problem,
+    pinned: Sequence[Problem],
+    space: Space,
+    started: float,
+    known: Listed | None = None,
+) -> SearchResult:
     """`rank` of the layouts of one space.
 
     Args:
         pinned: the problem, or the same with what is offloaded pinned: whose layouts those of `space` are.
     """
     model, cluster, engine = problem.model, problem.cluster, problem.constants
-    found = fit_of(problem, space)
+    found = fit_of(problem, space, None if known is None else known.peaks)
     every = np.flatnonzero(found.rows)
     # Most layouts of a large model do not fit, and most of the others take so long that nobody asks how long.
     floor = floor_of(model, cluster, engine, space, problem.objective)
-    rows = contenders(problem, space, every, floor)
-    prices = price(model, cluster, engine, space.table.take(rows))
+    rows, prices = contenders(problem, space, every, floor)
     added = solved_within_host(problem, solutions(problem, space, found, floor, prices))
     for one in pinned:
         added += _further(one, space, found, [prices, *added])
@@ -79,6 +92,7 @@ def _ranked(problem: Problem, pinned: Sequence[Problem], space: Space, started: 
         ranking=chosen.ranking,
         rows=chosen.rows,
         solutions=more,
+        listed=Listed(space, found.peaks),
     )
 
 
@@ -113,11 +127,11 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
     return added
 
 
-def fit_of(problem: Problem, space: Space) -> Fit:
-    """Which layouts of a space of the problem fit."""
+def fit_of(problem: Problem, space: Space, known: Floats | None = None) -> Fit:
+    """Which layouts of a space of the problem fit; `known` as `fit` takes it."""
     where = problem.model, problem.cluster, problem.constants
     if problem.cluster.parts:
         from planner.solve.mixed_nodes import fit_of_kinds  # Few clusters have nodes of two kinds.
 
         return fit_of_kinds(*where, space.table)
-    return fit(*where, space)
+    return fit(*where, space, known)

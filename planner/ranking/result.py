@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from costmodels.errors import InputError
 from costmodels.pricing import Prices, estimate, peak_memory
 from costmodels.spec.estimate import Estimate
 from costmodels.spec.layout import Layout
-from costmodels.spec.table import Ints, LayoutTable
+from costmodels.spec.table import Floats, Ints, LayoutTable
 from planner.objective import EQUAL, gain, logarithms, metric
 from planner.plan import Plan
 from planner.plan_rows import COLUMNS, html_table, record, shown
@@ -26,6 +27,21 @@ from planner.space.rules import DEVICE_MEMORY
 
 if TYPE_CHECKING:
     import pandas
+
+    from planner.space.grid import Space
+
+
+@dataclass(frozen=True, repr=False)
+class Listed:
+    """The enumerated layouts of a search and what they need, for other searches of the same ones."""
+
+    space: Space
+    peaks: Floats
+    """`planner.solve.fit.Fit.peaks`, [n]."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # Other processes are told what was found, and list layouts themselves: that takes no longer.
+        return type(None), ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,6 +79,8 @@ class SearchResult:
     """Layouts with solved degrees, which the counts and the table have besides the enumerated ones."""
     offloads: bool = False
     """Nothing fits without offloading."""
+    listed: Listed | None = field(default=None, compare=False)
+    """What else is known of the enumerated layouts."""
     notes: tuple[str, ...] = ()
     """Where nodes are of two kinds: which ranks each has, and what one kind alone would do."""
 

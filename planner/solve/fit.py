@@ -32,8 +32,12 @@ class Fit:
     """Bytes of the fullest device; infinite for those that cannot fit whatever they recompute."""
 
 
-def fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space) -> Fit:
-    """The rows that fit, and those of the others that could with fewer activations."""
+def fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space, known: Floats | None = None) -> Fit:
+    """The rows that fit, and those of the others that could with fewer activations.
+
+    Args:
+        known: `Fit.peaks` of the same rows on devices with another memory, or on other links.
+    """
     table = space.table
     first, some = first_rows(space.states)
     highest, mean = _state_bytes(model, cluster, engine, table.take(first[some]))
@@ -42,6 +46,9 @@ def fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space) -> Fit
     possible = within[space.states]
     rows = np.flatnonzero(possible)
     peaks = np.full(len(table), np.inf)
+    if known is not None:
+        peaks[rows] = known[rows]
+        rows = rows[np.isinf(known[rows])]
     peaks[rows] = peak_memory(model, cluster, engine, table, rows)
     return Fit(peaks <= cluster.memory_bytes, possible, within_mean[space.states], peaks)
 

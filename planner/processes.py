@@ -1,0 +1,177 @@
+"""Long calls, made by several processes where there are processors for them.
+
+Answers are those of this process alone. A helper is a Python of its own that imports this package: unlike a
+fork it is safe beside threads, and unlike the standard library's pools it does not run the caller's script
+again. Where none can be started, as in a browser, this process makes all calls.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    import subprocess
+
+ResultT = TypeVar("ResultT")
+
+LONG_S = 0.7
+"""Seconds of a call from which on a helper, which takes half of that to start, is worth it."""
+
+MOST_HELPERS = 7
+"""Each holds what a search holds."""
+
+START = (
+    "import sys, pickle; source = sys.stdin.buffer; sys.path[:] = pickle.load(source); "
+    "from planner.processes import serve; serve()"
+)
+"""What a helper runs; isolated, so that no module comes from the folder in which it is started."""
+
+Packed = bytes
+"""A call as a helper reads it."""
+
+
+def helpers_for(calls: int, seconds: float) -> int:
+    """How many helpers are worth it for so many calls, each of which takes about `seconds`."""
+    if seconds < LONG_S:
+        return 0
+    affinity = getattr(os, "sched_getaffinity", None)
+    processors = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(0, min(processors, calls, MOST_HELPERS + 1) - 1)
+
+
+class Calls(Generic[ResultT]):
+    """Calls that helpers begin with at once, the last one first, and this process, the first one first, when
+    it is asked for the results."""
+
+    def __init__(self, calls: Sequence[partial[ResultT]], helpers: int) -> None:
+        self._calls = calls
+        self._left = deque(range(len(calls)))
+        self._found: dict[int, ResultT] = {}
+        self._helpers: list[_Helper] = []
+        packed = _packed(calls) if helpers else None
+        self._threads = [] if packed is None else self._started(packed, helpers)
+
+    def __enter__(self) -> Calls[ResultT]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for helper in self._helpers:
+            helper.end()
+        for thread in self._threads:
+            thread.join()
+
+    def results(self) -> list[ResultT]:
+        """The results, in the order of the calls; raises what a call raises."""
+        while self._left:
+            try:
+                self._make(self._left.popleft())
+            except IndexError:
+                break  # A helper took the last one.
+        for thread in self._threads:
+            thread.join()
+        for number in range(len(self._calls)):
+            if number not in self._found:
+                self._make(number)  # What a helper failed at: here it says why.
+        return [self._found[number] for number in range(len(self._calls))]
+
+    def _make(self, number: int) -> None:
+        self._found[number] = self._calls[number]()
+
+    def _started(self, packed: Sequence[Packed], helpers: int) -> list[Thread]:
+        threads = []
+        try:
+            for _ in range(helpers):
+                helper = _Helper()
+                self._helpers.append(helper)
+                threads.append(Thread(target=self._ask, args=(helper, packed), daemon=True))
+                threads[-1].start()
+        except (ImportError, OSError, RuntimeError):
+            pass  # No processes, or no threads, here.
+        return threads
+
+    def _ask(self, helper: _Helper, packed: Sequence[Packed]) -> None:
+        """Have a helper make calls until none is left, or it fails."""
+        while self._left:
+            try:
+                number = self._left.pop()
+                done, result = helper.made(packed[number])
+            except (IndexError, OSError, EOFError, ValueError, pickle.UnpicklingError):
+                return
+            if done:
+                self._found[number] = result
+
+
+class _Helper:
+    """A process that makes calls."""
+
+    def __init__(self) -> None:
+        import subprocess
+
+        if not sys.executable:
+            raise OSError("no Python to start")
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            [sys.executable, "-I", "-c", START],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Ctrl-C goes to all processes of a terminal, and this one is to end the helpers.
+            start_new_session=True,
+        )
+        self._is_told = False
+
+    def made(self, packed: Packed) -> tuple[bool, Any]:
+        """Whether a call could be made, and its result."""
+        target, source = self.process.stdin, self.process.stdout
+        assert target is not None and source is not None
+        if not self._is_told:
+            pickle.dump(sys.path, target)
+            self._is_told = True
+        pickle.dump(packed, target)
+        target.flush()
+        found: tuple[bool, Any] = pickle.load(source)
+        return found
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with suppress(OSError):  # What was not read of a call goes with the process.
+                    stream.close()
+
+
+def _packed(calls: Sequence[partial[Any]]) -> list[Packed] | None:
+    """The calls as helpers read them; None where they hold what only this process knows, such as a rule."""
+    try:
+        return [pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL) for call in calls]
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+
+
+def serve() -> None:
+    """Make the calls that come in on standard input, in a helper, until no more come.
+
+    Answers go where standard output did, and what calls print goes to standard error.
+    """
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    while True:
+        try:
+            call: Callable[[], Any] = pickle.loads(pickle.load(sys.stdin.buffer))
+        except EOFError:
+            return
+        try:
+            answer = pickle.dumps((True, call()), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception:
+            # The one that asks makes the call itself, and sees what goes wrong.
+            answer = pickle.dumps((False, None))
+        answers.write(answer)
+        answers.flush()
