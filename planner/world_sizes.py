@@ -263,7 +263,7 @@ def sizes(
             break
     rest = wanted[len(found) :]
     if known is not None:
-        calls = [partial(_planned, *_resized(known, size, job), size, *of_run) for size in rest]
+        calls = [partial(_planned, _resized(known, size, job), size, *of_run) for size in rest]
         with Calls(calls, helpers_for(len(calls), seconds)) as made:
             found += made.results()
     errors = [one.error for one in found if one.error is not None]
@@ -295,17 +295,16 @@ def _first_planned(
     return _with_run(result, tokens, price, failures)
 
 
-def _resized(known: Problem, world_size: int, job: SearchKeywords) -> tuple[Problem | None, str]:
-    """The problem `known` on another number of devices, or None and what is wrong with that number."""
+def _resized(known: Problem, world_size: int, job: SearchKeywords) -> Problem | str:
+    """The problem `known` on another number of devices, or what is wrong with that number."""
     try:
-        return replace(known, cluster=cluster_of(world_size, job)), ""
+        return replace(known, cluster=cluster_of(world_size, job))
     except InputError as error:
-        return None, str(error)
+        return str(error)
 
 
 def _planned(
-    problem: Problem | None,
-    wrong: str,
+    problem: Problem | str,
     world_size: int,
     tokens: int,
     price: Money | None,
@@ -315,8 +314,8 @@ def _planned(
 
     Where no layout is legal, the error does not name sizes nearby that have some: they take seconds to find.
     """
-    if problem is None:
-        return _without_plan(world_size, InputError(wrong))
+    if isinstance(problem, str):
+        return _without_plan(world_size, InputError(problem))
     started = time.perf_counter()
     try:
         space = problem.space()
