@@ -122,7 +122,7 @@ def check_lines(answer: Check) -> Iterator[str]:
             yield f"  {change_line(change)}"
 
 
-_ROLES = {"training": "of training", "harmless": "that change no estimate", "unpriced": "not priced"}
+_ROLES = {"training": "for training", "harmless": "do not affect the estimate", "unpriced": "not priced"}
 _ROLES |= {"unsupported": "not supported", "unknown": "not known"}
 
 

@@ -87,9 +87,9 @@ def explain(
     questions: Questions,
     unused: object,
 ) -> None:
-    """Explain the best layout of a job: why it won, why others lost, what holds it back, what would help.
+    """Explain the best layout of a job: why it won, why others lost, its bottleneck, what would help.
 
-    The other flags of a training command are accepted too; those that rule layouts out are heeded
+    The other flags of a training command are accepted too; those that rule layouts out are honoured
     (--compile, --reset-attention-mask, --rampup-batch-size).
     """
     if questions.plan is not None:
@@ -153,11 +153,11 @@ def print_explanation(found: Explanation, assumed: list[str]) -> None:
         for line in verdict_lines(verdict):
             screen.print(line, markup=False)
     if found.neighbours:
-        screen.print("\n[bold]one step from the best[/bold], all else chosen anew")
+        screen.print("\n[bold]change one setting, re-optimise the rest[/bold]")
         for neighbour in found.neighbours[:MOST_NEIGHBOURS]:
             screen.print(neighbour_line(neighbour, objective), markup=False)
     if found.binding is not None:
-        screen.print(f"\n[bold]held back by {found.binding.constraint}[/bold]: {found.binding.reason}")
+        screen.print(f"\n[bold]bottleneck: {found.binding.constraint}[/bold]. {found.binding.reason}")
     for change in found.changes:
         screen.print(change_line(change, objective), markup=False)
     if found.proposals:

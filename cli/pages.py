@@ -109,17 +109,18 @@ def _print(found: Comparison, fields: Fields, measured: Measured, names: tuple[s
     for term in found.time:
         if max(term.first, term.second) < shortest:
             continue
-        values = (f"{1e3 * seconds:.4g} ms" for seconds in (term.first, term.second))
-        costs.append([f"  {term.name}", *values, f"{1e3 * term.difference:+.3g} ms"])
+        values = map(in_seconds, (term.first, term.second))
+        sign = "-" if term.difference < 0 else "+"
+        costs.append([f"  {term.name}", *values, f"{sign}{in_seconds(abs(term.difference))}"])
     costs.append(["fullest device", *peaks, ""])
     for term in found.memory:
         values = (f"{size / GIB:.2f} GiB" for size in (term.first, term.second))
         costs.append([f"  {term.name}", *values, f"{term.difference / GIB:+.2f} GiB"])
     if any(measured):
         costs.append(["measured step", *("-" if each is None else in_seconds(each) for each in measured), ""])
-    heading = "for the tokens of a step of A"
+    heading = "normalised to one step of A"
     screen.print(table([heading, "A", "B", "B - A"], costs, left=[heading]))
     ratio = found.throughput
     who, much = ("A", ratio) if ratio >= 1 else ("B", 1 / ratio)
-    sure = "" if found.distinguishable else ", which the ranges of the estimates do not tell apart"
+    sure = "" if found.distinguishable else ", within the estimate's error"
     screen.print(f"{who} has {100 * (much - 1):.1f} % more tokens a second{sure}")

@@ -118,7 +118,7 @@ def _print_winner(screen: Console, plan: Plan) -> None:
     ]
     low, high = in_seconds(estimate.step_time_low_s), in_seconds(estimate.step_time_high_s)
     screen.print(f"step {in_seconds(estimate.step_time_s)}: {', '.join(shares)}")
-    screen.print(f"range {low} to {high}: holds four of five measured steps")
+    screen.print(f"range {low} to {high}: 80 % prediction interval")
     if 0 < estimate.peak_memory_low_bytes < estimate.peak_memory_bytes:
         least, most = (one / GIB for one in (estimate.peak_memory_low_bytes, estimate.peak_memory_bytes))
         screen.print(

@@ -140,7 +140,7 @@ def suggest(
     """Rank the parallel layouts of a training job by tokens per second, or by another objective.
 
     The other flags of a training command are accepted too, so that one can be pasted; those that rule layouts
-    out are heeded (--compile, --reset-attention-mask, --rampup-batch-size).
+    out are honoured (--compile, --reset-attention-mask, --rampup-batch-size).
     """
     counted = cluster.device_count() if cluster.world_size is None else None
     world_size = cluster.required_world_size() if counted is None else counted
@@ -359,7 +359,8 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
 
 
 def _of_sizes(plans: dict[int, Plan], best: Plan | None, parallel: ParallelOptions) -> Iterator[str]:
-    """The same of several world sizes: of the recommended plan, and which of the others leave too little."""
+    """Notes on several world sizes: on the recommended plan, and on which of the others leave too little
+    memory."""
     uneven = [plan for plan in plans.values() if needs_head_room(plan)]
     if uneven:
         # Of the recommended plan where it has such experts, as the share differs.

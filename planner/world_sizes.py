@@ -70,7 +70,7 @@ class Sizes:
     tokens: int | None
     """None where none were asked for, so that runs are of `UNIT_TOKENS`."""
     price: Money | None = None
-    """Of one device for an hour."""
+    """The price of one device for an hour."""
     goal: Goal = Goal()
     """The deadline and the budget."""
     failures: Failures | None = None

@@ -46,7 +46,7 @@ class Run:
     money_low: float | None
     money_high: float | None
     price_per_hour: float | None
-    """Of one device; None where none was given."""
+    """The price of one device for an hour; None where none was given."""
     currency: str
     """Sign or code of the price's currency, such as `$` or `EUR`; empty where it had none."""
     goodput: Goodput | None

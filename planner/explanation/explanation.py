@@ -57,7 +57,7 @@ class Explanation:
     result: SearchResult
     """The search that is explained."""
     indistinguishable: tuple[int, ...]
-    """Places, from 1, of the plans that the estimates do not tell apart from the best; itself included."""
+    """Places, from 1, of the plans within the estimate's error of the best; itself included."""
     comparisons: tuple[Comparison, ...]
     """The best plan against the next one that costs something else, and against those that were named."""
     verdicts: tuple[Verdict, ...]
@@ -76,7 +76,7 @@ class Explanation:
     def __repr__(self) -> str:
         problem, cluster = self.result.problem, self.result.problem.cluster
         best = "nothing fits" if self.result.best is None else f"best {self.result.best.layout.describe()}"
-        held = "" if self.binding is None else f", held back by {self.binding.constraint}"
+        held = "" if self.binding is None else f", bottleneck {self.binding.constraint}"
         return (
             f"<Explanation of {problem.model.name} on {cluster.world_size} x {cluster.device.name}: "
             f"{best}{held}>"
@@ -104,11 +104,11 @@ def _lines(found: Explanation) -> Iterator[str]:
         yield from verdict_lines(verdict)
     if found.neighbours:
         yield ""
-        yield "one step from the best, all else chosen anew"
+        yield "change one setting, re-optimise the rest"
         yield from (neighbour_line(one, objective) for one in found.neighbours[:MOST_NEIGHBOURS])
     if found.binding is not None:
         yield ""
-        yield f"held back by {found.binding.constraint}: {found.binding.reason}"
+        yield f"bottleneck: {found.binding.constraint}. {found.binding.reason}"
     yield from (change_line(change, objective) for change in found.changes)
     if found.advice is not None:
         yield ""

@@ -19,6 +19,9 @@ MOST_TERMS = 6
 MOST_NEIGHBOURS = 14
 """Steps from the best plan that are listed."""
 
+LONG_S = 10.0
+"""Seconds of a step from which its parts are shown in seconds."""
+
 SHOWN = 2e-3
 """Share of a total under which a term is left out."""
 
@@ -49,13 +52,14 @@ def cost_line(best: Plan) -> str:
 
 def lead_line(comparison: Comparison) -> str:
     """The line that says how much faster the best plan is than another."""
-    unsure = "" if comparison.distinguishable else ", which the estimates do not tell apart"
+    unsure = "" if comparison.distinguishable else ", within the estimate's error"
     return f"{comparison.throughput:.4g} x its tokens/s{unsure}; for the same tokens:"
 
 
 def comparison_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     """Rows of a table of two plans: the terms that differ, and their totals."""
-    yield from _rows(comparison.time, 1e3, "ms", ".4g")
+    longest = max(sum(getattr(term, side) for term in comparison.time) for side in ("first", "second"))
+    yield from _rows(comparison.time, *((1e3, "ms", ".4g") if longest < LONG_S else (1.0, "s", ".4g")))
     yield from _rows(comparison.memory, 1 / GIB, "GiB", ".2f")
 
 
@@ -63,7 +67,7 @@ def _rows(terms: tuple[Term, ...], scale: float, unit: str, digits: str) -> Iter
     first, second = (sum(getattr(term, side) for term in terms) for side in ("first", "second"))
     least = SHOWN * max(first, second)
     shown = [term for term in terms if abs(term.difference) > least][:MOST_TERMS]
-    for term in [*shown, Term("step" if unit == "ms" else "fullest device", first, second)]:
+    for term in [*shown, Term("fullest device" if unit == "GiB" else "step", first, second)]:
         values = (scale * value for value in (term.first, term.second))
         yield (
             term.name.replace("_", " "),
@@ -82,13 +86,20 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
         yield f"{verdict.degrees} {OUTCOMES[verdict.outcome]}: {verdict.reason}"
     if verdict.plan is not None:
         place = f", number {verdict.place:,} of the ranking" if verdict.place else ""
-        yield f"  best such layout: {verdict.plan.layout.describe()}{place}"
-        yield f"  {verdict.legal:,} such layouts are legal, {verdict.feasible:,} of them fit"
+        yield f"  best match: {verdict.plan.layout.describe()}{place}"
+        yield f"  {_counted(verdict.legal, verdict.feasible)}"
     if verdict.not_searched is not None:
         yield f"  the search leaves it out: {verdict.not_searched}"
     if verdict.outcome == "too_big" and verdict.plan is not None:
         stages = (f"{stage.total / GIB:.1f}" for stage in verdict.plan.estimate.memory)
         yield f"  GiB by pipeline rank: {', '.join(stages)}"
+
+
+def _counted(legal: int, feasible: int) -> str:
+    """How many matching layouts are legal, and how many of them fit."""
+    if legal == 1:
+        return f"1 matching layout is legal and {'fits' if feasible else 'does not fit'}"
+    return f"{legal:,} matching layouts are legal, {feasible:,} of them fit"
 
 
 def neighbour_line(neighbour: Neighbour, objective: Objective) -> str:

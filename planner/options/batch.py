@@ -29,8 +29,8 @@ class BatchOptions:
     )
     prefer: str = flag(
         PREFERENCES[0],
-        "Which plan is first of those that the estimates do not tell apart: the simplest, or the fastest all "
-        "the same; or a YAML file of points that says what is simple.",
+        "Which plan is first of those within the estimate's error of the fastest: the simplest, or the "
+        "fastest all the same; or a YAML file of points that says what is simple.",
         metavar="simple|fastest|FILE",
         values=lambda: PREFERENCES,
     )

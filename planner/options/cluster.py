@@ -47,7 +47,7 @@ class HardwareOptions:
     )
     island: int | None = flag(
         None,
-        "Devices that the fast link joins: a part of a node, or several nodes (72 for an NVL72 rack).",
+        "Devices per fast-link domain (NVLink): 8 of a usual node, 72 of an NVL72 rack, or a part of a node.",
         within=COUNT,
     )
     nics_per_node: int | None = flag(None, "Network cards of a node, shared by its devices.", within=COUNT)

@@ -103,7 +103,7 @@ class AcceptedFlags:
     def help_note() -> str:
         """The end of the help of a command."""
         names = name_list(flag_names(field)[0] for field in ACCEPTED)
-        return epilog_section("Accepted too, as what they say happens anyway", names)
+        return epilog_section("Accepted and ignored (always on)", names)
 
     def given_accepted(self) -> list[str]:
         """The names of the flags that are given."""

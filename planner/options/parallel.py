@@ -168,8 +168,8 @@ class ParallelOptions(AcceptedFlags):
         values=lambda: (*get_args(Fp8Recipe)[1:], "mxfp8"),
     )
     fp8_param_gather: bool = flag(False, "ZeRO gathers weights in fp8; of --fp8-recipe tensorwise.")
-    mxfp8: bool = flag(False, "Those in fp8 with a factor for each 32 elements, on Blackwell.")
-    nvfp4: bool = flag(False, "Those in 4 bits with a factor for each 16 elements, on Blackwell.")
+    mxfp8: bool = flag(False, "GEMMs of the layers in MXFP8 (one scale per 32 values); Blackwell only.")
+    nvfp4: bool = flag(False, "GEMMs of the layers in NVFP4 (one scale per 16 values); Blackwell only.")
     expert_halves: bool = flag(
         False,
         "Send tokens to experts of other ranks in two halves, one of which travels while experts compute the "

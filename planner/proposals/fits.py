@@ -26,7 +26,7 @@ LEAST: Pins = {
 """Degrees of the layouts that usually need least memory."""
 
 LITTLE: Pins = {"recompute": "full", "schedule": Choice(("1f1b", "interleaved"))}
-"""Those of the others that may need less.
+"""Degrees of other layouts that may need less memory.
 
 Short chunks accumulate gradients of few layers at a time, and a step of one micro batch accumulates none."""
 

@@ -23,7 +23,7 @@ class Proposal:
     flags: tuple[str, ...]
     """What is added to the command to make it."""
     keywords: Mapping[str, Any]
-    """The same as keywords of `planner.suggest`, in the place of those that were given."""
+    """The proposal as keywords of `planner.suggest`, in the place of those that were given."""
     plan: Plan
     """The first plan of the changed question."""
     is_first: bool = True
@@ -45,7 +45,7 @@ class Proposal:
         yield f"      {self.plan.layout.describe()}"
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The proposal for programs."""
         estimate = self.plan.estimate
         return {
             "kind": self.kind,

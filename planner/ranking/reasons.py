@@ -13,6 +13,22 @@ from planner.objective import EQUAL, MEMORY_DIGITS, Objective, equal_peak, gain,
 
 Candidate = tuple[Layout, Estimate]
 
+PARTS = {
+    "compute": "GEMMs",
+    "elementwise": "element-wise kernels",
+    "recompute": "recomputation",
+    "launch": "kernel launches",
+    "tensor_parallel": "tensor-parallel communication",
+    "context_parallel": "context-parallel communication",
+    "expert_parallel": "expert-parallel communication",
+    "pipeline_parallel": "pipeline-parallel communication",
+    "bubble": "pipeline bubble",
+    "data_parallel": "data-parallel communication",
+    "accumulation": "gradient accumulation",
+    "optimizer": "optimizer step",
+}
+"""Parts of a step in the field's words, where those of `StepTime` need more."""
+
 
 def lead_reason(objective: Objective, winner: Candidate, runner_up: Candidate) -> str:
     """The reason why the first of a ranking leads the second."""
@@ -23,7 +39,7 @@ def lead_reason(objective: Objective, winner: Candidate, runner_up: Candidate) -
     more = winner[1].tokens_per_s / runner_up[1].tokens_per_s - 1
     if more < EQUAL:
         return f"as fast as the next, {rival}, and simpler"
-    return f"{_percent(more)} more tokens/s than the next, {rival}: {_trade(winner[1], runner_up[1])}"
+    return f"{_percent(more)} faster than the next, {rival}: {_trade(winner[1], runner_up[1])}"
 
 
 def lag_reason(objective: Objective, candidate: Candidate, best: Candidate) -> str:
@@ -31,10 +47,10 @@ def lag_reason(objective: Objective, candidate: Candidate, best: Candidate) -> s
     lag = _difference(objective, candidate, best)
     if lag is not None:
         return f"{lag} than the best, {_speed(candidate, best)}"
-    fewer = 1 - candidate[1].tokens_per_s / best[1].tokens_per_s
-    if fewer < EQUAL:
+    slower = 1 - candidate[1].tokens_per_s / best[1].tokens_per_s
+    if slower < EQUAL:
         return "as fast as the best, but less simple"
-    return f"{_percent(fewer)} fewer tokens/s than the best: {_trade(candidate[1], best[1])}"
+    return f"{_percent(slower)} slower than the best: {_trade(candidate[1], best[1])}"
 
 
 def preferred_reason(objective: Objective, winner: Candidate, fastest: Candidate, room: Room) -> str:
@@ -157,7 +173,7 @@ def _trade(estimate: Estimate, rival: Estimate) -> str:
     }
     largest = sorted(saved, key=lambda name: -abs(saved[name]))[:3]
     words = [
-        f"{in_seconds(abs(saved[name]))} {'less' if saved[name] > 0 else 'more'} {name.replace('_', ' ')}"
+        f"{'-' if saved[name] > 0 else '+'}{in_seconds(abs(saved[name]))} of {PARTS.get(name, name)}"
         for name in largest
         if abs(saved[name]) > 0.05 * abs(saved[largest[0]])
     ]

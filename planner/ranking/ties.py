@@ -69,7 +69,7 @@ def ties_text(places: tuple[int, ...]) -> str | None:
     """The places that `indistinguishable` found, as a sentence; None where the first plan is alone.
 
     >>> ties_text((1, 2, 3, 7))
-    'plans 1 to 3, 7 cannot be told apart'
+    'plans 1 to 3, 7 are within the estimate\'s error of each other'
     """
     if len(places) < 2:
         return None
@@ -81,4 +81,4 @@ def ties_text(places: tuple[int, ...]) -> str | None:
             runs.append([place])
     words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     which = f"the first {len(places)} plans" if len(runs) == 1 else f"plans {', '.join(words)}"
-    return f"{which} cannot be told apart"
+    return f"{which} are within the estimate's error of each other"

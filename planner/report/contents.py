@@ -139,7 +139,7 @@ def _asked(plan: Plan) -> RunQuestion:
 
 
 def _other_sizes(plan: Plan, asked: RunQuestion) -> tuple[Size, ...]:
-    """The same job on half and on twice as many devices; none where nothing is legal there."""
+    """Plans of the job on half and on twice as many devices; none where nothing is legal there."""
     cluster, batch = plan.cluster, plan.layout.global_batch_size
     wanted = [size for size in (cluster.world_size // 2, 2 * cluster.world_size) if 1 <= size <= 64 * batch]
     try:

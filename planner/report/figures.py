@@ -180,7 +180,7 @@ def pipeline(timeline: Timeline) -> Figure:
 
 
 def ranges(contents: Contents) -> Figure:
-    """The steps of the plan and its rivals with the range that holds four of five measured steps."""
+    """The steps of the plan and its rivals with their 80 % prediction intervals."""
     plans, names = _shown(contents, RANGES)
     scale, unit = time_unit(plan.estimate.step_time_s for plan in plans)
     result = empty_figure(f"step ({unit})", "", height=120 + 30 * len(plans))

@@ -31,7 +31,10 @@ TITLES = {
         "The pipeline",
         "One step, every micro batch, as simulated; drag to zoom, double-click to go back.",
     ),
-    "range": ("How sure this is", "The range holds four of five measured steps of jobs like this one."),
+    "range": (
+        "How sure this is",
+        "The range is an 80 % prediction interval, by measured steps of jobs like this one.",
+    ),
     "front": ("Time against memory", "Layouts that fit, and those that no other one beats in both."),
     "sizes": (
         "More devices, or fewer",
@@ -39,12 +42,13 @@ TITLES = {
     ),
     "map": (
         "Which device holds what",
-        "A cell is a device, lines part nodes; hover names rank, layers and the place in each dimension.",
+        "Each cell is a device; lines separate nodes; hover for the rank, its layers and its place in each "
+        "dimension.",
     ),
     "loss": ("Loss", "What the run has logged."),
     "measured": ("Predicted and measured", "Steps of the run, and what the plan promised."),
     "profile": (
-        "What a step went to",
+        "Step time by operation",
         "By the profiler of the first rank, scaled to the median step, beside what the plan expected.",
     ),
 }
@@ -152,7 +156,7 @@ def _command(plan: Plan) -> str:
 
 
 def _of_sizes(asked: RunQuestion) -> str:
-    """Of how many tokens the runs of several sizes are, and which size to take."""
+    """How many tokens the runs of several sizes have, and which size to take."""
     tokens = scaled_number(asked.run_tokens)
     unasked = ", as no number was asked for" if asked.tokens is None else ""
     advice = f" Recommended: {asked.recommended:,} devices, as {asked.why}." if asked.recommended else ""
@@ -228,11 +232,7 @@ def _lacks(contents: Contents) -> str:
         if abs(faster) >= 5e-4
         else "as fast"
     )
-    sure = (
-        "beyond what the estimates' ranges leave open"
-        if comparison.distinguishable
-        else "less than the estimates can tell apart"
-    )
+    sure = "beyond the estimate's error" if comparison.distinguishable else "within the estimate's error"
     step = comparison.first.estimate.step_time_s
     terms = [
         (term.name, f"{1e3 * term.difference:+.3g} ms")

@@ -37,7 +37,7 @@ def range_basis(plan: Plan) -> str:
         round(100 * (seconds / estimate.step_time_s - 1))
         for seconds in (estimate.step_time_low_s, estimate.step_time_high_s)
     )
-    return f"It reaches from {low} % to +{high} %: {parts}; they add up in squares. {_fit(plan)}"
+    return f"It reaches from {low} % to +{high} %: {parts}, combined as root-sum-square. {_fit(plan)}"
 
 
 def _by_width(item: tuple[str, float]) -> float:

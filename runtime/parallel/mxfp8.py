@@ -1,8 +1,8 @@
-"""Matrix products in 8 bits with a factor for each 32 elements, in operations that a compiler sees through.
+"""GEMMs in MXFP8 (one scale per 32 values), in operations that a compiler sees through.
 
-Elements are E4M3 in all three products of a layer, factors E8M0 and rounded up, as in training recipes for
-Blackwell (arXiv:2506.08027, section 3): a largest element never leaves the range. Each product sums over the
-elements that share a factor, so that matrices are cast once along their rows and once along their columns.
+Values are E4M3 in all three GEMMs of a layer, scales E8M0 and rounded up, as in training recipes for
+Blackwell (arXiv:2506.08027, section 3): the largest value never leaves the range. Each GEMM sums over the
+values that share a scale, so that matrices are cast once along their rows and once along their columns.
 The kernel is cuBLAS', by PyTorch; on a CPU fp32 products of the rounded operands stand in.
 """
 

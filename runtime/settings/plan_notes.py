@@ -44,13 +44,13 @@ def headroom_notes(plan: Plan) -> Iterator[str]:
     asked, left = plan.preference.headroom_bytes(memory), memory - plan.estimate.peak_memory_bytes
     if plan.fits and plan.preference.asks_headroom and left < asked:
         yield (
-            f"headroom of {asked / GIB:.1f} GiB: the plan leaves {left / GIB:.1f} GiB, and no plan that the "
-            "estimates do not tell apart from the fastest leaves as much"
+            f"headroom of {asked / GIB:.1f} GiB: the plan leaves {left / GIB:.1f} GiB, and no plan "
+            "within the estimate's error of the fastest leaves as much"
         )
 
 
 def headroom_notes_of_sizes(plans: Mapping[int, Plan]) -> Iterator[str]:
-    """The same of the best plans of several world sizes, in one line."""
+    """One note on the best plans of several world sizes that leave less memory than somebody asked for."""
     short = {size: plan for size, plan in plans.items() if any(headroom_notes(plan))}
     if not short:
         return
@@ -74,7 +74,7 @@ def expert_balance_notes(plan: Plan, training: TrainingOptions) -> Iterator[str]
 
 
 def expert_island_notes(plan: Plan) -> Iterator[str]:
-    """A note on a plan whose experts of a layer lie beyond what the fast link joins."""
+    """A note on a plan whose experts of a layer lie beyond one fast-link domain."""
     layout = plan.layout
     ranks = layout.expert_parallel * layout.expert_tensor_parallel
     joined = min(part.joined for part in plan.cluster.parts or (plan.cluster,))
@@ -82,8 +82,8 @@ def expert_island_notes(plan: Plan) -> Iterator[str]:
     if plan.model.moe_layers and layout.expert_parallel > 1 and lies_across:
         whose = "tokens" if ranks > joined else "some tokens"
         yield (
-            f"the experts of a layer are on {ranks} devices and the fast link joins {joined}: {whose} go to "
-            "them over the network"
+            f"the experts of a layer are on {ranks} devices and a fast-link domain has {joined}: {whose} go "
+            "to them over the network"
         )
 
 

@@ -46,7 +46,7 @@ def test_help_has_sections_and_ends_with_what_changes_nothing(planner_command: C
     heads = re.findall(r"^(\S.*):$", out, re.MULTILINE)
     order = ["Model", "Cluster", "Batch", "Pins", "Optimizer", "Learning rate", "Data", "Checkpoints"]
     assert [head for head in heads if head in order] == order
-    assert heads[-2:] == ["Accepted too, as what they say happens anyway", "Examples"]
+    assert heads[-2:] == ["Accepted and ignored (always on)", "Examples"]
     assert out.index("--use-flash-attn") > out.index("--max-restarts")
     # No name is broken at the end of a line.
     assert "--no-create-attention-mask-in-dataloader" in out

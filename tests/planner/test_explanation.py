@@ -401,7 +401,7 @@ def test_what_is_printed_is_short_or_readable(result, explained):
         assert len(shown) < 300 and "\n" not in shown and best.layout.describe() in shown
     text = str(explained)
     assert text.startswith(f"best: {best.layout.describe()}\nwhy: {best.reason}\n")
-    assert f"held back by {explained.binding.constraint}: {explained.binding.reason}" in text
+    assert f"bottleneck: {explained.binding.constraint}. {explained.binding.reason}" in text
     for one in explained.neighbours[:3]:
         assert one.change in text
     # The columns of a comparison stand below each other.

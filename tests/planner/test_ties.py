@@ -1,4 +1,4 @@
-"""Which plans cannot be told apart: by the chance that published pairs of steps give the slower one."""
+"""Plans within the error of the estimate: by the chance that published pairs of steps give the slower one."""
 
 from __future__ import annotations
 
@@ -102,8 +102,10 @@ def test_the_plans_that_may_be_faster_are_counted(result):
 
 def test_the_sentence_names_the_plans():
     assert ties_text(()) is None and ties_text((1,)) is None
-    assert ties_text((1, 2, 3)).startswith("the first 3 plans cannot be told apart")
-    assert ties_text((1, 2, 5, 7, 8, 9)).startswith("plans 1, 2, 5, 7 to 9 cannot be told apart")
+    assert ties_text((1, 2, 3)).startswith("the first 3 plans are within the estimate's error of each other")
+    assert ties_text((1, 2, 5, 7, 8, 9)).startswith(
+        "plans 1, 2, 5, 7 to 9 are within the estimate's error of each other"
+    )
 
 
 def test_a_wider_range_never_tells_more_plans_apart(result):
