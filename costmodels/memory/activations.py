@@ -87,6 +87,9 @@ def activation_bytes(
     if model.norm_place == "around":
         # The compiler sums what attention adds up again.
         norms = norms - compiled * e * residual
+    if model.parallel_residual:
+        # Both norms have one input.
+        norms = norms - e * residual
     # What hyper-connections mix, before attention and before the MLP.
     streams = model.residual_streams
     norms = norms + 2 * e * streams * residual * (streams > 1)

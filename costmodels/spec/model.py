@@ -124,6 +124,8 @@ class ModelSpec(Record):
     residual_scale: Positive = 1.0
     """Factor of what attention and MLP add to the residual (Granite)."""
     logits_scale: Positive = 1.0
+    parallel_residual: bool = False
+    """Attention and MLP both take in what enters the layer, each after a norm of its own (GPT-NeoX)."""
     residual_streams: Count = 1
     """Residuals beside each other, which hyper-connections mix before and after attention and MLP
     (arXiv:2512.24880); their parameters are other ones, of layers and outside of them."""
@@ -254,6 +256,8 @@ class ModelSpec(Record):
             raise ValueError("layers that attend to a window need window, its tokens")
         if "linear" in patterns[0] and self.linear_attention is None:
             raise ValueError("layers of kind linear need the sizes of linear_attention")
+        if self.parallel_residual and (self.norm_place != "before" or self.residual_streams > 1):
+            raise ValueError("parallel_residual has one residual, with norms before attention and MLP")
         if self.activation == "clamped_silu" and not self.gated:
             raise ValueError("activation clamped_silu has a gate; set gated")
         if "experts" in patterns[1] and not self.experts:

@@ -45,7 +45,10 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: [B, S, D] -> [B, S, D]; attention and MLP have norms before or after them."""
+    """One transformer layer: [B, S, D] -> [B, S, D]; attention and MLP have norms before or after them.
+
+    The MLP takes in the sum of attention's input and output, or attention's input again.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -64,6 +67,7 @@ class Block(nn.Module):
         self.mlp = MixtureOfExperts(spec) if kind.mlp == "experts" else MLP(spec, spec.ffn)
         self.computed_norm = make_norm(spec) if after else None
         self.scale = spec.residual_scale
+        self.is_parallel = spec.parallel_residual
 
     @property
     def norms(self) -> list[nn.Module]:
@@ -79,9 +83,10 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         entered_BSD = x_BSD if self.attention_norm is None else self.attention_norm(x_BSD)
-        x_BSD = self.add(x_BSD, self.attention(entered_BSD), self.attended_norm)
+        sum_BSD = self.add(x_BSD, self.attention(entered_BSD), self.attended_norm)
+        x_BSD = x_BSD if self.is_parallel else sum_BSD
         entered_BSD = x_BSD if self.mlp_norm is None else self.mlp_norm(x_BSD)
-        return self.add(x_BSD, self.mlp(entered_BSD), self.computed_norm)
+        return self.add(sum_BSD, self.mlp(entered_BSD), self.computed_norm)
 
     def up_to_core(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values for the core of attention, from the input of the layer."""
@@ -90,9 +95,10 @@ class Block(nn.Module):
     def from_core(self, x_BSD: Tensor, attended_BNSH: Tensor) -> Tensor:
         """The output [B, S, D] of the layer with the input `x_BSD`, from what the core of attention gave."""
         # Not shared with `forward`: torch.compile cannot stop for experts in a function that this calls.
-        x_BSD = self.add(x_BSD, self.attention.merge(attended_BNSH, x_BSD), self.attended_norm)
+        sum_BSD = self.add(x_BSD, self.attention.merge(attended_BNSH, x_BSD), self.attended_norm)
+        x_BSD = x_BSD if self.is_parallel else sum_BSD
         entered_BSD = x_BSD if self.mlp_norm is None else self.mlp_norm(x_BSD)
-        return self.add(x_BSD, self.mlp(entered_BSD), self.computed_norm)
+        return self.add(sum_BSD, self.mlp(entered_BSD), self.computed_norm)
 
 
 class Transformer(nn.Module):

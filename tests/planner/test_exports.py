@@ -185,6 +185,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "output_bias": {"output_bias": True},
     "scales": {"embedding_scale": 12.0, "residual_scale": 0.22, "logits_scale": 0.125},
     "streams": {"residual_streams": 4},
+    "parallel": {"parallel_residual": True},
     "others": {"other_layer_parameters": 1000, "other_parameters": 5000},
     "no positions": {"position": "none"},
     "heads": {"head_dim": 64},

@@ -398,6 +398,17 @@ def test_offload_of_the_little_that_adapters_keep_is_no_fault(tmp_path: Path) ->
     assert found.plan is not None and found.plan.layout.offload_optimizer
 
 
+def test_attention_and_mlp_of_gpt_neox_may_be_beside_each_other(tmp_path: Path) -> None:
+    config = (
+        "{pipe_parallel_size: 1, model_parallel_size: 1, num_layers: 4, hidden_size: 512, norm: layernorm,\n"
+        "num_attention_heads: 8, seq_length: 512, max_position_embeddings: 512, precision: bfloat16,\n"
+        "train_micro_batch_size_per_gpu: 4, gpt_j_residual: VALUE}\n"
+    )
+    for value in ("true", "false"):
+        model = _checked(tmp_path, "neox.yml", config.replace("VALUE", value)).reading.model
+        assert model is not None and model.parallel_residual == (value == "true")
+
+
 @pytest.mark.parametrize(
     ("kinds", "named"),
     [('[[["flash"], 4]]', None), ('[[["global", "local"], 2]]', "local"), ('[[["mamba"], 4]]', "mamba")],

@@ -69,6 +69,13 @@ def test_layers_that_are_not_compiled_keep_what_is_counted(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_norms_of_one_input_keep_it_once(is_parallel: bool) -> None:
+    fields = {"layers": 6, "vocab": 32000, "parallel_residual": is_parallel}
+    assert abs(errors(resolve_model("gpt-neox-20b").model_copy(update=fields))) < OFF
+
+
+@pytest.mark.slow
 def test_layers_with_adapters_keep_what_is_counted() -> None:
     adapted = llama(lora=Lora(rank=16, alpha=32.0))
     assert abs(errors(adapted, recompute="full")) < OFF

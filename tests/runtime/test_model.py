@@ -35,6 +35,7 @@ LLAMA = ModelSpec(
     linear_bias=False,
 )
 QWEN = LLAMA.model_copy(update={"qkv_bias": True})
+NEOX = GPT2.model_copy(update={"position": "rope", "parallel_residual": True})
 
 
 def built(spec: ModelSpec, **options: Any) -> Transformer:
@@ -63,8 +64,9 @@ def reference(spec: ModelSpec, w: dict[str, Tensor], ids: Tensor) -> Tensor:
         own = {
             n.removeprefix(f"layers.{layer}."): v for n, v in w.items() if n.startswith(f"layers.{layer}.")
         }
-        x = x + _reference_attention(spec, own, _reference_norm(spec, own, "attention_norm", x))
-        x = x + _reference_mlp(spec, own, _reference_norm(spec, own, "mlp_norm", x))
+        attended = x + _reference_attention(spec, own, _reference_norm(spec, own, "attention_norm", x))
+        entered = x if spec.parallel_residual else attended
+        x = attended + _reference_mlp(spec, own, _reference_norm(spec, own, "mlp_norm", entered))
     return _reference_norm(spec, w, "norm", x) @ w["head.weight"].T
 
 
@@ -126,7 +128,7 @@ def _activate(name: str, x: Tensor) -> Tensor:
     }[name]()
 
 
-@pytest.mark.parametrize("spec", [GPT2, LLAMA, QWEN], ids=["gpt2", "llama", "qwen"])
+@pytest.mark.parametrize("spec", [GPT2, LLAMA, QWEN, NEOX], ids=["gpt2", "llama", "qwen", "neox"])
 def test_logits_are_those_of_the_written_out_formulas(spec: ModelSpec) -> None:
     model = built(spec)
     ids = tokens(spec)

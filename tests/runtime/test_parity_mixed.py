@@ -48,6 +48,7 @@ SEEDED = (
     ("capped", 4, 4, 16),
     ("further", 4, 4, 17),
     ("further-tied", 4, 2, 18),
+    ("parallel", 4, 3, 19),
 )
 """Model, ranks, layouts and the seed of their choice."""
 

@@ -102,6 +102,18 @@ FORMS = {
             "logits_scale": 0.5,
         }
     ),
+    "parallel": LLAMA.model_copy(
+        update={
+            "name": "parity-parallel",
+            "parallel_residual": True,
+            "norm": "layernorm",
+            "linear_bias": True,
+            "gated": False,
+            "activation": "gelu_tanh",
+            "head_dim": 16,
+            "rotary_dim": 4,
+        }
+    ),
     "sigmoid": LLAMA.model_copy(
         update={
             "name": "parity-sigmoid",

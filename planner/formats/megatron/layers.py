@@ -35,6 +35,7 @@ BECAUSE = {
     "logits_softcap": "logits are not capped",
     "score_scale": "the factor of scores is no flag",
     "compressed_attention": "its latent attention has keys of each head and position",
+    "parallel_residual": "an MLP takes in what attention gave",
     "residual_streams": "hyper-connections there are others than these",
     "window_rope_theta": "all layers have positions of one base",
     "output_bias": "the output of attention has a bias where all linear layers have one",

@@ -80,7 +80,12 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
         kinds, line = other
         problems.add("unknown", f"layers of {', '.join(kinds)} are not priced", "attention_config", line)
         found = tuple(one for one in found if one.severity != "illegal")  # They have no heads.
-    reading = dataclasses.replace(reading, flags=(*reading.flags, *rest), problems=(*problems.found, *found))
+    model = reading.model
+    if model is not None and keys.switch("gpt_j_residual"):
+        model = model.model_copy(update={"parallel_residual": True})
+    reading = dataclasses.replace(
+        reading, model=model, flags=(*reading.flags, *rest), problems=(*problems.found, *found)
+    )
     return renamed(reading, {flag: path for path, flag in NEOX.items()}, "gpt-neox", "megatron-deepspeed")
 
 
