@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from costmodels import ModelSpec
+from costmodels.pricing import estimate
 from costmodels.spec.layout import Layout
 from planner import Plan, search
-from planner.formats.facts.reading import Reading
+from planner.formats.check import name_what_is_missing, plan_as_it_stands, problem_of_reading
+from planner.formats.facts.reading import Problems, Reading, verdict
 from planner.formats.files import read_files
 from planner.formats.targets import TARGETS
 from planner.formats.targets import export as export_plan
@@ -72,7 +75,7 @@ def plans(draw: st.DrawFn, engine: str) -> Plan:
     return base.model_copy(update={"layout": layout})
 
 
-def read_again(export: Export, plan: Plan, folder: Path) -> Reading:
+def read_again(export: Export, plan: Plan, folder: Path, define: Mapping[str, str] | None = None) -> Reading:
     """The job of an export's file; its model is described beside it where its software takes none from it."""
     file = folder / f"config.{SUFFIXES.get(export.target, 'yaml')}"
     file.write_text(export.text)
@@ -80,7 +83,7 @@ def read_again(export: Export, plan: Plan, folder: Path) -> Reading:
     if any(text.startswith("model ") for text in (*export.inexpressible, *export.in_script)):
         files.append(folder / "model.yaml")
         files[-1].write_text(yaml.safe_dump(plan.model.model_dump(mode="json", exclude_none=True)))
-    return read_files(files, world_size=plan.layout.world_size)
+    return read_files(files, world_size=plan.layout.world_size, define=define)
 
 
 def differing(plan: Plan, reading: Reading) -> set[str]:
@@ -119,6 +122,40 @@ def test_what_is_read_again_is_the_plan(target: str, data: st.DataObject, tmp_pa
     plan = data.draw(plans(ENGINES[target]))
     export = export_plan(plan, to=target)
     assert unnamed(export, differing(plan, read_again(export, plan, tmp_path))) == set()
+
+
+IN_SCRIPT: dict[str, Callable[[Layout], dict[str, int]]] = {
+    "micro_batch_size": lambda layout: {"per_device_train_batch_size": layout.micro_batch_size},
+    "global_batch_size": lambda layout: {"gradient_accumulation_steps": layout.micro_batches},
+}
+"""What stands for fields that a training script says."""
+
+
+@pytest.mark.parametrize("target", READ)
+@given(data=st.data())
+@settings(parent=DRAWS, max_examples=15)
+def test_what_is_written_is_legal_and_costs_what_was_priced(
+    target: str, data: st.DataObject, tmp_path: Path
+) -> None:
+    plan = data.draw(plans(ENGINES[target]))
+    export = export_plan(plan, to=target)
+    if export.inexpressible:
+        return
+    said = {text.partition("=")[0] for text in export.in_script} & IN_SCRIPT.keys()
+    define = {name: str(value) for one in said for name, value in IN_SCRIPT[one](plan.layout).items()}
+    reading = read_again(export, plan, tmp_path, define)
+    problems = Problems(reading.file, list(reading.problems))
+    name_what_is_missing(reading, problems)
+    assert verdict(problems.found)[0] is True, problems.found
+    problem, _ = problem_of_reading(
+        reading, {"device": plan.cluster.device.name, "engine": plan.engine.name, "device_memory_gib": 60.0}
+    )
+    assert reading.layout is not None
+    again = plan_as_it_stands(reading, reading.layout, problem, problems)
+    assert again is not None and verdict(problems.found)[0] is True, problems.found
+    priced = estimate(plan.model, plan.cluster, plan.engine, plan.layout)
+    assert again.estimate.step_time_s == pytest.approx(priced.step_time_s, rel=1e-6)
+    assert again.estimate.peak_memory_bytes == pytest.approx(priced.peak_memory_bytes, rel=1e-6)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
