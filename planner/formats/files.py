@@ -21,7 +21,7 @@ from planner.formats.facts.objective import DEFINED, with_objective
 from planner.formats.facts.pages import block_entries, running_entries
 from planner.formats.facts.reading import ConfigProblem, Problems, Reading
 from planner.formats.facts.source import Source, Surroundings
-from planner.formats.hugging_face import deepspeed_config, trainer_files
+from planner.formats.hugging_face import deepspeed_config, fsdp_files, trainer_files
 from planner.formats.hugging_face import reader as hugging_face
 from planner.formats.megatron import functional_tests
 from planner.formats.megatron.reader import read_megatron
@@ -82,7 +82,7 @@ KINDS = (
     Kind("nemo", nemo.recognises, nemo.read_nemo),
     Kind(
         "accelerate",
-        hugging_face.is_accelerate,
+        fsdp_files.is_accelerate,
         lambda source, around: hugging_face.read_hugging_face(None, source, None, around),
     ),
     Kind(

@@ -15,6 +15,8 @@ from planner.formats.shell.bodies import LOOPS, TESTS, Event, assigned, body_of,
 from planner.formats.shell.commands import SUBSHELL, SUBSHELL_END, TEXT, simple_commands
 from planner.formats.shell.conditions import Truth, both, either, fits, holds
 from planner.formats.shell.expansion import Value
+from planner.formats.shell.frames import Frame
+from planner.formats.shell.inner_scripts import BATCH, inner_script, takes_script
 from planner.formats.shell.slurm import slurm_variables
 from planner.formats.shell.text import (
     DEEPEST,
@@ -28,7 +30,6 @@ from planner.formats.shell.text import (
 from planner.formats.shell.variables import Variables, as_assignment, unknown_value
 
 _BEFORE = ("nohup", "time", "exec", "command", "sudo", "then", "do", "else", "{", "!")
-_SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh")
 
 MOST_FRAMES = 200
 """Constructs inside each other; what opens beyond is not followed."""
@@ -63,25 +64,6 @@ ENVIRONMENT = (
     *("MODULE", "CONFIG", "CONFIG_FILE", "NGPU"),
 )
 """Variables that launchers and scripts of software look at."""
-
-
-@dataclass
-class _Frame:
-    """A construct that is open: an `if`, a loop, a call of a function."""
-
-    kind: str
-    runs: Truth
-    """Whether what it holds runs; None where that is not known."""
-    done: Truth = False
-    """Whether an earlier branch of an `if` has run."""
-    tests: bool = False
-    """What is read belongs to the condition of an `if` or a `while`."""
-    subject: str | None = None
-    """The subject of a `case`."""
-    patterns: list[str] | None = None
-    """The patterns of the next branch of a `case`, while they are read."""
-    outside: dict[str, Value] | None = None
-    """The variables before a subshell."""
 
 
 def read_script(
@@ -126,7 +108,7 @@ class _Reader:
         self.commands: list[tuple[Word, ...]] = []
         self.environments: list[Mapping[str, Word]] = []
         self.directives: list[tuple[Word, ...]] = []
-        self._frames: list[_Frame] = []
+        self._frames: list[Frame] = []
         self._status: Truth = True
         self._reads_script: tuple[Word, ...] | None = None
         """The last command, where what follows its line is a script for it."""
@@ -147,7 +129,7 @@ class _Reader:
         """Go through functions that nothing calls: a file may be made of them."""
         self._frames.clear()
         for name in [name for name in self._functions if name not in self._called]:
-            self._inside(_Frame("call", True), self._functions[name], 0)
+            self._inside(Frame("call", True), self._functions[name], 0)
 
     def _run(self, events: deque[Event], depth: int) -> None:
         while events and (self._left > 0 or not self._nested):
@@ -155,7 +137,7 @@ class _Reader:
             before, raw = events.popleft()
             self._keyword(raw, before, depth, events)
 
-    def _inside(self, frame: _Frame, body: Sequence[Event], depth: int) -> None:
+    def _inside(self, frame: Frame, body: Sequence[Event], depth: int) -> None:
         """Go through a part that is in a frame of its own."""
         height = len(self._frames)
         self._frames.append(frame)
@@ -192,7 +174,7 @@ class _Reader:
                 self._turn(word)
                 raw, before = raw[1:], "\n"
             elif word == "{":
-                self._frames.append(_Frame("{", True))
+                self._frames.append(Frame("{", True))
                 raw = raw[1:]
             elif word == "!":
                 raw, negated = raw[1:], not negated
@@ -230,7 +212,7 @@ class _Reader:
         if len(self._frames) > MOST_FRAMES:
             return
         if word == "if":
-            self._frames.append(_Frame("if", True, tests=True))
+            self._frames.append(Frame("if", True, tests=True))
         elif word == "elif" and self._frames and self._frames[-1].kind == "if":
             frame = self._frames[-1]
             frame.runs, frame.tests = not frame.done, True
@@ -239,9 +221,9 @@ class _Reader:
             chars = [] if self.names.expansion.never_set(chars) else chars
             subject = None if has_unknown(chars) else plain(chars)
             patterns = [plain(each).strip("\"'") for each in raw[3:]]
-            self._frames.append(_Frame("case", None, subject=subject, patterns=patterns))
+            self._frames.append(Frame("case", None, subject=subject, patterns=patterns))
         elif word in LOOPS:
-            self._frames.append(_Frame("loop", None))
+            self._frames.append(Frame("loop", None))
 
     def _turn(self, word: str) -> None:
         """`then`, `else` and the ends of constructs."""
@@ -269,7 +251,7 @@ class _Reader:
             if before in ("&&", "||"):
                 runs = None if self._status is None else self._status is (before == "&&")
             if len(self._frames) <= MOST_FRAMES:
-                self._frames.append(_Frame(word, runs, outside=dict(self.names.variables)))
+                self._frames.append(Frame(word, runs, outside=dict(self.names.variables)))
             return
         at = next((at for at, frame in reversed([*enumerate(self._frames)]) if frame.kind == SUBSHELL), None)
         if at is not None:
@@ -318,7 +300,7 @@ class _Reader:
             return
         start = next((at for at, (_, words) in enumerate(inner) if words and plain(words[0]) == "do"), None)
         if start is None:
-            self._inside(_Frame("loop", None), inner, depth)
+            self._inside(Frame("loop", None), inner, depth)
             return
         condition: list[Event] = [("\n", head), *inner[:start]]
         body: list[Event] = [("\n", inner[start][1][1:]), *inner[start + 1 :]]
@@ -332,7 +314,7 @@ class _Reader:
         if elements is not None and (repeats or not elements) and name.isidentifier():
             for element in elements:
                 self.names.assign(name, element)
-                self._inside(_Frame("loop", True), body, depth)
+                self._inside(Frame("loop", True), body, depth)
             return
         # What a turn sets is known in that turn, and neither before it nor after the loop.
         changed = [
@@ -342,7 +324,7 @@ class _Reader:
         for each in changed:
             if each == name or each in self.names.variables:
                 self.names.assign(each, unknown_value(each, raw[0][0][1]))
-        self._inside(_Frame("loop", True if word in ("for", "while") else None), body, depth)
+        self._inside(Frame("loop", True if word in ("for", "while") else None), body, depth)
         for each in changed:
             self.names.assign(each, unknown_value(each, raw[0][0][1]))
 
@@ -358,7 +340,7 @@ class _Reader:
             value = self.names.compute(condition, True) if condition else 1
             if not value:
                 return value is not None
-            self._inside(_Frame("loop", True), body, depth)
+            self._inside(Frame("loop", True), body, depth)
             if step:
                 self.names.compute(step, True)
         return False
@@ -380,10 +362,10 @@ class _Reader:
             return False
         for _ in range(MOST_TURNS):
             self._status = None
-            self._inside(_Frame("condition", True, tests=True), condition, depth)
+            self._inside(Frame("condition", True, tests=True), condition, depth)
             if self._status is not True or not repeats:
                 return self._status is False
-            self._inside(_Frame("loop", True), body, depth)
+            self._inside(Frame("loop", True), body, depth)
         return False
 
     def _runs(self) -> Truth:
@@ -450,7 +432,7 @@ class _Reader:
         if words[0].text in ("source", ".") and len(words) > 1:
             self._source(words[1], depth)
             return
-        inner = _inner_script(words)
+        inner = inner_script(words)
         body = self._functions.get(words[0].text)
         if inner is not None and depth < DEEPEST:
             at, joined = inner
@@ -465,7 +447,7 @@ class _Reader:
             arguments = self.names.arguments()
             self.names.give_arguments(parts[1:])
             self.names.locals.append({})
-            self._inside(_Frame("call", runs), body, depth)
+            self._inside(Frame("call", runs), body, depth)
             for name, value in self.names.locals.pop().items():
                 if value is None:
                     self.names.variables.pop(name, None)
@@ -473,7 +455,7 @@ class _Reader:
                     self.names.variables[name] = value
             self.names.give_arguments(arguments)
         else:
-            self._reads_script = tuple(words) if _takes_script(words) else None
+            self._reads_script = tuple(words) if takes_script(words) else None
             self.commands.append(tuple(words))
             self.environments.append(self.names.texts(ENVIRONMENT))
 
@@ -503,32 +485,3 @@ class _Reader:
                 return None
             words.pop()
         return holds(words, first == "[[")
-
-
-BATCH = ("sbatch",)
-"""Programs that take a batch script."""
-
-
-def _takes_script(words: Sequence[Word]) -> bool:
-    """Whether a command runs the text that follows its line: `sbatch <<END`, `srun bash <<END`."""
-    if words[0].text in BATCH:
-        return all(word.text.startswith("-") for word in words[1:])
-    return words[-1].text in _SHELLS or (
-        len(words) > 1 and words[-1].text == "-s" and words[-2].text in _SHELLS
-    )
-
-
-def _inner_script(words: list[Word]) -> tuple[int, bool] | None:
-    """Where the script stands that a command gives to another shell, and whether it goes to the end."""
-    for at, word in enumerate(words):
-        if word.text == "eval" and at == 0 and len(words) > 1:
-            return 1, True
-        if word.text in _SHELLS:
-            rest = at + 1
-            while rest < len(words) and re.fullmatch(r"-[a-z]*|[+-]o|pipefail", words[rest].text):
-                rest += 1
-                if re.fullmatch(r"-[a-z]*c[a-z]*", words[rest - 1].text) and rest < len(words):
-                    return rest, False
-        if word.text.endswith(".py") or word.text in ("-m", "--module"):
-            return None
-    return None

@@ -1,0 +1,161 @@
+"""What flags of Megatron-LM and MindSpeed recompute and offload, and the states of their optimizers."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from costmodels.errors import InputError, on_one_line
+from costmodels.spec.layout import RecomputeModule
+from costmodels.spec.model import ModelSpec
+from planner.formats.megatron.job import Job
+from planner.formats.megatron.model import blame, option_values
+from planner.formats.megatron.names import (
+    DEGREE_FLAGS,
+    OPTIMIZERS,
+    UNPRICED_MODULES,
+)
+from planner.inputs.pins import WherePossible
+from planner.options.parallel import ParallelOptions
+
+
+def memory_degrees(job: Job, model: ModelSpec) -> dict[str, Any]:
+    """What is recomputed and offloaded, and by which optimizer in which formats."""
+    given, problems = job.given, job.problems
+    values = option_values(given, "layout", ParallelOptions, problems)
+    names = {"recompute_granularity", "recompute_activations", "recompute_activation_function"}
+    names |= {"recompute_modules", "recompute_method", "recompute_num_layers", "swap_attention"}
+    names |= {"optimizer_cpu_offload", "num_distributed_optimizer_instances", "grad_reduce_in_bf16"}
+    values = {name: value for name, value in values.items() if name in names}
+    if job.is_given("--checkpoint-activations") and not values.get("recompute_granularity"):
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+    _leave_out_no_layers(job, values)
+    _leave_out_activations(job, values)
+    _price_modules(job, values)
+    _drop_idle(job, values)
+    try:
+        options = ParallelOptions(**values)
+        pins = options.pins(model)
+    except InputError as error:
+        message = on_one_line(error)
+        flag = blame(message, given)
+        problems.add("illegal", message, flag.name if flag else "", flag.line if flag else None)
+        return {}
+    whole = _recomputes_every_mlp(job, model)
+    for text in [] if whole else options.notes():
+        name = text.split()[0]
+        problems.add(
+            "note", text.removeprefix(name).strip(), name, given[name].line if name in given else None
+        )
+    found: dict[str, Any] = {
+        name: value for name, value in pins.items() if not isinstance(value, WherePossible)
+    }
+    found |= _mindspeeds_memory(job, found)
+    if whole:
+        found |= {"recompute": "selective", "recompute_modules": ("mlp",)}
+    if job.is_given("--swap-optimizer", "--use-cpu-optimizer", "--cpu_torch_adam"):
+        found["offload_optimizer"] = True
+    if job.is_given("--fine-grained-activation-offloading"):
+        found["offload_activations"] = True
+    found["precision"] = job.precision()
+    found["fp8_recipe"] = job.fp8_recipe()
+    found["fp8_param_gather"] = job.gathers_fp8(found["fp8_recipe"])
+    _price_states(job)
+    optimizer = job.word("--optimizer")
+    if optimizer is not None:
+        if optimizer.text not in OPTIMIZERS:
+            text = f"{optimizer.text} is not priced: its states are taken for Adam's"
+            problems.add("note", text, "--optimizer", optimizer.line)
+        found["optimizer"] = OPTIMIZERS.get(optimizer.text, "adam")
+    return found
+
+
+def _price_states(job: Job) -> None:
+    """Say which of the optimizer's numbers are smaller than those that are priced."""
+    for name in ("--exp-avg-dtype", "--exp-avg-sq-dtype", "--main-grads-dtype", "--main-params-dtype"):
+        flag = job.word(name)
+        if flag is not None and flag.text != "fp32":
+            job.memory_is_bound = True
+            text = f"{flag.text} is priced as fp32, which takes more memory"
+            job.problems.add("note", text, name, flag.line)
+
+
+def _leave_out_no_layers(job: Job, values: dict[str, Any]) -> None:
+    """Recompute nothing where no layers are recomputed (`--recompute-num-layers 0`)."""
+    if values.get("recompute_num_layers") != 0 or values.get("recompute_method") == "uniform":
+        return
+    del values["recompute_num_layers"]
+    if values.get("recompute_granularity") == "full":
+        del values["recompute_granularity"]
+        values.pop("recompute_method", None)
+
+
+def _leave_out_activations(job: Job, values: dict[str, Any]) -> None:
+    """MindSpeed recomputes activation functions of those layers that it does not recompute as a whole."""
+    block = values.get("recompute_method") == "block" and values.get("recompute_granularity") == "full"
+    name = "--recompute-activation-function"
+    if job.framework != "mindspeed" or not block or not values.pop("recompute_activation_function", None):
+        return
+    job.memory_is_bound = True
+    text = "not priced beside whole layers: less is kept than the estimates say"
+    job.problems.add("note", text, name, job.given[name].line)
+
+
+def _price_modules(job: Job, values: dict[str, Any]) -> None:
+    """Leave out modules of `--recompute-modules` that estimates do not know, and say so."""
+    words = [word.strip() for given in values.get("recompute_modules", ()) for word in given.split(",")]
+    left_out = [word for word in words if word in UNPRICED_MODULES]
+    if words:
+        # An MLP is what recomputes of a layer, be it dense or of experts.
+        known = ["mlp" if word == "moe" else word for word in words if word not in left_out]
+        values["recompute_modules"] = known
+        if not known:
+            values.pop("recompute_granularity", None)
+    if left_out:
+        job.memory_is_bound = True
+        text = f"{', '.join(left_out)}: not priced as recomputed, and less is kept than the estimates say"
+        job.problems.add("note", text, "--recompute-modules", job.given["--recompute-modules"].line)
+
+
+def _drop_idle(job: Job, values: dict[str, Any]) -> None:
+    """Leave out which layers are recomputed where nothing is: Megatron-LM looks at no more then."""
+    if job.framework != "megatron" or any(
+        values.get(name)
+        for name in ("recompute_granularity", "recompute_activations", "recompute_activation_function")
+    ):
+        return
+    for name in ("recompute_method", "recompute_num_layers"):
+        if values.pop(name, None) is not None:
+            flag = job.given[f"--{name.replace('_', '-')}"]
+            text = "has no effect without --recompute-granularity"
+            job.problems.add("note", text, flag.name, flag.line)
+
+
+def _recomputes_every_mlp(job: Job, model: ModelSpec) -> bool:
+    """Whether `--swap-attention --recompute-num-layers N` reaches all layers of a stage.
+
+    Then nothing is left for `--recompute-activation-function`, which stands inside the MLP
+    (MindSpeed, docs/zh/features/swap_attention.md).
+    """
+    if not job.is_given("--swap-attention") or not job.is_given("--recompute-activation-function"):
+        return False
+    flag = job.word("--recompute-num-layers")
+    layers = None if flag is not None and flag.text == "0" else job.count("--recompute-num-layers")
+    return layers is not None and layers >= -(
+        -model.layers // (job.count(DEGREE_FLAGS["pipeline_parallel"]) or 1)
+    )
+
+
+def _mindspeeds_memory(job: Job, found: dict[str, Any]) -> dict[str, Any]:
+    """MindSpeed's recomputation of activation functions and norms, of some layers or of all."""
+    modules = list(found.get("recompute_modules", ()))
+    if job.is_given("--recompute-norm"):
+        modules.append("norm")
+    ordered = tuple(name for name in get_args(RecomputeModule) if name in modules)
+    changes: dict[str, Any] = {}
+    if modules and found.get("recompute", "selective") == "selective":
+        changes = {"recompute": "selective", "recompute_modules": ordered}
+    for name in ("--recompute-activation-function-num-layers", "--recompute-norm-num-layers"):
+        layers = job.count(name)
+        if layers is not None and changes:
+            changes |= {"recompute_method": "block", "recompute_num_layers": layers}
+    return changes

@@ -1,0 +1,26 @@
+"""Constructs of a script that are open while it is read."""
+
+from __future__ import annotations
+
+from costmodels.dataclass import dataclass
+from planner.formats.shell.conditions import Truth
+from planner.formats.shell.expansion import Value
+
+
+@dataclass
+class Frame:
+    """A construct that is open: an `if`, a loop, a call of a function."""
+
+    kind: str
+    runs: Truth
+    """Whether what it holds runs; None where that is not known."""
+    done: Truth = False
+    """Whether an earlier branch of an `if` has run."""
+    tests: bool = False
+    """What is read belongs to the condition of an `if` or a `while`."""
+    subject: str | None = None
+    """The subject of a `case`."""
+    patterns: list[str] | None = None
+    """The patterns of the next branch of a `case`, while they are read."""
+    outside: dict[str, Value] | None = None
+    """The variables before a subshell."""

@@ -1,0 +1,38 @@
+"""Commands that hold a script for another shell, as an argument or after their line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from planner.formats.shell.text import Word
+
+_SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh")
+
+BATCH = ("sbatch",)
+"""Programs that take a batch script."""
+
+
+def takes_script(words: Sequence[Word]) -> bool:
+    """Whether a command runs the text that follows its line: `sbatch <<END`, `srun bash <<END`."""
+    if words[0].text in BATCH:
+        return all(word.text.startswith("-") for word in words[1:])
+    return words[-1].text in _SHELLS or (
+        len(words) > 1 and words[-1].text == "-s" and words[-2].text in _SHELLS
+    )
+
+
+def inner_script(words: list[Word]) -> tuple[int, bool] | None:
+    """Where the script stands that a command gives to another shell, and whether it goes to the end."""
+    for at, word in enumerate(words):
+        if word.text == "eval" and at == 0 and len(words) > 1:
+            return 1, True
+        if word.text in _SHELLS:
+            rest = at + 1
+            while rest < len(words) and re.fullmatch(r"-[a-z]*|[+-]o|pipefail", words[rest].text):
+                rest += 1
+                if re.fullmatch(r"-[a-z]*c[a-z]*", words[rest - 1].text) and rest < len(words):
+                    return rest, False
+        if word.text.endswith(".py") or word.text in ("-m", "--module"):
+            return None
+    return None
