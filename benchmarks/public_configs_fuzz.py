@@ -76,6 +76,7 @@ DEFAULTS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "ms-swift": {"mbs": (1,), "gbs": (16,), "precision": ("bf16",)},
     "mindformers": {"seq": (1024, 2048), "precision": ("fp16", "bf16")},
     "megatron-bridge": {"precision": ("bf16",)},
+    "verl": {"mbs": (4,)},
     "Primus": {"mbs": (2,), "seq": (1024,), "precision": ("bf16",)},
 }
 """Documented defaults of fields, by software."""
