@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cli.job_end import print_outcome
 from cli.progress import Display
+from cli.proof import proven_plan
 from cli.status import Status
 from costmodels.errors import InputError
 from planner.plan import Plan
@@ -29,6 +30,11 @@ def launch_node(job: Job, options: LaunchOptions, trial: TrialOptions, nodes: No
     if nodes.is_elastic and job.output.save is None:
         raise InputError(f"{nodes.source}: nodes that come and go need --save FOLDER, from which all go on")
     plan = None if job.run.plan is None else Plan.load(job.run.plan)
+    if plan is None and options.dry_run:
+        raise InputError(
+            "--dry-run on several nodes needs --plan: without it the first rank plans when all have started; "
+            "save one with planner suggest --save plan.json"
+        )
     ranks = ranks_of_node(nodes, job, None if plan is None else plan.layout.world_size)
     path = log_dir_of_node(job, plan, nodes)
     described = job.with_log_dir(path)
@@ -37,6 +43,11 @@ def launch_node(job: Job, options: LaunchOptions, trial: TrialOptions, nodes: No
     if options.print_command:
         print(shell_line(command))
         return None
+    if plan is not None:
+        with Status() as status:
+            # Every node traces the same plan to the same end, so that none waits for one that refuses.
+            only = [plan]
+            proven_plan(only, lambda _: only, options.traces_memory, job.training, status)
     log_dir = make_log_dir(path, is_new=job.output.log_dir is None)
     if log_dir != path:
         command = node_command(

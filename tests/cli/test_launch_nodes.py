@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from cli import proof
+from costmodels import Layout
 from costmodels.catalogue import load_model
+from planner import search
 from runtime import checkpoint
+from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace, Moment
 from tests.runtime.test_world import DLC, HYDRA, INDEXED, MPI, NODE, PYTORCHJOB, STEP
 from tests.support.commands import Command
 from tests.support.jobs import LAYOUT, TINY
@@ -18,7 +23,7 @@ ONE_EACH = {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"
 
 
 def without_devices(environment: dict[str, str]) -> dict[str, str]:
-    """Of a node whose devices nobody counts."""
+    """The environment of a node whose devices nobody counts."""
     return {name: value for name, value in environment.items() if "NPROC" not in name}
 
 
@@ -146,3 +151,39 @@ def test_a_job_that_slurm_starts_again_goes_on(
         assert "--load saved" in out and "--finetune" not in out
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     assert "--load" not in planner_command(*words)[1]
+
+
+def test_the_memory_of_a_plan_is_proven_on_every_node_before_ranks_start(
+    planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = search("gpt2-124m", world_size=4, device="h100", local_world_size=2, global_batch_size=16).plan(0)
+    plan.save("plan.json")
+    asked = []
+
+    def traced(spec: object, layout: Layout, ranks: Sequence[int], **_: object) -> list[MemoryTrace]:
+        asked.append(layout)
+        held = dict.fromkeys(CATEGORIES, 0) | {"activations": 90 << 30}
+        moment = Moment("backward", held, held, {})
+        return [MemoryTrace(rank, stage, "cuda", True, moment, {}, 0, 1) for stage, rank in enumerate(ranks)]
+
+    monkeypatch.setattr(proof, "trace_ranks", traced)
+    nodes = ("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "127.0.0.1:7000")
+    words = ("launch", "--plan", "plan.json", "--local-world-size", "2", *nodes, "--dry-run")
+    code, _, err = planner_command(*words, "--print-command")
+    assert code == 0 and not asked, err
+    code, _, err = planner_command(*words)
+    assert code == 2 and "of 79.10 GiB by its dry run" in err
+    assert asked == [plan.layout]
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_dry_run_on_several_nodes_needs_a_plan(
+    planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in without_devices(NODE).items():
+        monkeypatch.setenv(name, value)
+    code, _, err = planner_command("launch", *JOB, "--dry-run")
+    assert code == 2 and "--dry-run on several nodes needs --plan" in err
+    assert list(tmp_path.iterdir()) == []
