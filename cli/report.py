@@ -119,8 +119,11 @@ def _print_winner(screen: Console, plan: Plan) -> None:
     low, high = in_seconds(estimate.step_time_low_s), in_seconds(estimate.step_time_high_s)
     screen.print(f"step {in_seconds(estimate.step_time_s)}: {', '.join(shares)}")
     screen.print(f"range {low} to {high}: 80 % prediction interval")
-    if 0 < estimate.peak_memory_low_bytes < estimate.peak_memory_bytes:
-        least, most = (one / GIB for one in (estimate.peak_memory_low_bytes, estimate.peak_memory_bytes))
+    least, most = estimate.peak_memory_low_bytes / GIB, estimate.peak_memory_bytes / GIB
+    if estimate.peak_memory_high_bytes:
+        most = estimate.peak_memory_high_bytes / GIB
+        screen.print(f"a device needs {least:.1f} to {most:.1f} GiB: 80 % prediction interval")
+    elif 0 < least < most:
         screen.print(
             f"a device needs {least:.1f} to {most:.1f} GiB by closed forms, of which the latter has to fit"
         )

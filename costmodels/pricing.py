@@ -124,6 +124,7 @@ class Prices:
             one = one.simulate(np.array([0]))
         held = RankCosts.of_all(self.model, self.cluster, self.engine, one.table, 0).memory
         ranks = 1, int(one.table.pipeline_parallel[0])
+        wider = np.exp(self.engine.memory_spread)
         of_ranks = zip(*(np.broadcast_to(each, ranks)[0].tolist() for each in held.values()), strict=True)
         stages = tuple(StageMemory(**dict(zip(held, each, strict=True))) for each in of_ranks)
         return Estimate(
@@ -133,7 +134,8 @@ class Prices:
             time=StepTime(**{part: float(seconds[0]) for part, seconds in one.time.items()}),
             memory=stages,
             peak_memory_bytes=one.peak_memory_bytes[0],
-            peak_memory_low_bytes=one.peak_memory_bytes[0] - 2 * one.memory["doubt"][0],
+            peak_memory_low_bytes=(one.peak_memory_bytes[0] - 2 * one.memory["doubt"][0]) / wider,
+            peak_memory_high_bytes=one.peak_memory_bytes[0] * wider if wider > 1 else 0.0,
             tokens_per_s=one.tokens_per_s[0],
             tokens_per_s_per_device=one.tokens_per_s_per_device[0],
             tflops_per_device=one.tflops_per_device[0],

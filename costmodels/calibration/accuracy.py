@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import field, fields
+from typing import NamedTuple
 
 import numpy as np
 
 from costmodels.calibration.measurements import Measurement
 from costmodels.calibration.memory_peaks import MEMORY_KINDS, published_peak
-from costmodels.calibration.predictions import Predictions
+from costmodels.calibration.predictions import Peaks, Predictions
 from costmodels.calibration.rank_correlation import rank_sweeps
 from costmodels.dataclass import dataclass
 from costmodels.spec.table import Bools, Floats
@@ -52,14 +54,21 @@ class PeakError:
     n: int
     median_ape: float | None
     p90_ape: float | None
+    mean_ape: float | None = None
+    bias: float | None = None
+    """Median of the errors with their signs."""
+    coverage_80: float | None = None
+    """Rows whose peak lies in the 80 % range of their engine (`Engine.memory_spread`), in percent."""
 
 
 @dataclass(frozen=True)
 class MemoryScore(PeakError):
-    """Errors over all rows, each by the first of `MEMORY_KINDS` that it published, and by kind."""
+    """Errors over all rows, each by the first of `MEMORY_KINDS` that it published, by kind and by engine."""
 
-    kinds: Mapping[str, PeakError]
+    kinds: Mapping[str, PeakError] = field(default_factory=dict)
     """Errors of each kind that some rows published: a row counts in all that it has."""
+    engines: Mapping[str, PeakError] = field(default_factory=dict)
+    """Errors by engine and kind, such as `megatron, device`: a row counts once, as in the whole."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +160,8 @@ def score(
 def _score(
     measurements: Sequence[Measurement], predictions: Predictions, rows: list[int], skipped: Counter[str]
 ) -> SourceScore:
-    ran = [row for row in rows if not measurements[row].oom]
+    lived = [row for row in rows if not measurements[row].oom]
+    ran = [row for row in lived if measurements[row].step_time_s is not None]
     seconds = np.array([measurements[row].step_time_s for row in ran], dtype=np.float64)
     ratio = predictions.step_time_s[ran] / seconds
     errors = 100 * np.abs(ratio - 1)
@@ -167,32 +177,68 @@ def _score(
         kendall_tau=_mean(taus),
         regret=_mean([100 * each for each in regrets]),
         coverage_80=_mean(np.where(covered, 100.0, 0.0)),
-        oom=_oom(predictions.fits[rows], np.array([not measurements[row].oom for row in rows], dtype=bool)),
-        memory=_memory(measurements, predictions, ran),
+        oom=oom_score(
+            predictions.fits[rows], np.array([not measurements[row].oom for row in rows], dtype=bool)
+        ),
+        memory=memory_score(measurements, predictions, lived),
     )
 
 
-def _memory(measurements: Sequence[Measurement], predictions: Predictions, rows: list[int]) -> MemoryScore:
-    first: list[float] = []
-    kinds: dict[str, list[float]] = {kind: [] for kind in MEMORY_KINDS}
+def memory_score(measurements: Sequence[Measurement], predictions: Peaks, rows: Sequence[int]) -> MemoryScore:
+    """Errors of the peaks of `rows`, which did not run out of memory."""
+    first: list[_Peak] = []
+    kinds: defaultdict[str, list[_Peak]] = defaultdict(list)
+    engines: defaultdict[str, list[_Peak]] = defaultdict(list)
     for row in rows:
-        errors = {
-            kind: 100 * abs(float(getattr(predictions, f"{kind}_bytes")[row]) / peak - 1)
+        one = measurements[row]
+        found = {
+            kind: _Peak(float(getattr(predictions, f"{kind}_bytes")[row]) / peak, one.engine.memory_spread)
             for kind in MEMORY_KINDS
-            if (peak := published_peak(measurements[row], kind))
+            if (peak := published_peak(one, kind))
         }
-        for kind, error in errors.items():
-            kinds[kind].append(error)
-        first += list(errors.values())[:1]
-    by_kind = {kind: PeakError(*_memory_error(errors)) for kind, errors in kinds.items() if errors}
-    return MemoryScore(*_memory_error(first), by_kind)
+        for kind, peak_ in found.items():
+            kinds[kind].append(peak_)
+        for kind, peak_ in list(found.items())[:1]:
+            first.append(peak_)
+            engines[f"{one.engine.name}, {kind}"].append(peak_)
+    by_kind = {kind: _peak_error(kinds[kind]) for kind in MEMORY_KINDS if kinds[kind]}
+    by_engine = {name: _peak_error(engines[name]) for name in sorted(engines)}
+    whole = _peak_error(first)
+    return MemoryScore(
+        **{each.name: getattr(whole, each.name) for each in fields(PeakError)},
+        kinds=by_kind,
+        engines=by_engine,
+    )
 
 
-def _memory_error(errors: list[float]) -> tuple[int, float | None, float | None]:
-    return len(errors), _percentile(np.array(errors), 50), _percentile(np.array(errors), 90)
+class _Peak(NamedTuple):
+    ratio: float
+    """Predicted over published bytes."""
+    spread: float
+    """Half the width of its range, as a natural logarithm."""
 
 
-def _oom(fits: Bools, ran: Bools) -> OomScore:
+def _peak_error(peaks: Sequence[_Peak]) -> PeakError:
+    ratios = np.array([peak.ratio for peak in peaks])
+    widths = np.array([peak.spread for peak in peaks])
+    errors = 100 * np.abs(ratios - 1)
+    held = np.where(np.abs(np.log(ratios)) <= widths, 100.0, 0.0)
+    return PeakError(
+        n=len(peaks),
+        median_ape=_percentile(errors, 50),
+        p90_ape=_percentile(errors, 90),
+        mean_ape=_mean(errors),
+        bias=_percentile(100 * (ratios - 1), 50),
+        coverage_80=_mean(held) if widths.any() else None,
+    )
+
+
+def oom_score(fits: Bools, ran: Bools) -> OomScore:
+    """How well rows that fit are told from those that do not.
+
+    Args:
+        ran: rows that did not run out of memory.
+    """
     out = int((~ran).sum())
     if not out:
         return OomScore(0, None, None)

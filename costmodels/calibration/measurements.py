@@ -55,7 +55,7 @@ class Measurement:
     layouts: tuple[Layout, ...]
     """The layout; several where columns are blank."""
     step_time_s: float | None
-    """None where the row ran out of memory."""
+    """None where the row ran out of memory, or tells of memory alone."""
     oom: bool
     allocated_bytes: float | None
     """Peak of tensors (`torch.cuda.max_memory_allocated`)."""
@@ -63,6 +63,8 @@ class Measurement:
     """Peak of what the allocator held (`torch.cuda.max_memory_reserved`)."""
     first_rank_only: bool
     """The memory is that of the first pipeline rank, not of the fullest."""
+    last_rank_only: bool = False
+    """The memory is that of the last pipeline rank, not of the fullest."""
     device_bytes: float | None = None
     """Bytes of the device that the driver said were taken (nvidia-smi)."""
     step_bytes: float | None = None
@@ -176,8 +178,16 @@ def measurement_of(
     for name, value in (fills or {}).items():
         row[name] = row.get(name) or value
     oom = row.get("row_status") == "oom" or row.get("oom", "").lower() in ("1", "1.0", "true")
-    if (status := row.get("row_status") or "ok") not in ("ok", "oom"):
+    status = row.get("row_status") or "ok"
+    memory_alone = status in source_notes()["memory_statuses"]
+    if status not in ("ok", "oom") and not memory_alone:
         raise Unusable(f"row_status {status}")
+    for words, reason in source_notes()["no_reading"].items():
+        if memory_alone and words in row.get("notes", ""):
+            raise Unusable(reason)
+    memory = _memory(row)
+    if memory_alone and not any(memory[f"{kind}_bytes"] for kind in PEAKS):
+        raise Unusable(f"row_status {status}, and no peak of memory")
     source = source_of(row, engine)
     for name, value in source.get("blank", {}).items():
         row[name] = row.get(name) or value
@@ -201,10 +211,10 @@ def measurement_of(
         engine=engines[0],
         other_engines=engines[1:],
         layouts=published_layouts(row, choices, model, source.get("stages", "even")),
-        step_time_s=None if oom else _step_time(row, model),
+        step_time_s=None if oom or memory_alone else _step_time(row, model, memory),
         oom=oom,
         taken=taken,
-        **_memory(row),
+        **memory,
     )
 
 
@@ -222,12 +232,16 @@ def source_of(row: Mapping[str, str], engine: str | None = None) -> Mapping[str,
         if engine not in engine_names() and not is_file_name(engine):
             raise Unusable(f"engine {engine} unknown")
         return {**source, "engine": engine}
-    if source:
+    if "engine" in source:
         return source
-    said = f"{name} {row.get('source_ref', '')} {row.get('notes', '')}".lower()
-    for word, named in notes["named"].items():
-        if word in said:
-            return {"engine": named}
+    # What the notes name as the engine comes before other software that they or the reference speak of.
+    for said in (
+        note_value(row, "engine") or "",
+        f"{name} {row.get('source_ref', '')} {row.get('notes', '')}",
+    ):
+        for word, named in notes["named"].items():
+            if word in said.lower():
+                return {**source, "engine": named}
     raise Unusable("source unknown: no engine")
 
 
@@ -249,6 +263,8 @@ def _engines(
             changes |= release["switches"]
     kernel = note_value(row, "kernel")
     engine = load(source["engine"])
+    if "attention.flash" in changes:
+        return (engine.with_constants(changes),), ()
     if kernel is not None and "kernels" in source:
         named = source["kernels"].get(kernel)
         if named is None:
@@ -262,7 +278,12 @@ def _engines(
     return tuple(kinds), (f"flash {', '.join(both)}",)
 
 
-def _step_time(row: Mapping[str, str], model: ModelSpec) -> float:
+PEAKS = ("allocated", "reserved", "device")
+"""Kinds of peaks of a whole step, as the fields of `Measurement` name them."""
+
+
+def _step_time(row: Mapping[str, str], model: ModelSpec, memory: Mapping[str, Any]) -> float | None:
+    """Seconds of a step that ran; None where the row tells of its memory alone."""
     for name in ("step_time_s", "step_time_derived_s"):
         seconds = number(row, name)
         if seconds is not None and seconds > 0:
@@ -271,6 +292,8 @@ def _step_time(row: Mapping[str, str], model: ModelSpec) -> float:
         rate = number(row, name)
         if rate is not None and rate > 0:
             return count(row, "gbs") * model.seq / (rate * count(row, "gpus"))
+    if any(memory[f"{kind}_bytes"] for kind in PEAKS):
+        return None
     raise Unusable("no step time and no throughput")
 
 
@@ -282,7 +305,7 @@ def _memory(row: Mapping[str, str]) -> dict[str, Any]:
     if "reserved" in kind and "allocated" not in kind:
         peak, reserved = None, reserved or peak
     device = None
-    if "nvidia-smi" in kind:
+    if any(words in kind for words in source_notes()["device_memory"]):
         peak, device = None, peak
     # nanotron logs the peak since it cleared the statistics, which it does after backward.
     step = re.search(r"\bstates_alloc_gib=(\d{1,6}(?:\.\d{1,9})?)", row.get("notes", ""))
@@ -291,5 +314,6 @@ def _memory(row: Mapping[str, str]) -> dict[str, Any]:
         "reserved_bytes": None if reserved is None else reserved * GIB,
         "device_bytes": None if device is None else device * GIB,
         "step_bytes": None if step is None else float(step[1]) * GIB,
-        "first_rank_only": "rank0" in kind,
+        "first_rank_only": "rank0" in kind or "first stage" in kind,
+        "last_rank_only": "last rank" in kind,
     }

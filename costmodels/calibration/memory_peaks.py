@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from costmodels.calibration.measurements import Measurement
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory, update_bytes
@@ -37,7 +41,8 @@ def predicted_peaks(
     """
     sizes = row_unit_sizes(model, engine, *distinct_shapes(table))
     held = stage_memory(cluster, engine, table, sizes, ranks)
-    device = parts_total(held)
+    # What is needed to be sure is no prediction of what is taken.
+    device = parts_total(held) - held["doubt"]
     reserved = device - held["context"] - held["communicators"] - held["margin"]
     return {
         "allocated": reserved - held["reserve"],
@@ -45,3 +50,15 @@ def predicted_peaks(
         "device": device,
         "step": update_bytes(engine, table, sizes, ranks),
     }
+
+
+def of_measured_ranks(peaks: Floats, rows: Sequence[Measurement], table: LayoutTable) -> Floats:
+    """Peaks of the first or last pipeline rank, or of the fullest, [n], as each row of measurements tells of.
+
+    Args:
+        peaks: those of all ranks, [n, k].
+    """
+    last = np.minimum(table.pipeline_parallel, peaks.shape[1]) - 1
+    found: Floats = np.where([row.first_rank_only for row in rows], peaks[:, 0], peaks.max(axis=1))
+    own = peaks[np.arange(len(peaks)), last]
+    return np.where([row.last_rank_only for row in rows], own, found)

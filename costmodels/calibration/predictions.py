@@ -12,11 +12,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
+from typing import Protocol
 
 import numpy as np
 
 from costmodels.calibration.measurements import Measurement
-from costmodels.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak
+from costmodels.calibration.memory_peaks import (
+    MEMORY_KINDS,
+    of_measured_ranks,
+    predicted_peaks,
+    published_peak,
+)
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.pricing import Prices, peak_memory, price
@@ -34,6 +40,38 @@ NORMAL_80 = 1.28
 
 FEW = 4
 """Layouts of a row up to which their pipelines are simulated: of many, closed forms tell the mean as well."""
+
+
+class Peaks(Protocol):
+    """Peaks of the model for measurements. Arrays of shape [n]."""
+
+    @property
+    def allocated_bytes(self) -> Floats:
+        """Peak of what the training job's tensors take on the rank that was measured; NaN where none was."""
+
+    @property
+    def reserved_bytes(self) -> Floats:
+        """Peak of tensors with what the allocator holds and cannot use."""
+
+    @property
+    def device_bytes(self) -> Floats:
+        """Peak with driver context and communicators too: what must be within the memory of a device."""
+
+    @property
+    def step_bytes(self) -> Floats:
+        """Peak of what the tensors take once backward has ended."""
+
+
+@dataclass(frozen=True)
+class MemoryPredictions:
+    """Peaks of the model for measurements. Arrays of shape [n]."""
+
+    fits: Bools
+    """The peak of the fullest device is within the memory of the devices."""
+    allocated_bytes: Floats
+    reserved_bytes: Floats
+    device_bytes: Floats
+    step_bytes: Floats
 
 
 @dataclass(frozen=True)
@@ -94,8 +132,7 @@ def predict(measurements: Sequence[Measurement], scale: TimeFactors | None = Non
         width[places] = prices.spread
         over[places] = prices.peak_memory_bytes / prices.cluster.memory_bytes
         if any(published_peak(row, kind) for row in rows for kind in MEMORY_KINDS):
-            first_only = np.array([row.first_rank_only for row in rows])
-            for kind, predicted in _peaks(prices, first_only).items():
+            for kind, predicted in _peaks(prices, rows).items():
                 held[kind][places] = predicted
     fits = np.zeros(len(measurements), dtype=bool)
     np.logical_or.at(fits, owner, over <= 1)
@@ -110,6 +147,36 @@ def predict(measurements: Sequence[Measurement], scale: TimeFactors | None = Non
         blanks=blanks,
         fits=fits,
         refused=refused,
+        **{f"{kind}_bytes": _weighted(owner, weight, values, len(fits)) for kind, values in held.items()},
+    )
+
+
+def predict_memory(measurements: Sequence[Measurement]) -> MemoryPredictions:
+    """The peaks of measurements, as `predict` has them, in a fraction of its time.
+
+    Raises:
+        InputError: an engine does not train in the number format of a row.
+    """
+    candidates = _candidates(measurements)
+    owner = np.array([candidate.row for candidate in candidates], dtype=np.int64)
+    held = {kind: np.full(len(candidates), np.nan) for kind in MEMORY_KINDS}
+    over = np.full(len(candidates), np.inf)
+    for places in _groups(measurements, candidates):
+        alike = [candidates[place] for place in places]
+        rows = [measurements[candidate.row] for candidate in alike]
+        table = LayoutTable.of([candidate.layout for candidate in alike])
+        model, cluster = rows[0].model, rows[0].cluster
+        over[places] = peak_memory(model, cluster, alike[0].engine, table) / cluster.memory_bytes
+        engine = alike[0].engine.for_device(cluster.device)
+        for kind, peaks in predicted_peaks(
+            model, cluster, engine, table, ranks_of_table(model, table)
+        ).items():
+            held[kind][places] = of_measured_ranks(peaks, rows, table)
+    fits = np.zeros(len(measurements), dtype=bool)
+    np.logical_or.at(fits, owner, over <= 1)
+    weight = _weights(candidates, owner, over, len(measurements))
+    return MemoryPredictions(
+        fits=fits,
         **{f"{kind}_bytes": _weighted(owner, weight, values, len(fits)) for kind, values in held.items()},
     )
 
@@ -245,10 +312,8 @@ def _prices(rows: Sequence[Measurement], alike: Sequence[_Candidate]) -> Prices:
     return prices.simulate(np.flatnonzero(ran & ~prices.simulated))
 
 
-def _peaks(prices: Prices, first_only: Bools) -> dict[str, Floats]:
-    """Bytes of each of `MEMORY_KINDS`, [n]: of the fullest pipeline rank, or of the first one alone."""
+def _peaks(prices: Prices, rows: Sequence[Measurement]) -> dict[str, Floats]:
+    """Bytes of each of `MEMORY_KINDS`, [n], of the pipeline ranks that `rows` tell of."""
     ranks = ranks_of_table(prices.model, prices.table)
     every_kind = predicted_peaks(prices.model, prices.cluster, prices.engine, prices.table, ranks)
-    return {
-        kind: np.where(first_only, bytes_[:, 0], bytes_.max(axis=1)) for kind, bytes_ in every_kind.items()
-    }
+    return {kind: of_measured_ranks(bytes_, rows, prices.table) for kind, bytes_ in every_kind.items()}

@@ -140,6 +140,7 @@ def _layout(row: Mapping[str, str], model: ModelSpec, stages: str) -> Layout:
     ep = count(row, "ep", None if model.experts else 1)
     vpp = 1 if _plain_pipeline(row) and not row.get("vpp") else count(row, "vpp")
     recompute, modules = _recompute(row)
+    optimizer = row.get("optimizer", "").lower()
     mbs, gbs = count(row, "mbs"), _batch(row, model)
     if pp * vpp > MOST_LAYERS:
         raise Unusable("more stages than layers")
@@ -163,10 +164,8 @@ def _layout(row: Mapping[str, str], model: ModelSpec, stages: str) -> Layout:
         "recompute": recompute,
         "recompute_modules": modules,
         "precision": _precision(row),
-        "optimizer": next(
-            (name for name in OPTIMIZERS if row.get("optimizer", "").lower().startswith(name)), "adam"
-        ),
-        "offload_optimizer": note_value(row, "offload_optimizer") == "1",
+        "optimizer": next((name for name in OPTIMIZERS if optimizer.startswith(name)), "adam"),
+        "offload_optimizer": note_value(row, "offload_optimizer") == "1" or "on cpu" in optimizer,
         "offload_activations": note_value(row, "offload_activations") == "1",
         "layers_per_stage": [1] * (pp * vpp),
     }

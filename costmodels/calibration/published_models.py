@@ -83,6 +83,15 @@ def published_model(row: Mapping[str, str], known: Mapping[str, Any]) -> tuple[M
     return _checked(values), tuple(guessed)
 
 
+NOTED: dict[str, dict[str, Any]] = {
+    "swiglu": {"gated": True},
+    "untie-embeddings-and-output-weights": {"tied": False},
+    "disable-bias-linear": {"linear_bias": False},
+    "qk-layernorm": {"qk_norm": True},
+}
+"""Flags of Megatron-LM in the notes of rows that list them, and what they say of the model."""
+
+
 def _same_shape(alike: ModelSpec, row: Mapping[str, str]) -> bool:
     """The sizes that a row tells are those of the catalogue's model, but for its layers."""
     sizes = ("hidden", "ffn", "heads", "kv_heads", "vocab")
@@ -95,8 +104,12 @@ def _optional(row: Mapping[str, str]) -> dict[str, Any]:
         if row.get(field):
             value = number(row, field) if kind == "sizes" else row[field].lower() in ("1", "true", "yes")
             found[field] = int(value) if kind == "sizes" and value is not None else value
+    notes = row.get("notes", "")
+    for flag, traits in NOTED.items():
+        if f"{flag}=True" in notes:
+            found = {**traits, **found}
     capacity = re.search(r"capacity factor (\d{1,3}(?:\.\d{1,3})?)", row.get("notes", ""))
-    if capacity is not None and "token-drop" in row.get("notes", ""):
+    if capacity is not None and re.search(r"\btoken-drop|\bwith drop", row.get("notes", "")):
         found["router"] = {"capacity_factor": float(capacity[1])}
     leading = note_value(row, "dense_layers")
     if leading is not None and leading.isdigit() and len(leading) < 5:
@@ -179,6 +192,9 @@ OTHER_LAYERS = (
     "jamba",
     "t5",
     "bert",
+    "multimodal",
+    "mimo",
+    "grpo",
 )
 """Words of the names of models whose layers are not those of a plain decoder."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from statistics import NormalDist
 
 import numpy as np
 
@@ -184,6 +185,32 @@ def peak_load(model: ModelSpec, ranks: int) -> float:
 def peak_routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
     """Rows as `routed_rows` with the head-room of `peak_load`; a device with all experts needs none."""
     return _spread_rows(model, table, partial(peak_load, model))
+
+
+WIDEST_LOAD = 0.75
+"""Largest standard deviation of an expert's load over the mean that capacities are filled by."""
+
+
+def filled_share(model: ModelSpec, table: LayoutTable) -> Floats:
+    """Share of the rows that a limited capacity lets through which the fullest device has, [n].
+
+    Experts that are asked for less than the mean leave room. Loads of experts are taken as normal, so wide
+    that the fullest device, of experts without a capacity, would have `peak_load` times the mean.
+    """
+    limit, found = model.router.capacity_factor, np.ones(len(table))
+    if not limit:
+        return found
+    for ranks in np.unique(table.expert_parallel).tolist():
+        if ranks == 1:
+            continue
+        load, own = peak_load(model, ranks), model.experts / ranks
+        # The expected largest of so many normal numbers (Blom 1958).
+        largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+        width = max(min((load - 1) * own**0.5 / largest, WIDEST_LOAD), 1e-9)
+        at = (limit - 1) / width
+        cut = width * (NormalDist().pdf(at) - at * (1 - NormalDist().cdf(at)))
+        found[table.expert_parallel == ranks] = min(1.0, (1 - cut) * load / min(load, limit))
+    return found
 
 
 def _even_rows(model: ModelSpec, table: LayoutTable) -> Floats:

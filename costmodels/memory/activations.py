@@ -13,6 +13,7 @@ from costmodels.layers.shapes import (
     attention_widths,
     compressor_width,
     element_bytes,
+    filled_share,
     key_value_width,
     norm_count,
     peak_routed_rows,
@@ -79,7 +80,9 @@ def activation_bytes(
         inner = inner + 3 * e * eager
     residual = t * h / part
     unfused = engine.activations.unfused_norm_bytes * (engine.elementwise.norm_passes > 1)
-    norms = (2 * e + 2 * engine.activations.dropout + engine.activations.norm_bytes + unfused) * residual
+    # Recipes of models with RMS norms, which came later, set both dropouts to 0.
+    dropout = engine.activations.dropout and model.norm == "layernorm"
+    norms = (2 * e + 2 * dropout + engine.activations.norm_bytes + unfused) * residual
     norms = norms * norm_count(model, mlp) / 2
     # Norms with weights from one keep their inputs in fp32.
     wider = (4 - e) * model.norm_from_one * eager
@@ -127,13 +130,15 @@ def activation_bytes(
         core = 4 * t * model.heads / tp
     else:
         score = (
-            e + engine.activations.dropout * (e + 1)
+            e + dropout * (e + 1)
             if engine.activations.score_bytes is None
             else engine.activations.score_bytes
         )
         core = t * model.seq * model.heads / tp * score
     if moe:
         rows = peak_routed_rows(model, table)
+        if engine.activations.drops_rows:
+            rows = rows * filled_share(model, table)
         etp = table.expert_tensor_parallel
         width = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
         # The router's input, and that of the shared experts where they gather it and keep it.
@@ -141,6 +146,7 @@ def activation_bytes(
         mlp_input = e * t * h * (1 / tp + keeps.up * own)
         # The rows that experts take in, those that are summed up, and the router's fp32 scores.
         summed = rows / np.where(table.expert_parallel > 1, etp, 1)
+        summed = summed * (engine.activations.expert_outputs)
         routing = e * h * (rows * (model.lora is None) + summed) + 4 * t * model.experts / tp
     else:
         width, routing = t * model.ffn / tp * (mlp == "dense"), np.zeros(len(table))
@@ -157,6 +163,16 @@ def activation_bytes(
         inner, activated = inner - made_again, activated - made_again
         elements = h * (values + (2 + model.gated) * model.ffn * (mlp == "dense"))
         kept_casts = compiled * (tp > 1) * elements / tp
+    if engine.activations.fp8_inputs and table.precision in NARROW_PRODUCTS and model.lora is None:
+        # Attention keeps its own output besides; a router reads its input in 16 bits.
+        saved = e - 1
+        attention = attention + t * values / tp * (kind not in ("linear", "none"))
+        attention_input = attention_input - saved * attention_input / e
+        inner, activated = inner - saved, activated - saved
+        if moe:
+            routing = routing - saved * h * rows
+        else:
+            mlp_input = mlp_input - saved * mlp_input / e
     activations, layer_inputs = inner * width, attention_input + mlp_input
     if moe and model.shared_expert_gate:
         # What the shared experts give, before its gate.
@@ -206,6 +222,8 @@ def activation_bytes(
             # When gradients of all of a layer's experts are there, what the experts kept has gone.
             gone = activations + e * h * rows
             working = np.maximum(working, whole - kept + e * _expert_weights(model, table) - gone)
+    if moe and engine.activations.row_copies:
+        working = working + engine.activations.row_copies * e * h * rows
     if not table.offload_activations.any():
         return kept, working, np.zeros(len(table))
     # The input of attention, its queries, keys and values, and its output.

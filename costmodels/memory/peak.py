@@ -31,7 +31,7 @@ from costmodels.memory.states import (
 from costmodels.memory.unit_sizes import UnitSizes, end_parameters, frozen_parameters, rank_parameters
 from costmodels.ranks.rank_layers import LAYER_KINDS, ZERO, Ranks, in_flight
 from costmodels.ranks.reductions import parts_total
-from costmodels.spec.engine import Engine, MemoryPolicy
+from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
 from costmodels.spec.table import FULL, UNIFORM, Floats, LayoutTable
@@ -79,20 +79,22 @@ def reduction_output_bytes(
     return held
 
 
-def update_buffer_bytes(policy: MemoryPolicy, table: LayoutTable, shared: Floats, experts: Floats) -> Floats:
-    """Bytes that ZeRO 1 and above hold besides states while the optimizer steps, [n, k].
+def update_buffer_bytes(engine: Engine, table: LayoutTable, shared: Floats, experts: Floats) -> Floats:
+    """Bytes that are there besides states while the optimizer steps, [n, k].
 
     Args:
         shared: parameters of each pipeline rank without routed experts, [n, k].
         experts: those of the routed experts, [n, k].
     """
-    total, zero = np.zeros_like(shared), table.zero_stage >= 1
+    policy, total, zero = engine.memory_policy(table.precision), np.zeros_like(shared), table.zero_stage >= 1
+    # An optimizer with moments in 16 bits reads gradients in 16 bits.
+    cast = 0.0 if engine.sharding.narrow_moments else policy.stepping_cast
     for held, replicas, shards in (
         (shared, table.replicas, table.zero_shards),
         (experts, table.expert_replicas, table.expert_shards),
     ):
         per = np.where(zero & (replicas > 1), policy.stepping_whole + policy.stepping_shard / shards, 0.0)
-        total = total + per[:, None] * held
+        total = total + (per + cast / shards)[:, None] * held
     return total
 
 
@@ -179,7 +181,7 @@ def update_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
     """Bytes of tensors while the optimizer steps, [n, k]: the peak once backward has ended."""
     held = rank_parameters(sizes, ranks)
     states = model_states(engine, table, sizes, ranks, held)
-    step = update_buffer_bytes(engine.memory_policy(table.precision), table, *held)
+    step = update_buffer_bytes(engine, table, *held)
     states.append(frozen_bytes(engine, table, sizes, ranks))
     return sum((*states, *permanent_bytes(engine, sizes, ranks).values()), step)
 
@@ -187,13 +189,18 @@ def update_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
 def gathered_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Bytes of whole parameters that ZeRO 3 has gathered at the peak, [n, k].
 
-    Embedding and head are gathered together, and stay for the backward pass that begins with them. Experts
+    Embedding and head are gathered together, unless an engine wraps them apart, and stay for the backward pass
+    that begins with them. Experts
     that no other rank holds need no gathering, but FSDP2 copies them too.
     """
     frees = sharded_parameter_rows(table)
     each = frees * engine.memory_policy(table.precision).gathered
+    if engine.sharding.live_parameters:
+        every = sum(rank_parameters(sizes, ranks), np.zeros(()))
+        return np.minimum(engine.sharding.live_parameters, every) * each[:, None]
     found: Floats = _gathered_layers(engine, table, sizes, ranks)
-    found = found + end_parameters(sizes, ranks) * each[:, None]
+    ends = ranks.last * sizes.head[:, None] if engine.sharding.ends_apart else end_parameters(sizes, ranks)
+    found = found + ends * each[:, None]
     if table.fp8_param_gather:
         # One byte less, but of routed experts.
         own = np.maximum(sizes.dense_layer, sizes.moe_layer)[:, None] * (ranks.layers > 0)
@@ -572,8 +579,8 @@ def stage_memory(
     if moment is None:
         take_end_reduction(parts, every_gradient, end_reduction_bytes(engine, table, sizes, ranks))
     policy = engine.memory_policy(table.precision)
-    if policy.stepping_whole:
-        take_fuller_moment(parts, update_buffer_bytes(policy, table, *held_parameters))
+    if policy.stepping_whole or policy.stepping_cast:
+        take_fuller_moment(parts, update_buffer_bytes(engine, table, *held_parameters))
     lost = engine.allocator.fragmentation * dynamic_bytes(parts)
     lost = lost + gathering_reserve_bytes(engine, table, *held_parameters)
     if engine.allocator.score_reserve:

@@ -11,7 +11,9 @@ from costmodels.layers.optimizer import ADAM_STATE, end_state, layer_state
 from costmodels.memory.unit_sizes import UnitSizes, end_parameters
 from costmodels.ranks.rank_layers import Ranks
 from costmodels.spec.engine import Engine
-from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
+from costmodels.spec.table import OPTIMIZERS, Bools, Floats, Ints, LayoutTable
+
+ADAM = OPTIMIZERS.index("adam")
 
 NARROW, MASTER = 2.0, 4.0
 """Bytes of a gradient in 16 bits, and of a gradient or a parameter as the optimizer sees it."""
@@ -83,6 +85,8 @@ def _states(
         whole = np.where(copied, summed, whole) if engine.sharding.fully_sharded else summed
     sharded = np.where(on_host, 0.0, policy.gradients / shards)
     state = policy.optimizer - ADAM_STATE + layer_state(table)
+    if engine.sharding.narrow_moments:
+        state = state - np.where(table.optimizer == ADAM, ADAM_STATE / 2, 0.0)
     return (
         parameters + copy,
         np.where(sharded_gradient_rows(engine, table), sharded, whole),
@@ -109,6 +113,8 @@ def model_states(
         # One byte less of what is gathered of layers, and stays.
         narrow = table.gathers_fp8 & ~sharded_parameter_rows(table)
         states[0] = states[0] - narrow[:, None] * (shared - end_parameters(sizes, ranks))
+    if casts := engine.memory_policy(table.precision).layer_casts:
+        states[0] = states[0] + casts * (shared - end_parameters(sizes, ranks) + experts)
     more = end_state(table) - layer_state(table)
     if more.any():
         ends = end_parameters(sizes, ranks)

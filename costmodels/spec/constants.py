@@ -230,6 +230,16 @@ class ActivationConstants(Constants):
     recompute_stops_early: bool = False
     """Recomputation ends with the last tensor that backward needs: a dense layer's last product and the
     collective after it are not repeated."""
+    expert_outputs: bool = True
+    """Outputs of experts are kept for the gradients of their probabilities; otherwise these scale what goes
+    into the last product."""
+    drops_rows: bool = False
+    """Experts of a limited capacity take in the rows that they get, not as many as they could."""
+    row_copies: NonNegative = 0.0
+    """Copies of the rows of routed experts on their way, and of their gradients, that are there besides what a
+    layer keeps while it goes backward."""
+    fp8_inputs: bool = False
+    """An fp8 recipe keeps the inputs of a layer's products in 8 bits, and none in the activations' format."""
     plain_delta_rule: bool = False
     """Linear attention runs in operators of its own in fp32, whose products of chunks backward keeps."""
     inner_gradients: bool = False
@@ -324,6 +334,13 @@ class ShardingConstants(Constants):
     """Data parallelism is FSDP2's: what is gathered and reduced is copied out of and into the buffers of the
     collectives, gradients are freed as they are reduced, and fp32 shards are what is offloaded. Otherwise
     parameters and gradients lie in the buffers of the collectives, which are cleared after every step."""
+    live_parameters: NonNegative = 0.0
+    """Parameters that ZeRO 3 holds gathered at a time, of all that there are; where it is 0, those of the layer
+    at work, of the next one, and of embedding and head."""
+    narrow_moments: bool = False
+    """Adam's two moments are in 16 bits (Megatron-Core's `--use-precision-aware-optimizer`)."""
+    ends_apart: bool = False
+    """Embedding and head are gathered one by one, as layers are, and not both at a time."""
     plain_whole: bool = False
     """But for parameters that a rank computes with as a whole and updates itself, which FSDP2 does not wrap:
     they are cast to plain tensors, and gradients add up in the buffer of their reduction."""

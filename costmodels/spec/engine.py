@@ -36,6 +36,8 @@ class MemoryPolicy(Record):
     """Accumulated gradients; sharded by ZeRO 2 and 3."""
     gradients_alone: NonNegative | None = None
     """Accumulated gradients where no other rank holds the parameters; as `gradients` when not given."""
+    layer_casts: NonNegative = 0.0
+    """Copies of the parameters of layers in the format of their products, kept for a step's micro batches."""
     optimizer: NonNegative
     """Master copy and optimizer moments; sharded by ZeRO 1 and above."""
     shard: NonNegative = 0.0
@@ -48,6 +50,8 @@ class MemoryPolicy(Record):
     """Bytes for each parameter that the optimizer's step gathers, with ZeRO 1 and above."""
     stepping_shard: NonNegative = 0.0
     """Bytes for each parameter of a rank's shard that the optimizer's step sends, with ZeRO 1 and above."""
+    stepping_cast: NonNegative = 0.0
+    """Bytes for each parameter that a rank updates of the gradient's copy which the optimizer reads."""
 
 
 class Spread(Record):
@@ -98,6 +102,9 @@ class Engine(Record):
     loss: LossConstants = LossConstants()
     allocator: AllocatorConstants
     memory_range: MemoryRangeConstants = MemoryRangeConstants()
+    memory_spread: NonNegative = 0.0
+    """Half the width of the range that holds four of five measured peaks, as a natural logarithm; 0 where
+    `memory_range` tells all."""
     sharding: ShardingConstants = ShardingConstants()
     experts: ExpertConstants = ExpertConstants()
     measured_layers: tuple[MeasuredLayer, ...] = ()
@@ -121,7 +128,7 @@ class Engine(Record):
             if unknown := [name for name in constant_names(overrides) if not _is_constant(name)]:
                 raise ValueError(
                     f"engine {self.name} overrides {', '.join(unknown)} for {key} devices; an override is "
-                    f"memory, spread, measured_layers, or a constant of {', '.join(GROUPS)}"
+                    f"memory, memory_spread, spread, measured_layers, or a constant of {', '.join(GROUPS)}"
                 )
         return self
 
@@ -188,7 +195,7 @@ def _is_constant(name: str) -> bool:
     if group in GROUPS:
         kind: Any = Engine.model_fields[group].annotation
         return field in kind.model_fields
-    return name in ("source", "memory", "spread", "measured_layers")
+    return name in ("source", "memory", "memory_spread", "spread", "measured_layers")
 
 
 def constant_fields(constants: Mapping[str, Any]) -> dict[str, Any]:

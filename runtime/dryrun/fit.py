@@ -52,7 +52,12 @@ class Proof:
             memory[trace.pipeline_rank] = memory[trace.pipeline_rank].model_copy(update=traced)
         peak = max(stage.total for stage in memory)
         estimate = self.plan.estimate.model_copy(
-            update={"memory": tuple(memory), "peak_memory_bytes": peak, "peak_memory_low_bytes": peak}
+            update={
+                "memory": tuple(memory),
+                "peak_memory_bytes": peak,
+                "peak_memory_low_bytes": peak,
+                "peak_memory_high_bytes": 0.0,
+            }
         )
         return self.plan.model_copy(update={"estimate": estimate})
 
