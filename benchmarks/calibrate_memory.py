@@ -29,8 +29,8 @@ HEADER = """\
 #   python -m benchmarks.calibrate_memory --rows FILE... --write
 # Priors of each fit are in memory_fits.yaml; it sees half of the rows of its sources. Ranges of the bundled
 # engine's memory (memory_range) were chosen from the errors in benchmarks/results/closed_memory.txt;
-# python -m benchmarks.closed_memory --write fits them to dry runs. Ranges of other engines (memory_spread) hold four of five
-# peaks of sources that nothing was fitted on: python -m benchmarks.unseen_memory --rows FILE... --write
+# python -m benchmarks.closed_memory --write fits them to dry runs. Ranges of other engines (memory_spread)
+# hold four of five peaks of unseen sources: python -m benchmarks.unseen_memory --rows FILE... --write
 """
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 from costmodels.calibration.published_cells import Unusable, count, note_value, number, switch
 from costmodels.calibration.published_devices import published_cluster
 from costmodels.calibration.published_layouts import published_layouts, usual_choices
+from costmodels.calibration.published_memory import has_peak, published_memory, tells_memory_alone
 from costmodels.calibration.published_models import published_model
 from costmodels.calibration.published_networks import cluster_state
 from costmodels.catalogue import engine_names, load_engine
@@ -178,23 +178,17 @@ def measurement_of(
     for name, value in (fills or {}).items():
         row[name] = row.get(name) or value
     oom = row.get("row_status") == "oom" or row.get("oom", "").lower() in ("1", "1.0", "true")
-    status = row.get("row_status") or "ok"
-    memory_alone = status in source_notes()["memory_statuses"]
-    if status not in ("ok", "oom") and not memory_alone:
-        raise Unusable(f"row_status {status}")
-    for words, reason in source_notes()["no_reading"].items():
-        if memory_alone and words in row.get("notes", ""):
-            raise Unusable(reason)
-    memory = _memory(row)
-    if memory_alone and not any(memory[f"{kind}_bytes"] for kind in PEAKS):
-        raise Unusable(f"row_status {status}, and no peak of memory")
+    notes = source_notes()
+    memory_alone = tells_memory_alone(row, notes)
     source = source_of(row, engine)
+    memory = published_memory(row, notes, float(source.get("memory_unit", GIB)))
+    if memory_alone and not has_peak(memory):
+        raise Unusable(f"row_status {row['row_status']}, and no peak of memory")
     for name, value in source.get("blank", {}).items():
         row[name] = row.get(name) or value
     row |= source.get("instead", {})
     if "after_pp_fix=False" in row.get("notes", "") and (number(row, "pp") or 1) > 1:
         raise Unusable("older pipeline (after_pp_fix=False)")
-    notes = source_notes()
     model, taken = published_model(row, notes)
     cluster = published_cluster(row, source, notes["gpus"])
     engines, kernels = _engines(row, source, cluster, load)
@@ -278,10 +272,6 @@ def _engines(
     return tuple(kinds), (f"flash {', '.join(both)}",)
 
 
-PEAKS = ("allocated", "reserved", "device")
-"""Kinds of peaks of a whole step, as the fields of `Measurement` name them."""
-
-
 def _step_time(row: Mapping[str, str], model: ModelSpec, memory: Mapping[str, Any]) -> float | None:
     """Seconds of a step that ran; None where the row tells of its memory alone."""
     for name in ("step_time_s", "step_time_derived_s"):
@@ -292,28 +282,6 @@ def _step_time(row: Mapping[str, str], model: ModelSpec, memory: Mapping[str, An
         rate = number(row, name)
         if rate is not None and rate > 0:
             return count(row, "gbs") * model.seq / (rate * count(row, "gpus"))
-    if any(memory[f"{kind}_bytes"] for kind in PEAKS):
+    if has_peak(memory):
         return None
     raise Unusable("no step time and no throughput")
-
-
-def _memory(row: Mapping[str, str]) -> dict[str, Any]:
-    kind = row.get("mem_kind", "").lower()
-    peak, reserved = number(row, "peak_mem_gib"), number(row, "peak_reserved_gib")
-    if min(peak or 0.0, reserved or 0.0) < 0:
-        raise Unusable("peak memory is out of range")
-    if "reserved" in kind and "allocated" not in kind:
-        peak, reserved = None, reserved or peak
-    device = None
-    if any(words in kind for words in source_notes()["device_memory"]):
-        peak, device = None, peak
-    # nanotron logs the peak since it cleared the statistics, which it does after backward.
-    step = re.search(r"\bstates_alloc_gib=(\d{1,6}(?:\.\d{1,9})?)", row.get("notes", ""))
-    return {
-        "allocated_bytes": None if peak is None else peak * GIB,
-        "reserved_bytes": None if reserved is None else reserved * GIB,
-        "device_bytes": None if device is None else device * GIB,
-        "step_bytes": None if step is None else float(step[1]) * GIB,
-        "first_rank_only": "rank0" in kind or "first stage" in kind,
-        "last_rank_only": "last rank" in kind,
-    }

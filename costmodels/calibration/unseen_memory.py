@@ -1,8 +1,8 @@
 """How wrong the model's memory is on a source of measurements that no memory constant has seen.
 
-Memory constants of few engines are fitted to published peaks (memory_fits.yaml); those of a source that is left
-out are fitted to the others, or stay where they were known to be beforehand. All other constants of memory
-are what the code of an engine does.
+Memory constants of few engines are fitted to published peaks (memory_fits.yaml). Without a source they are
+fitted to the others, or stay where they were known to be beforehand. All other constants of memory are what
+the code of an engine does.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from costmodels.calibration.memory_fit import MemoryFitPlan, fit_memory, has_mem
 from costmodels.calibration.memory_peaks import MEMORY_KINDS, published_peak
 from costmodels.calibration.predictions import MemoryPredictions, predict_memory
 from costmodels.calibration.unseen_sources import FEWEST
-from costmodels.calibration.unseen_spread import COVERAGE, weighted_quantile
+from costmodels.calibration.unseen_spread import COVERAGE, FEW, weighted_quantile
 from costmodels.dataclass import dataclass
 from costmodels.spec.engine import Engine
 
 LEAST_SPREAD = 0.03
-"""Least range of an engine's peaks: what versions of libraries alone change."""
+"""Least width of the range of an engine's peaks: what versions of libraries alone change.
+
+It is `FEW` more for one row, half for two, ...
+"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def unseen_memory(source: str, rows: Sequence[Measurement]) -> UnseenMemory:
 def memory_spreads(found: Sequence[UnseenMemory]) -> dict[str, float]:
     """`Engine.memory_spread` of each engine with published peaks that others measured.
 
-    Rows of one model on one device weigh as much as one, and their kinds of peaks as much as each other.
+    Rows of one model on one device weigh as much as one.
     """
     missed: defaultdict[str, list[tuple[tuple[str, str, str], float]]] = defaultdict(list)
     for one in found:
@@ -103,5 +106,5 @@ def memory_spreads(found: Sequence[UnseenMemory]) -> dict[str, float]:
         recipes = [recipe for recipe, _ in rows]
         weights = np.array([1 / recipes.count(recipe) for recipe in recipes])
         width = weighted_quantile(np.array([error for _, error in rows]), weights, COVERAGE)
-        result[engine] = round(max(width, LEAST_SPREAD), 3)
+        result[engine] = round(max(width, LEAST_SPREAD + FEW / len(rows)), 3)
     return result

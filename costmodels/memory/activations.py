@@ -165,14 +165,14 @@ def activation_bytes(
         kept_casts = compiled * (tp > 1) * elements / tp
     if engine.activations.fp8_inputs and table.precision in NARROW_PRODUCTS and model.lora is None:
         # Attention keeps its own output besides; a router reads its input in 16 bits.
-        saved = e - 1
+        narrower = e - 1
         attention = attention + t * values / tp * (kind not in ("linear", "none"))
-        attention_input = attention_input - saved * attention_input / e
-        inner, activated = inner - saved, activated - saved
+        attention_input = attention_input - narrower * attention_input / e
+        inner, activated = inner - narrower, activated - narrower
         if moe:
-            routing = routing - saved * h * rows
+            routing = routing - narrower * h * rows
         else:
-            mlp_input = mlp_input - saved * mlp_input / e
+            mlp_input = mlp_input - narrower * mlp_input / e
     activations, layer_inputs = inner * width, attention_input + mlp_input
     if moe and model.shared_expert_gate:
         # What the shared experts give, before its gate.

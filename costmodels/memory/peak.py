@@ -143,7 +143,7 @@ def communicator_count(table: LayoutTable, has_experts: bool) -> Floats:
 
 
 def margin_bytes(
-    cluster: Cluster, engine: Engine, table: LayoutTable, lost: Floats, has_experts: bool
+    cluster: Cluster, engine: Engine, table: LayoutTable, lost: Floats, sizes: UnitSizes
 ) -> dict[str, Floats]:
     """Bytes that a device must have besides tensors: the user's margin, or the three terms that it replaces.
 
@@ -155,7 +155,8 @@ def margin_bytes(
     if cluster.memory_margin_bytes is not None:
         given = ZERO + cluster.memory_margin_bytes
         return {"reserve": ZERO, "context": ZERO, "communicators": ZERO, "margin": given}
-    buffers = communicator_count(table, has_experts) * engine.allocator.communicator_bytes
+    count = communicator_count(table, bool(sizes.experts.any()))
+    buffers = count * engine.allocator.communicator_bytes + sizes.dispatch_buffers
     return {
         "reserve": lost,
         "context": ZERO + cluster.device.context_bytes,
@@ -189,15 +190,15 @@ def update_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
 def gathered_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Bytes of whole parameters that ZeRO 3 has gathered at the peak, [n, k].
 
-    Embedding and head are gathered together, unless an engine wraps them apart, and stay for the backward pass
-    that begins with them. Experts
-    that no other rank holds need no gathering, but FSDP2 copies them too.
+    Embedding and head are gathered together, unless an engine wraps them apart, and stay for the backward
+    pass that begins with them. Experts that no other rank holds need no gathering, but FSDP2 copies them too.
     """
     frees = sharded_parameter_rows(table)
     each = frees * engine.memory_policy(table.precision).gathered
     if engine.sharding.live_parameters:
         every = sum(rank_parameters(sizes, ranks), np.zeros(()))
-        return np.minimum(engine.sharding.live_parameters, every) * each[:, None]
+        live: Floats = np.minimum(engine.sharding.live_parameters, every) * each[:, None]
+        return live
     found: Floats = _gathered_layers(engine, table, sizes, ranks)
     ends = ranks.last * sizes.head[:, None] if engine.sharding.ends_apart else end_parameters(sizes, ranks)
     found = found + ends * each[:, None]
@@ -515,7 +516,7 @@ def least_state_bytes(
         gradients = gradients * least_gradient_share(table)[:, None]
         absent = (table.virtual_pipeline_parallel - least_stages(table))[:, None]
         parameters = parameters - absent * stage_copy_bytes(engine, table, sizes, ranks)
-    margin = margin_bytes(cluster, engine, table, ZERO, bool(sizes.experts.any()))
+    margin = margin_bytes(cluster, engine, table, ZERO, sizes)
     states = whole_parameter_bytes(engine, table, sizes, ranks, parameters) + gradients + optimizer
     return states + sum(margin.values(), np.zeros(()))
 
@@ -587,7 +588,7 @@ def stage_memory(
         lost = lost + sizes.score_reserve[:, None] * (ranks.layers > 0)
     for name, bytes_ in permanent_bytes(engine, sizes, ranks).items():
         parts[name] = parts[name] + bytes_
-    margin = margin_bytes(cluster, engine, table, lost, bool(sizes.experts.any()))
+    margin = margin_bytes(cluster, engine, table, lost, sizes)
     return parts | {"doubt": doubt_bytes(cluster, engine, table, sizes, parts)} | margin
 
 

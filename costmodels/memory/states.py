@@ -114,7 +114,8 @@ def model_states(
         narrow = table.gathers_fp8 & ~sharded_parameter_rows(table)
         states[0] = states[0] - narrow[:, None] * (shared - end_parameters(sizes, ranks))
     if casts := engine.memory_policy(table.precision).layer_casts:
-        states[0] = states[0] + casts * (shared - end_parameters(sizes, ranks) + experts)
+        kept = casts * ~sharded_parameter_rows(table)[:, None]
+        states[0] = states[0] + kept * (shared - end_parameters(sizes, ranks) + experts)
     more = end_state(table) - layer_state(table)
     if more.any():
         ends = end_parameters(sizes, ranks)

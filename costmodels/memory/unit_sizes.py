@@ -12,6 +12,7 @@ from costmodels.layers.further_tokens import joining_bytes, joining_parameters
 from costmodels.layers.operators import padded_vocabulary
 from costmodels.layers.shapes import element_bytes, loss_chunks, tokens
 from costmodels.memory.activations import activation_bytes, output_gradient_bytes
+from costmodels.memory.dispatch_buffers import dispatch_buffer_bytes
 from costmodels.memory.ranges import model_share
 from costmodels.ranks.rank_layers import Ranks
 from costmodels.spec.engine import Engine
@@ -75,6 +76,8 @@ class UnitSizes:
     """Half the width of the range that the tensors of all layouts of the model have, as a share of them."""
     layer_tables: Floats
     """Bytes that each layer has for good besides its states."""
+    dispatch_buffers: Floats
+    """Bytes of the buffers that exchange tokens of experts, outside of the allocator."""
     score_reserve: Floats
     """Bytes of the blocks of one layer's attention scores that the allocator cannot use."""
     frozen_dense_layer: Floats
@@ -281,6 +284,7 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         * engine.allocator.score_reserve
         * (not engine.attention.flash),
         doubt=zero + model_share(model, engine),
+        dispatch_buffers=dispatch_buffer_bytes(model, engine, table),
         layer_tables=zero + 4.0 * model.seq * model.head_dim * engine.allocator.rotary_tables,
     )
 

@@ -1,6 +1,6 @@
 """Constants of a training engine, by what they are of; rates are shares of the device's data-sheet peak."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -236,8 +236,8 @@ class ActivationConstants(Constants):
     drops_rows: bool = False
     """Experts of a limited capacity take in the rows that they get, not as many as they could."""
     row_copies: NonNegative = 0.0
-    """Copies of the rows of routed experts on their way, and of their gradients, that are there besides what a
-    layer keeps while it goes backward."""
+    """Copies of the rows of routed experts on their way, and of their gradients, that are there besides what
+    a layer keeps while it goes backward."""
     fp8_inputs: bool = False
     """An fp8 recipe keeps the inputs of a layer's products in 8 bits, and none in the activations' format."""
     plain_delta_rule: bool = False
@@ -335,8 +335,8 @@ class ShardingConstants(Constants):
     collectives, gradients are freed as they are reduced, and fp32 shards are what is offloaded. Otherwise
     parameters and gradients lie in the buffers of the collectives, which are cleared after every step."""
     live_parameters: NonNegative = 0.0
-    """Parameters that ZeRO 3 holds gathered at a time, of all that there are; where it is 0, those of the layer
-    at work, of the next one, and of embedding and head."""
+    """Parameters that ZeRO 3 holds gathered at a time, of all that there are; where it is 0, those of the
+    layer at work, of the next one, and of embedding and head."""
     narrow_moments: bool = False
     """Adam's two moments are in 16 bits (Megatron-Core's `--use-precision-aware-optimizer`)."""
     ends_apart: bool = False
@@ -366,5 +366,9 @@ class ExpertConstants(Constants):
     """Rows that each product of an expert computes for nothing: half a tile, on average."""
     fp8: bool = True
     """An fp8 recipe computes routed experts in 8 bits too."""
+    buffers: Literal["", "deepep", "hybridep"] = ""
+    """Library whose own buffers exchange tokens (`costmodels.memory.dispatch_buffers`); none if empty."""
+    reach: Positive = 8.0
+    """Ranks that HybridEP reaches through memory: those that fast links join."""
     dispatches_by_node: bool = False
     """A token travels once to each node that has experts of its, not once to each expert."""

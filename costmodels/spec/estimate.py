@@ -114,10 +114,10 @@ class Estimate(Record):
     """The largest `StageMemory.total` of the pipeline ranks: what must be within the memory of a device, as
     the upper end of the range in which the dry run is expected."""
     peak_memory_low_bytes: NonNegative = 0.0
-    """Lower end of that range, of the same pipeline rank; of engines whose peaks others measured, of the range
-    that holds four of five. 0 in plans that do not say."""
+    """Lower end of that range, of the same pipeline rank; of engines whose peaks others measured, of the
+    range that holds four of five. 0 in plans that do not say."""
     peak_memory_high_bytes: NonNegative = 0.0
-    """Upper end of the range that holds four of five measured peaks; 0 where `peak_memory_bytes` is the end."""
+    """Upper end of the range that holds four of five measured peaks; 0 where `peak_memory_bytes` is it."""
     tokens_per_s: Positive
     """Tokens of all devices together."""
     tokens_per_s_per_device: Positive

@@ -87,7 +87,11 @@ def test_the_json_has_every_figure_of_every_source(write, run):
     assert (here["n"], here["skipped"]) == (3, {"tp not published": 1})
     assert set(here["oom"]) == {"n", "precision_fits", "recall_fits"}
     assert here["oom"]["n"] == 1
-    assert here["memory"] == {"n": 0, "median_ape": None, "p90_ape": None}
+    assert here["memory"] == {
+        **dict.fromkeys(("median_ape", "mean_ape", "p90_ape", "bias", "coverage_80")),
+        "n": 0,
+        "engines": {},
+    }
     assert 0 < here["median_ape"] <= here["p90_ape"]
     assert -1 <= here["kendall_tau"] <= 1
     assert 0 <= here["regret"] <= 100
@@ -209,4 +213,5 @@ def test_published_rows_are_scored(run):
     assert [found[name]["n"] for name in names] == [165, 10, 0, 22, 41]
     assert found["aleph_layouts"]["oom"]["n"] == 257
     assert found["simumax_b200"]["memory"]["n"] == 22
-    assert found["megatron_golden"]["skipped"] == {"row_status ci_small": 805, "row_status release": 31}
+    # Its steps of tests tell of their memory alone.
+    assert found["megatron_golden"]["memory"]["n"] > 500

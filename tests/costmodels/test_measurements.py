@@ -296,6 +296,37 @@ def test_what_kind_of_memory_was_measured():
     assert (whole.allocated_bytes, whole.reserved_bytes, whole.first_rank_only) == (None, None, False)
 
 
+def test_a_row_may_tell_of_its_memory_alone():
+    gib = 2.0**30
+    tools = {"mem_kind": "device memory by the comment of the script, GiB", "peak_mem_gib": "60"}
+    row = of(**tools, row_status="memory_only", step_time_s="9.6")
+    assert (row.device_bytes, row.step_time_s, row.oom) == (60 * gib, None, False)
+    assert of(**tools, step_time_s="").step_time_s is None
+    assert refused(row_status="memory_only") == "row_status memory_only, and no peak of memory"
+    assert refused(**tools, row_status="memory_only", notes="SFT; not packed").startswith("samples not packed")
+    assert refused(step_time_s="") == "no step time and no throughput"
+
+
+def test_the_rank_and_the_unit_of_a_peak_are_known():
+    last = of(peak_mem_gib="2", mem_kind="torch max_memory_allocated on the logging rank (last rank)")
+    assert (last.last_rank_only, last.first_rank_only, last.allocated_bytes) == (True, False, 2.0**31)
+    decimal = of(peak_mem_gib="30", source_id="zero_bubble", sp="0", flash="0", notes="schedule=1F1B-I")
+    assert decimal.allocated_bytes == 30e9
+
+
+def test_notes_name_the_engine_before_other_software():
+    notes = "engine=Megatron-SWIFT; the same job under DeepSpeed ZeRO-3: 91.2 s; optimizer on the host"
+    row = of(source_id="swift", notes=notes, optimizer="Adam on CPU")
+    assert row.engine.name == "megatron"
+    assert row.layouts[0].offload_optimizer and row.layouts[0].optimizer == "adam"
+
+
+def test_notes_of_flags_say_what_the_model_is():
+    notes = "swiglu=True; untie-embeddings-and-output-weights=True; attention-backend=unfused"
+    row = of(source_id="megatron_golden", model_name="gpt/own", kv_heads="32", ffn="16384", notes=notes)
+    assert (row.model.gated, row.model.tied, row.engine.attention.flash) == (True, False, False)
+
+
 def test_the_bandwidth_of_the_jobs_own_nodes_is_taken_from_the_notes():
     nanotron = {"source_id": "hf_ultrascale"}
     row = of(**nanotron, notes="x; collective busbw GB/s on job nodes AR/AG/RS=425.3/241.3/241.7; y")

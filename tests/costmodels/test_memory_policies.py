@@ -272,7 +272,7 @@ def test_parts_that_broadcast_add_up_as_whole_ones(
 
 def test_fitted_memory_constants_reach_the_engines() -> None:
     fits = catalogue_file("calibrated_memory.yaml")["engines"]
-    assert set(fits) == {"aleph-scaling", "bloom", "bundled", "nanotron"}
+    assert {"aleph-scaling", "bloom", "bundled", "nanotron"} <= set(fits)
     for name, fit in fits.items():
         engine = load_engine(name)
         assert engine == engine.with_constants(fit["constants"])

@@ -137,6 +137,25 @@ def test_memory_is_compared_with_what_was_measured(measurement):
     assert here.p90_ape == pytest.approx(28)
 
 
+def test_rows_that_tell_of_memory_alone_count_in_memory_and_out_of_memory_alone(measurement, engine):
+    wide, ran = engine("megatron", memory_spread=0.15), {"allocated_bytes": 100.0}
+    rows = [
+        measurement(engine=wide, step_time_s=None, **ran),
+        measurement(engine=engine("nemo", memory_spread=0.05), step_time_s=None, device_bytes=100.0),
+        measurement(oom=True, step_time_s=None),
+    ]
+    here = score(rows, predicted([1.0] * 3, fits=[True, True, False], allocated=110.0, device=110.0))["here"]
+    assert (here.n, here.memory.n, here.oom.n) == (0, 2, 1)
+    assert (here.oom.precision_fits, here.oom.recall_fits) == (1.0, 1.0)
+    assert here.memory.bias == here.memory.mean_ape == pytest.approx(10)
+    # A tenth lies in a range of 15 percent, and not in one of 5.
+    assert here.memory.coverage_80 == 50
+    assert {name: one.coverage_80 for name, one in here.memory.engines.items()} == {
+        "megatron, allocated": 100,
+        "nemo, device": 0,
+    }
+
+
 def test_skipped_rows_are_counted_by_source_and_reason(measurement):
     skipped = Counter({("there", "gpus not published"): 2, ("here", "row_status failed"): 1})
     rows = [measurement(), measurement(), measurement()]

@@ -386,9 +386,10 @@ def _recompute(keys: Keyed, model: ModelSpec, stages: tuple[int, ...]) -> dict[s
     if mode == "none":
         return {}
     option = keys.text(KEYS["recompute_modules"]) or "2"
+    if option == "op" and not model.experts:
+        return {"recompute": "selective"}
     if option == "op":
-        # What it keeps of a dense layer is between nothing and all (15.5 of 34 bytes for each element of a
-        # Llama's input), and what it computes again is half of the products.
+        # What it keeps is between nothing and all, and what it computes again is half of the products.
         text = "keeps attention and every second product; priced as recomputing every second layer"
         keys.add("note", text, KEYS["recompute_modules"])
         option = "2"
