@@ -71,13 +71,13 @@ def show(found: dict[str, UnseenMemory]) -> None:
     ]
     out.print(table(columns, lines, left=("source",)))
     out.print()
-    kinds = ("source", "engine, kind of peak", "peaks", "median %", "mean %", "p90 %", "bias %", "in range %")
+    headings = ("source", "engine, kind of peak", "peaks", "median %", "mean %", "p90 %", "bias %", "in range %")
     lines = [
         (source, name, *_figures(peak))
         for source, one in found.items()
         for name, peak in one.memory.engines.items()
     ]
-    out.print(table(kinds, lines, left=("source", "engine, kind of peak")))
+    out.print(table(headings, kinds, left=("source", "engine, kind of peak")))
     medians = [one.memory.median_ape for one in found.values() if one.memory.median_ape is not None]
     means = [one.memory.mean_ape for one in found.values() if one.memory.mean_ape is not None]
     out.print()
