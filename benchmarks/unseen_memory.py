@@ -71,8 +71,8 @@ def show(found: dict[str, UnseenMemory]) -> None:
     ]
     out.print(table(columns, lines, left=("source",)))
     out.print()
-    headings = ("source", "engine, kind of peak", "peaks", "median %", "mean %", "p90 %", "bias %", "in range %")
-    lines = [
+    headings = ("source", "engine, kind of peak", *columns[1:7])
+    kinds = [
         (source, name, *_figures(peak))
         for source, one in found.items()
         for name, peak in one.memory.engines.items()

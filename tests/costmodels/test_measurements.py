@@ -303,7 +303,9 @@ def test_a_row_may_tell_of_its_memory_alone():
     assert (row.device_bytes, row.step_time_s, row.oom) == (60 * gib, None, False)
     assert of(**tools, step_time_s="").step_time_s is None
     assert refused(row_status="memory_only") == "row_status memory_only, and no peak of memory"
-    assert refused(**tools, row_status="memory_only", notes="SFT; not packed").startswith("samples not packed")
+    assert refused(**tools, row_status="memory_only", notes="SFT; not packed").startswith(
+        "samples not packed"
+    )
     assert refused(step_time_s="") == "no step time and no throughput"
 
 

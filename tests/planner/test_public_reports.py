@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,7 +27,7 @@ class Reported(NamedTuple):
     engine: str
     batch: int
     seconds: float
-    fields: dict[str, Any] = {}
+    fields: Mapping[str, Any] = MappingProxyType({})
     """What differs in the model."""
 
 
