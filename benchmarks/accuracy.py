@@ -130,7 +130,7 @@ def show(report: Report) -> None:
             *(_shown(value, 1) for value in (one.memory.median_ape, one.memory.p90_ape)),
         )
         for source, one in scores.items()
-        if one.n or one.oom.n
+        if one.n or one.oom.n or one.memory.n
     ]
     out.print(table(columns, rows, left=("source",)))
     kinds = [
