@@ -70,7 +70,7 @@ def read(tmp_path: Path, name: str, text: str, world_size: int | None = None) ->
         ),
         (
             {"pipeline_parallel_degree = 4": "", '"full"': '"selective"\nselective_ac_option = "op"'},
-            "tp=2+sp pp=1 dp=16 zero=3 mbs=4 x 2 recompute=full/block:16",
+            "tp=2+sp pp=1 dp=16 zero=3 mbs=4 x 2 recompute=selective",
         ),
     ],
 )
