@@ -57,9 +57,9 @@ def show(found: dict[str, UnseenMemory]) -> None:
     out = console()
     if not out.is_terminal:
         out.width = WIDTH
-    columns = ("source", "peaks", "median %", "mean %", "p90 %", "bias %", "in range %")
+    columns: tuple[str, ...] = ("source", "peaks", "median %", "mean %", "p90 %", "bias %", "in range %")
     columns += ("rows", "OOM rows", "precision", "recall")
-    lines = [
+    lines: list[tuple[str, ...]] = [
         (
             source,
             *_figures(one.memory),
@@ -72,7 +72,7 @@ def show(found: dict[str, UnseenMemory]) -> None:
     out.print(table(columns, lines, left=("source",)))
     out.print()
     headings = ("source", "engine, kind of peak", *columns[1:7])
-    kinds = [
+    kinds: list[tuple[str, ...]] = [
         (source, name, *_figures(peak))
         for source, one in found.items()
         for name, peak in one.memory.engines.items()
