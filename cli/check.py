@@ -146,7 +146,7 @@ def _job(answer: Check) -> str:
 def _figures(plan: Plan) -> str:
     estimate = plan.estimate
     low, high = estimate.peak_memory_low_bytes / GIB, estimate.peak_memory_high_bytes / GIB
-    wide = f" ({low:.0f} to {high:.0f} hold four of five measured peaks)" if high else ""
+    wide = f" (80 % prediction interval {low:.0f} to {high:.0f})" if high else ""
     return (
         f"{in_seconds(estimate.step_time_s)} a step, {estimate.tokens_per_s:,.0f} tokens/s, "
         f"MFU {estimate.mfu:.1%}, {estimate.peak_memory_bytes / GIB:.1f} GiB{wide}"
