@@ -109,7 +109,7 @@ def _print(found: Comparison, fields: Fields, measured: Measured, names: tuple[s
     for term in found.time:
         if max(term.first, term.second) < shortest:
             continue
-        values = map(in_seconds, (term.first, term.second))
+        values = (in_seconds(seconds) for seconds in (term.first, term.second))
         sign = "-" if term.difference < 0 else "+"
         costs.append([f"  {term.name}", *values, f"{sign}{in_seconds(abs(term.difference))}"])
     costs.append(["fullest device", *peaks, ""])
