@@ -12,11 +12,8 @@ from costmodels.errors import InputError
 class NotReadError(InputError):
     """A file of software that is known and not read."""
 
-    def __init__(self, file: str, software: str) -> None:
-        super().__init__(
-            f"file {file} is of {software}, whose files are not read: write its layout as flags of "
-            "Megatron-LM, or ask planner suggest"
-        )
+    def __init__(self, line: str, software: str = "") -> None:
+        super().__init__(line)
         self.software = software
 
 
@@ -39,7 +36,7 @@ MARKS = (
         ),
         r"MaxText[/.]|maxtext[/.](?:configs|train|trainers)",
     ),
-    Mark("OLMo", (frozenset({"device_train_microbatch_size", "model.d_model", "model.n_layers"}),)),
+    Mark("OLMo", (frozenset({"device_train_microbatch_size", "tokenizer.identifier"}),)),
     Mark(
         "llm-foundry",
         (frozenset({"device_train_microbatch_size"}), frozenset({"max_duration", "model.", "train_loader."})),
@@ -90,7 +87,11 @@ def refuse_recognised(file: str, keys: Collection[str], text: str = "") -> None:
     for mark in MARKS:
         hit = any(all(_has(keys, name) for name in names) for names in mark.keys)
         if hit or (mark.text and text and re.search(mark.text, text)):
-            raise NotReadError(file, mark.software)
+            line = (
+                f"file {file} is of {mark.software}, whose files are not read: write its layout as flags of "
+                "Megatron-LM, or ask planner suggest"
+            )
+            raise NotReadError(line, mark.software)
 
 
 def _has(keys: Collection[str], name: str) -> bool:

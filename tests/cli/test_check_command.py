@@ -81,6 +81,14 @@ def test_what_is_illegal_ends_with_2_and_names_the_line(planner_command: Command
     assert "best:     tp=" in out
 
 
+def test_software_that_is_known_and_not_read_is_one_line(planner_command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text("model: {_component_: torchtune.models.llama3.llama3_8b}\nbatch_size: 2\n")
+    code, out, err = planner_command("check", file)
+    assert (code, out) == (2, "")
+    assert f"file {file} is of torchtune, whose files are not read" in err and len(err.splitlines()) == 1
+
+
 def test_what_is_not_said_is_asked_for(planner_command: Command, script: Path) -> None:
     script.write_text(SCRIPT.replace("--nnodes 2", "--nnodes $NODES"))
     code, out, _ = planner_command("check", script)

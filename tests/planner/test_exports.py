@@ -20,6 +20,7 @@ from planner import Plan, search
 from planner.formats.check import name_what_is_missing, plan_as_it_stands, problem_of_reading
 from planner.formats.facts.reading import Problems, Reading, verdict
 from planner.formats.files import read_files
+from planner.formats.nearest import Inexpressible, check_expressible
 from planner.formats.targets import TARGETS
 from planner.formats.targets import export as export_plan
 from planner.formats.writing.export import Export
@@ -483,6 +484,23 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     "expert_halves": {"expert_halves": True, "expert_parallel": 4},
     "cuda_graphs": {"cuda_graphs": True},
 }
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_a_target_cannot_run_has_an_exit_code_of_its_own(target: str) -> None:
+    plan = found(ENGINES[target], EXPERTS, 60.0).best
+    assert plan is not None
+    refused = 0
+    for value in UNUSUAL.values():
+        layout = Layout.model_validate(LAYOUT.model_dump() | value)
+        export = export_plan(plan.model_copy(update={"layout": layout}), to=target)
+        if export.inexpressible:
+            refused += 1
+            with pytest.raises(Inexpressible, match=f"{target} has no words for") as raised:
+                check_expressible(export, nearest=False)
+            assert raised.value.exit_code == 5
+        check_expressible(export, nearest=True)
+    assert refused > 1
 
 
 def test_files_are_of_their_format() -> None:

@@ -348,7 +348,13 @@ def test_names_of_the_hub(name: str, model: str | None) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "software"),
     [
-        ("olmo.yaml", "device_train_microbatch_size: 2\nmodel: {d_model: 64, n_layers: 2}\n", "OLMo"),
+        ("olmo.yaml", "device_train_microbatch_size: 2\ntokenizer: {identifier: t.json}\n", "OLMo"),
+        (
+            "mpt.yaml",
+            "model: {name: mpt_causal_lm, d_model: 64, n_layers: 2}\ntrain_loader: {name: text}\n"
+            "max_duration: 10ba\ndevice_train_microbatch_size: 8\n",
+            "llm-foundry",
+        ),
         ("train.sh", "deepspeed --module openrlhf.cli.train_sft --train.batch_size 2", "OpenRLHF"),
         ("train.yaml", "experiment:\n  runner: {nnodes: 1}\n  task: {type: train}\n", "FlagScale"),
         (
