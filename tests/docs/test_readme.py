@@ -41,3 +41,14 @@ def test_measured_peaks_are_those_of_the_command() -> None:
     )[0]
     assert peaks == rows
     assert float(told["estimated"]) <= float(estimated) and float(told["traced"]) <= float(traced)
+
+
+def test_errors_of_memory_are_those_of_the_command() -> None:
+    printed = (RESULTS / "unseen_memory.txt").read_text(encoding="utf-8")
+    ((sources, median),) = re.findall(
+        r"Median over (\d+) sources with peaks: of the median error ([\d.]+) %", printed
+    )
+    ((precision, recall),) = re.findall(r"precision ([\d.]+), recall ([\d.]+)\.$", printed, re.MULTILINE)
+    words = " ".join(README.split())
+    assert f"median error is {median} %, median over {sources} sources" in words
+    assert f"{100 * float(precision):.1f} % ran, and of those that ran {100 * float(recall):.1f} % " in words
