@@ -22,7 +22,7 @@ class Job:
 
     @property
     def all(self) -> tuple[Keyed, ...]:
-        """Its files."""
+        """The files of the job."""
         return self.command, self.accelerate, self.deepspeed
 
     @property
