@@ -168,12 +168,17 @@ def _command(plan: Plan, file: str) -> str:
     """What runs a plan that is saved, or writes it for the software that does."""
     if plan.engine.name == DEFAULT_ENGINE:
         return f"planner launch --plan {file}"
-    from planner.formats.targets import TARGETS  # It reads many formats, and most plans are trained here.
+    # They write many formats, and most plans are trained here.
+    from planner.formats.targets import TARGETS, export, target_of
 
+    target = target_of(plan.engine.name)
+    if target is None:
+        return f"planner export {file} --to NAME, one of {', '.join(TARGETS)}"
+    nearest = " --nearest" if export(plan, to=target).inexpressible else ""
     program = PROGRAMS.get(plan.engine.name)
     if program is not None:
-        return f"planner script {file} --to slurm --program {program}"
-    return f"planner export {file} --to {plan.engine.name if plan.engine.name in TARGETS else 'NAME'}"
+        return f"planner script {file} --to slurm --program {program}{nearest}"
+    return f"planner export {file} --to {target}{nearest}"
 
 
 def _figures(plan: Plan, traced: Sequence[float]) -> Iterator[Bar]:

@@ -36,6 +36,24 @@ TARGETS: dict[str, Callable[[Plan], Export]] = {
 }
 """What writes a plan, by the name of the software."""
 
+WORDS_OF = {
+    "nemo": "megatron-bridge",
+    "megatron-deepspeed": "megatron",
+    "bloom": "megatron",
+    "aleph-scaling": "megatron",
+    "fsdp": "torchtitan",
+    "mindformers-dynamic": "mindformers",
+    "mindformers-flash": "mindformers",
+}
+"""The software in whose words plans of an engine are written, where its name is another one or has none."""
+
+
+def target_of(engine: str) -> str | None:
+    """The software in whose words plans of an engine are written; None for an engine that nobody knows."""
+    target = WORDS_OF.get(engine, engine)
+    return target if target in TARGETS else None
+
+
 MTP_WORDS = ("--mtp-num-layers", "mtp_num_layers")
 """The number of modules that predict further tokens, as a flag and as a field."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from costmodels.catalogue import engine_names, load_engine
 
 JOB = (
     "suggest",
@@ -109,17 +112,60 @@ def test_a_layout_that_names_its_micro_batches_takes_all_devices(planner_command
     assert code == 2 and "--layout tp=3 mbs=1 x 8: its other degrees take 3 devices: no divisor of" in err
 
 
-@pytest.mark.parametrize(
-    ("engine", "run"),
-    [
-        ("megatron", "run: planner script plan.json --to slurm --program pretrain_gpt.py (after --save"),
-        ("torchtitan", "run: planner export plan.json --to torchtitan (after --save plan.json)"),
-        ("bundled", "run: planner launch --plan plan.json (after --save plan.json)"),
-    ],
-)  # fmt: skip
-def test_the_line_that_runs_a_plan_is_that_of_its_engine(planner_command: Any, engine: str, run: str) -> None:
-    code, out, _ = planner_command(*JOB, "--engine", engine)
-    assert code == 0 and run in " ".join(out.split())
+DEVICES = {"mindspeed": "ascend-910b-64g", "mindformers": "ascend-910b-64g"}
+"""What engines run on that do not run on a GPU of NVIDIA's."""
+
+RUNS = {
+    "bundled": "launch --plan",
+    "megatron": "script",
+    "mindspeed": "script",
+    "nemo": "megatron-bridge",
+    "fsdp": "torchtitan",
+    "mindformers-dynamic": "mindformers",
+}
+"""A word of the command, where it is not the engine's name."""
+
+
+@pytest.mark.parametrize("engine", engine_names())
+def test_the_line_that_runs_a_plan_is_a_command_that_works(
+    planner_command: Any, tmp_path: Path, engine: str
+) -> None:
+    device = DEVICES.get(engine.partition("-")[0], "h100")
+    file = tmp_path / "plan.json"
+    asked = ("--model", "gpt2-medium", "--world-size", "4", "--device", device, "--global-batch-size", "16")
+    code, out, err = planner_command("suggest", *asked, "--engine", engine, "--save", str(file))
+    assert code == 0, err
+    [run] = re.findall(r"run: planner (.*?)(?: on each| \(after|\n\n)", out, re.DOTALL)
+    words = run.split()
+    run = " ".join(words)
+    assert RUNS.get(engine, "to") in run and "NAME" not in words
+    if engine == "bundled":
+        assert run == f"launch --plan {file}"
+        return
+    code, out, err = planner_command(*words)
+    assert code == 0 and out, err
+
+
+def test_a_plan_without_words_is_run_as_the_nearest_job(planner_command: Any, tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    asked = (*JOB, "--engine", "mindformers-dynamic", "--device", "ascend-910b-64g", "--save", file)
+    code, out, err = planner_command(*asked, "--pin", "cp=2 cp_form=ring")
+    assert code == 0, err
+    assert f"run: planner export {file} --to mindformers --nearest" in " ".join(out.split())
+    assert planner_command("export", file, "--to", "mindformers")[0] == 5
+    assert planner_command("export", file, "--to", "mindformers", "--nearest")[0] == 0
+
+
+def test_an_engine_of_ones_own_names_what_plans_can_be_written_for(
+    planner_command: Any, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(load_engine("megatron").model_copy(update={"name": "mine"}).model_dump_json())
+    code, out, err = planner_command(*JOB, "--engine", str(mine))
+    assert code == 0, err
+    assert "run: planner export plan.json --to NAME, one of megatron, megatron-bridge, " in " ".join(
+        out.split()
+    )
 
 
 def test_the_flags_that_are_named_give_the_fastest(planner_command: Any) -> None:
