@@ -25,6 +25,7 @@ from planner.inputs.engine import DEFAULT_ENGINE
 from planner.inputs.layout_notation import micro_batches_in
 from planner.inputs.pins import WherePossible
 from planner.inputs.written_layout import whole_layout_pins, written_batch
+from planner.megatron_plan import OtherPlan, other_plan
 from planner.options.batch import BatchOptions
 from planner.options.budget import BudgetOptions
 from planner.options.cluster import HardwareOptions, WorldSizesOptions
@@ -176,6 +177,7 @@ def suggest(
     with waiting("planning"):
         result = search(spec, world_size=world_size, **job)
         rows = distinct_plans(result, output.top or PLANS)
+        other = other_plan(result) if parallel.engine is None else None
     rows = rows or _closest(result, output.top or PLANS)
     with waiting("looking for what would fit"):
         error = None if result.feasible else advice.no_layout_fits(result)
@@ -197,10 +199,11 @@ def suggest(
     if output.json:
         _print_notes(assumed, notes)
         shown_as = as_json(result, rows, assumed, notes, runs, traced, goal)
+        shown_as["megatron"] = None if other is None else other.as_json()
         shown_as["proposals"] = [one.as_json() for one in error.proposals] if error is not None else []
         print(json.dumps(shown_as, indent=2))
     else:
-        _print(result, rows, assumed, notes, _run_lines(runs, goal), traced, output)
+        _print(result, rows, assumed, notes, other, _run_lines(runs, goal), traced, output)
         if error is not None:
             from cli.lines import screen
             from cli.summary import print_proposals
@@ -240,6 +243,7 @@ def _print(
     rows: list[DistinctPlan],
     assumed: list[str],
     notes: list[str],
+    other: OtherPlan | None,
     run: Sequence[str],
     traced: list[float],
     output: Output,
@@ -250,7 +254,8 @@ def _print(
 
     has_tables = output.verbose or output.top is not None
     shown = Screen() if has_tables else screen()
-    print_summary(shown, result, rows, assumed, notes, run, traced[:1], output.save, is_whole=output.verbose)
+    saved, told = output.save, (assumed, notes, other)
+    print_summary(shown, result, rows, *told, run, traced[:1], saved, is_whole=output.verbose)
     if not has_tables:
         return
     from cli.report import print_details, print_ranking  # Rich is loaded only to draw.
@@ -397,6 +402,7 @@ def as_json(
     rows: list[DistinctPlan],
     assumed: list[str],
     notes: list[str],
+    other: OtherPlan | None,
     runs: list[Run],
     traced: list[float],
     goal: Goal,

@@ -12,6 +12,7 @@ from costmodels.spec.estimate import Estimate, StepTime
 from costmodels.spec.record import GIB, in_seconds
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.inputs.pin_notation import pin_text
+from planner.megatron_plan import OtherPlan
 from planner.objective import MEANINGS
 from planner.pipeline_ranks import device_ranks, idle_shares
 from planner.plan import Plan
@@ -58,6 +59,7 @@ def print_summary(
     rows: Sequence[DistinctPlan],
     assumed: Iterable[str],
     notes: Iterable[str],
+    other: OtherPlan | None,
     run: Sequence[str],
     traced: Sequence[float],
     saved: str | None,
@@ -67,6 +69,7 @@ def print_summary(
 
     Args:
         rows: the first plans.
+        other: the one for Megatron-LM, if that was searched.
         run: lines on the run of the first one, if one was asked for.
         traced: bytes of the first one by its dry run, if it was made.
         saved: file that the plan is written to.
@@ -78,6 +81,7 @@ def print_summary(
     lines += [Line.of(), *_rest(screen, result, rows, run)]
     more = [] if is_whole else list(_wrapped(screen, MORE, "dim"))
     said = [f"assumed: {note}" for note in assumed] + [f"note: {note}" for note in notes]
+    said += [] if other is None else [f"also: {other}"]
     paragraphs = [list(_wrapped(screen, text)) for text in said]
     room = SCREEN - len(lines) - len(more)
     if screen.is_terminal and not is_whole and sum(map(len, paragraphs)) > room:

@@ -55,7 +55,7 @@ ORDER = {
             "solve",
             "ranking",
         ),
-        *("proposals", "advice", "api", "world_sizes", "explanation", "options", "formats"),
+        *("proposals", "megatron_plan", "advice", "api", "world_sizes", "explanation", "options", "formats"),
         *("scripts", "report"),
     ),
     "planner.formats": (

@@ -1,0 +1,109 @@
+"""How the plan for Megatron-LM would differ from the one for the runtime of this package."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from costmodels.dataclass import dataclass
+from costmodels.errors import InputError, on_one_line
+from costmodels.spec.estimate import Estimate
+from costmodels.spec.layout import Layout
+from costmodels.spec.record import GIB, in_seconds
+from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine, resolve_precision
+from planner.problem import Problem
+from planner.ranking.answer import answer
+from planner.ranking.result import SearchResult
+from planner.space.engine_rules import check_formats, check_pins
+from planner.space.lora_rules import check_engine
+
+OTHER = "megatron"
+"""The engine that most who do not train here train with."""
+
+
+@dataclass(frozen=True)
+class OtherPlan:
+    """The first plan of the same question for the other engine."""
+
+    layout: Layout | None
+    """None where there is none."""
+    estimate: Estimate | None
+    """What it costs there."""
+    differs: tuple[str, ...]
+    """Degrees that it has otherwise, with the value here in brackets; none where the layout is the same."""
+    why_not: str
+    """Why there is no plan; empty where there is one."""
+
+    def __str__(self) -> str:
+        estimate = self.estimate
+        if estimate is None:
+            return f"for Megatron-LM (--engine {OTHER}) there is no plan: {self.why_not}"
+        cost = f"{in_seconds(estimate.step_time_s)} a step, {estimate.peak_memory_bytes / GIB:.1f} GiB"
+        how = f"has {', '.join(self.differs)}" if self.differs else "is the same"
+        return f"for Megatron-LM (--engine {OTHER}) the plan {how}; {cost}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs."""
+        names = ("step_time_s", "tokens_per_s", "peak_memory_bytes")
+        return {
+            "layout": None if self.layout is None else self.layout.model_dump(mode="json"),
+            **{name: None if self.estimate is None else getattr(self.estimate, name) for name in names},
+            "differs": list(self.differs),
+            "why_not": self.why_not,
+            "text": str(self),
+        }
+
+
+def other_plan(result: SearchResult) -> OtherPlan | None:
+    """The plan for Megatron-LM beside the first plan of `result`, searched whole.
+
+    None where the question is not about the runtime of this package, where that has no plan, and where the
+    devices are not what Megatron-LM runs on.
+    """
+    problem, engine = result.problem, resolve_engine(OTHER)
+    devices = {part.device.kind for part in problem.cluster.parts or (problem.cluster,)}
+    if problem.engine.name != DEFAULT_ENGINE or not result.feasible or not devices <= {*engine.runs.devices}:
+        return None
+    try:
+        found = answer(_asked_of(problem, engine.name))
+    except InputError as error:
+        return OtherPlan(None, None, (), on_one_line(error))
+    if found is None or not found.feasible:
+        return OtherPlan(None, None, (), "no layout is legal" if found is None else "no layout fits")
+    here, there = (each.first(1) for each in (result, found))
+    layout = there.table.layout(0)
+    return OtherPlan(layout, there.estimate(0), tuple(_differences(here.table.layout(0), layout)), "")
+
+
+def _asked_of(problem: Problem, name: str) -> Problem:
+    """The same question for another engine; raises `InputError` where it asks for what that does not run."""
+    engine = resolve_engine(name)
+    # What the runtime of this package cannot run is no rule of others.
+    asked = replace(problem, engine=engine, rules=())
+    resolve_precision(problem.precision, problem.cluster.device, engine)
+    check_pins(engine, asked.pins)
+    check_formats(engine, asked.precision, asked.pins)
+    check_engine(asked.model, engine)
+    return asked
+
+
+def _differences(here: Layout, there: Layout) -> Iterator[str]:
+    """The words of another layout that differ, in their order, and what this one has in their place."""
+    mine, theirs = _words(here), _words(there)
+    for name in dict.fromkeys([*theirs, *mine]):
+        if mine.get(name) == theirs.get(name):
+            continue
+        if name not in theirs:
+            yield f"no {name}={mine[name]}"
+        else:
+            yield f"{name}={theirs[name]}" + (f" (here {mine[name]})" if name in mine else "")
+    if mine == theirs and here.layers_per_stage != there.layers_per_stage:
+        yield "other layers on its stages"
+
+
+def _words(layout: Layout) -> dict[str, str]:
+    """The words in which a layout is described, by the name of the degree."""
+    parts = re.split(r" (?=\w+=)", layout.describe())
+    return {name: value for name, _, value in (part.partition("=") for part in parts)}

@@ -1,0 +1,89 @@
+"""The note on how the plan for Megatron-LM would differ: beside what a question to that engine answers."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+JOBS = [
+    ("--model", "llama3-8b", "--world-size", "8", "--device", "h100", "--global-batch-size", "64"),
+    ("--model", "gpt2-medium", "--world-size", "4", "--device", "a100-40g", "--global-batch-size", "32"),
+    ("--model", "gpt2-small", "--world-size", "3", "--device", "h100", "--max-global-batch-size", "50"),
+    (
+        "--model",
+        "llama2-7b",
+        "--world-size",
+        "4",
+        "--device",
+        "a100-40g",
+        "--global-batch-size",
+        "16",
+        "--compile",
+    ),
+]
+
+NOTE = "for Megatron-LM (--engine megatron)"
+
+
+def words(text: str) -> list[str]:
+    """The words of a described layout; `mbs=1 x 4` is one."""
+    return re.split(r" (?=\w+=)", text)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_it_says_what_a_question_to_that_engine_answers(planner_command: Any, job: tuple[str, ...]) -> None:
+    code, out, err = planner_command("suggest", *job, "--json")
+    assert code == 0, err
+    answer, other = (
+        json.loads(out),
+        json.loads(planner_command("suggest", *job, "--engine", "megatron", "--json")[1]),
+    )
+    note = answer["megatron"]["text"]
+    there = other["plans"][0]
+    assert answer["megatron"]["layout"] == there["layout"]
+    assert answer["megatron"]["step_time_s"] == there["estimate"]["step_time_s"]
+    assert note.endswith(f"{there['estimate']['peak_memory_bytes'] / 2**30:.1f} GiB")
+    assert other["megatron"] is None
+    # What it names turns the words of this plan into those of the other.
+    said = planner_command("suggest", *job)[1]
+    assert f"also: {note}" in " ".join(said.split())
+    here = words(said.split("\nrun:")[0].replace("\n", " "))
+    mine = dict(word.split("=", 1) for word in map(str.strip, here))
+    for change in answer["megatron"]["differs"]:
+        if change.startswith("no "):
+            del mine[change[3:].split("=")[0]]
+            continue
+        name, value = change.partition(" (here ")[0].split("=", 1)
+        assert mine.get(name) != value
+        mine[name] = value
+    _, shown, _ = planner_command("suggest", *job, "--engine", "megatron")
+    theirs = words(shown.split("\nrun:")[0].replace("\n", " "))
+    assert {f"{name}={value}" for name, value in mine.items()} == {" ".join(word.split()) for word in theirs}
+    assert ("the plan is the same" in note) == (not answer["megatron"]["differs"])
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (("--pin", "zero=3"), "there is no plan: pin zero_stage=3: engine megatron runs zero_stage 0, 1"),
+        (
+            ("--lora-rank", "8", "--quantize-base", "nf4"),
+            "there is no plan: quantize-base nf4: engine megatron",
+        ),
+    ],
+)
+def test_what_that_engine_does_not_run_is_said(planner_command: Any, more: tuple[str, ...], why: str) -> None:
+    code, out, err = planner_command("suggest", *JOBS[0], *more, "--json")
+    assert code == 0, err
+    note = json.loads(out)["megatron"]["text"]
+    assert note.startswith(f"{NOTE} {why}") and "\n" not in note
+
+
+@pytest.mark.parametrize("more", [("--engine", "bundled"), ("--device", "cpu"), ("--device", "ascend-910b")])
+def test_other_questions_have_no_such_note(planner_command: Any, more: tuple[str, ...]) -> None:
+    code, out, err = planner_command("suggest", *JOBS[1], *more, "--json")
+    assert code == 0, err
+    assert json.loads(out)["megatron"] is None and NOTE not in out
