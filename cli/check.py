@@ -107,15 +107,19 @@ def check_lines(answer: Check) -> Iterator[str]:
         yield f"          {_figures(plan)}"
     elif answer.layout is not None and answer.unknown:
         yield f"as read: {answer.layout.describe()}"
+    if answer.proposals:
+        yield "would fit, the smallest change of each kind:"
+    for proposal, changes in answer.proposals:
+        yield f"  {proposal.what}: {proposal.price}"
+        yield f"      {proposal.plan.layout.describe()}"
+        yield from (f"      {change_line(change)}" for change in changes)
     if best is None:
         return
     if plan is not None and plan.layout == best.layout:
         yield "best: this is the best plan for the job"
         return
     yield f"best:     {best.layout.describe()}"
-    yield f"          {_figures(best)}" + (
-        "" if answer.gain is None else f", {answer.gain:.2f} x the tokens/s"
-    )
+    yield f"          {_figures(best)}" + _gain(answer.gain)
     if answer.changes:
         yield "change:"
         for change in answer.changes:
@@ -141,6 +145,14 @@ def _job(answer: Check) -> str:
         f", {plan.model.name} on {cluster.world_size} x {cluster.device.name} of {limit:.1f} GiB, "
         f"{plan.layout.precision}, engine {plan.engine.name}"
     )
+
+
+def _gain(gain: float | None) -> str:
+    """The gain of the best plan; where the configuration is the faster one, why the other is the best."""
+    if gain is None:
+        return ""
+    doubt = "" if gain > 1 else ": simpler, or with more memory left, and not told apart from the fastest"
+    return f", {gain:.2f} x the tokens/s{doubt}"
 
 
 def _figures(plan: Plan) -> str:

@@ -402,7 +402,6 @@ def as_json(
     rows: list[DistinctPlan],
     assumed: list[str],
     notes: list[str],
-    other: OtherPlan | None,
     runs: list[Run],
     traced: list[float],
     goal: Goal,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import FORMATS, code_of
 from planner import advice
-from planner.api import search
+from planner.api import search, search_problem
 from planner.explanation.changes import Binding, Change, binding, changes
 from planner.explanation.comparison import Comparison, compare
 from planner.explanation.mixed_neighbours import neighbour_searches
@@ -33,13 +32,12 @@ from planner.explanation.text import (
 )
 from planner.inputs.batch import Batch
 from planner.inputs.keywords import keywords
-from planner.inputs.pins import PinInput, Pins
+from planner.inputs.pins import PinInput, Pins, degrees_of
 from planner.objective import EQUAL
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords
 from planner.processes import Calls
 from planner.proposals.proposal import Proposal, proposal_lines
-from planner.ranking.ranking import rank
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import MOST, indistinguishable
 from planner.solve.offload import OFFLOAD_REASON
@@ -159,8 +157,7 @@ def explain_plan(
 
     Pins that it was made with are not known; what the search neither varies nor solves stays as in the plan.
     """
-    problem = _problem_of(plan)
-    result = rank(problem, problem.space(), time.perf_counter(), offload=True)
+    result = search_problem(problem_of(plan))
     return explain_result(
         result,
         layouts=[degrees_of(plan.layout), *_several(layout)],
@@ -211,17 +208,11 @@ def _runner_up(result: SearchResult) -> Plan:
     return result.plan(int(differ.argmax()) if differ.any() else 1)
 
 
-def degrees_of(layout: Layout) -> Pins:
-    """All degrees of a layout, as pins."""
-    values = {name: getattr(layout, name) for name in Layout.model_fields}
-    if layout.context_parallel == 1:
-        del values["context_parallel_form"]
-    if not layout.recompute_modules:
-        del values["recompute_modules"]
-    return values
+def problem_of(plan: Plan) -> Problem:
+    """The question that a saved plan answers, as far as the plan tells.
 
-
-def _problem_of(plan: Plan) -> Problem:
+    Pins that it was made with are not known; what the search neither varies nor solves stays as in the plan.
+    """
     layout = plan.layout
     usual_formats = {name: Layout.model_fields[name].default for name in FORMATS[1:]}
     fixed = {**SINGLE_VALUES, **usual_formats}

@@ -26,6 +26,8 @@ from planner.inputs.cluster import ClusterKeywords
 from planner.inputs.keywords import keywords
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords, resolve_problem
+from planner.proposals.own_layout import own_layout_proposals
+from planner.proposals.proposal import Proposal
 from planner.ranking.reasons import memory_reason
 from planner.space.rules import RULES
 
@@ -74,6 +76,8 @@ class Check:
     """The best plan for the same job in the same software; None where nothing fits."""
     changes: tuple[FlagChange, ...]
     """From the configuration to the best plan."""
+    proposals: tuple[tuple[Proposal, tuple[FlagChange, ...]], ...] = ()
+    """Where the configuration does not fit: changes with which it does, as flags of the files too."""
 
     @property
     def unknown(self) -> tuple[ConfigProblem, ...]:
@@ -158,14 +162,19 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
     plan = None
     if reading.layout is not None and not problems.fatal:
         plan = plan_as_it_stands(reading, reading.layout, problem, problems)
-    best = _best(problem, problems)
-    if plan is not None and plan.fits and (best is None or _faster(plan, best)):
-        best = plan
-    return _answer(reading, problems, assumed, plan, best)
+    best, fitting = _best(problem, plan, problems)
+    if plan is not None and not plan.fits and not reading.memory_is_bound:
+        fitting = (*own_layout_proposals(problem, plan.layout), *fitting)
+    return _answer(reading, problems, assumed, plan, best, fitting)
 
 
 def _answer(
-    reading: Reading, problems: Problems, assumed: Sequence[str], plan: Plan | None, best: Plan | None
+    reading: Reading,
+    problems: Problems,
+    assumed: Sequence[str],
+    plan: Plan | None,
+    best: Plan | None,
+    fitting: Sequence[Proposal] = (),
 ) -> Check:
     legal, kept = verdict(problems.found)
     order = ("illegal", "unknown", "too_big", "note")
@@ -179,6 +188,7 @@ def _answer(
         plan=plan,
         best=best,
         changes=_changes(reading, plan, best),
+        proposals=tuple((one, _changes(reading, plan, one.plan)) for one in fitting),
     )
 
 
@@ -230,8 +240,6 @@ def problem_of_reading(reading: Reading, given: CheckKeywords) -> tuple[Problem,
         "global_batch_size": reading.global_batch_size,
         "max_global_batch_size": reading.max_global_batch_size,
         "pin": _kept(reading.layout),
-        # What is better than a configuration is asked for its speed.
-        "prefer": "fastest",
     }
     for name in ClusterKeywords.__annotations__:
         if given.get(name) is not None:
@@ -330,20 +338,27 @@ _LARGEST_PART = {
 """Degrees that what fills most of the memory depends on."""
 
 
-def _best(problem: Problem, problems: Problems) -> Plan | None:
-    """The best plan for the same job; None, and why, where there is none."""
+def _best(
+    problem: Problem, plan: Plan | None, problems: Problems
+) -> tuple[Plan | None, tuple[Proposal, ...]]:
+    """The best plan for the same job, and where none fits what would; None, and why, where there is none.
+
+    It is the one that `planner suggest` names, unless the configuration fits and no plan is faster.
+    """
+    own = plan if plan is not None and plan.fits else None
     try:
         result = search_problem(problem)
     except InputError as error:
         problems.add("note", f"no plan for the same job: {on_one_line(error)}")
-        return None
-    if result.best is None:
-        problems.add("note", f"nothing for the same job fits: {advice.no_layout_fits(result)}")
-    return result.best
-
-
-def _faster(plan: Plan, other: Plan) -> bool:
-    return plan.estimate.tokens_per_s >= other.estimate.tokens_per_s
+        return own, ()
+    best, fastest = result.best, result.fastest
+    if best is None or fastest is None:
+        nothing = advice.no_layout_fits(result)
+        problems.add("note", f"nothing for the same job fits: {nothing}")
+        return own, nothing.proposals
+    if own is not None and own.estimate.tokens_per_s >= fastest.estimate.tokens_per_s:
+        return own, ()
+    return best, ()
 
 
 def _writer(reading: Reading) -> Callable[[Plan], Mapping[str, str]] | None:
@@ -419,4 +434,8 @@ def as_json(answer: Check) -> dict[str, object]:
         "best": None if best is None else best.model_dump(mode="json"),
         "gain": answer.gain,
         "changes": [dataclasses.asdict(change) for change in answer.changes],
+        "proposals": [
+            one.as_json() | {"changes": [dataclasses.asdict(change) for change in changes]}
+            for one, changes in answer.proposals
+        ],
     }

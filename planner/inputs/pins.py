@@ -195,6 +195,16 @@ def _known(name: str) -> tuple[Value, ...]:
     return _CHOICES[name] if name in (*WORD_DEGREES, "recompute_method", *formats) else ()
 
 
+def degrees_of(layout: Layout) -> Pins:
+    """All degrees of a layout, as pins."""
+    values = {name: getattr(layout, name) for name in Layout.model_fields}
+    if layout.context_parallel == 1:
+        del values["context_parallel_form"]
+    if not layout.recompute_modules:
+        del values["recompute_modules"]
+    return values
+
+
 def degree_words() -> Iterator[str]:
     """What a shell may complete the name of a degree to."""
     yield from dict.fromkeys([*SHORT_NAMES, *Layout.model_fields])

@@ -117,3 +117,50 @@ def test_wrong_input_is_one_line(
     code, out, err = planner_command("check", *words)
     assert (code, out) == (2, "")
     assert expected in err and len(err.splitlines()) == 1
+
+
+def test_what_would_fit_is_said_in_flags_of_the_script(planner_command: Command, script: Path) -> None:
+    script.write_text(
+        SCRIPT.replace("TP=8", "TP=4")
+        .replace("--micro-batch-size 1", "--micro-batch-size 8")
+        .replace("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "")
+    )
+    code, out, _ = planner_command("check", script, "--device", "a100-80g", "--json")
+    answer = json.loads(out)
+    assert code == 3 and answer["proposals"]
+    whole = answer["plan"]["layout"]
+    for one in answer["proposals"]:
+        differ = {name for name, value in one["layout"].items() if value != whole[name]}
+        saved = ("recompute", "zero_", "offload_", "micro_batch", "sequence_")
+        assert differ and all(name.startswith(saved) for name in differ)
+        assert one["peak_memory_bytes"] <= answer["plan"]["cluster"]["memory_bytes"]
+    [recompute] = [one for one in answer["proposals"] if "recomputation" in one["what"]]
+    flags = [change["flag"] for change in recompute["changes"]]
+    assert flags and all(flag.startswith("--recompute") for flag in flags)
+    # Written into the script, they make a job that fits and takes as long as was said.
+    changed = " ".join(f"{one['flag']} {one['after']}" for one in recompute["changes"])
+    script.write_text(script.read_text().replace("--bf16", f"--bf16 {changed}"))
+    code, again, _ = planner_command("check", script, "--device", "a100-80g", "--json")
+    assert code == 0 and json.loads(again)["step_time_s"] == pytest.approx(recompute["step_time_s"])
+    _, shown, _ = planner_command("check", script, "--device", "a100-40g")
+    assert "would fit, the smallest change of each kind:" in shown
+
+
+def test_the_best_plan_is_the_one_that_suggest_names(planner_command: Command, script: Path) -> None:
+    _, out, _ = planner_command("check", script, "--device", "a100-80g", "--json")
+    dims = SCRIPT[SCRIPT.index("--num-layers") : SCRIPT.index("--tensor-model")].split()
+    asked = ("suggest", *dims, "--world-size", "16", "--local-world-size", "8", "--device", "a100-80g")
+    code, plans, err = planner_command(*asked, "--global-batch-size", "64", "--engine", "megatron", "--json")
+    assert code == 0, err
+    assert json.loads(out)["best"]["layout"] == json.loads(plans)["plans"][0]["layout"]
+
+
+def test_where_no_layout_of_the_job_fits_other_jobs_are_proposed(
+    planner_command: Command, script: Path
+) -> None:
+    small = SCRIPT.replace("--nnodes 2", "--nnodes 1").replace("--nproc_per_node 8", "--nproc_per_node 2")
+    script.write_text(small.replace("--num-layers 32", "--num-layers 96").replace("TP=8", "TP=2"))
+    code, out, _ = planner_command("check", script, "--device", "a100-40g", "--json")
+    answer = json.loads(out)
+    assert code == 3 and answer["best"] is None
+    assert "devices" in [one["kind"] for one in answer["proposals"]]

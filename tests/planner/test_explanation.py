@@ -14,10 +14,10 @@ from costmodels.spec.estimate import StepTime
 from costmodels.spec.record import GIB
 from planner import Plan, evaluate, search
 from planner.explanation.changes import NOTICEABLE
-from planner.explanation.explanation import degrees_of, explain, explain_plan, explain_result
+from planner.explanation.explanation import explain, explain_plan, explain_result
 from planner.explanation.outcome import outcome_of, parse_layout, place_of
 from planner.inputs.pin_notation import pins_without_one
-from planner.inputs.pins import parse_pins
+from planner.inputs.pins import degrees_of, parse_pins
 from planner.objective import metric
 
 PROBLEM: dict[str, Any] = {"world_size": 16, "device": "a100-80g", "max_global_batch_size": 32}

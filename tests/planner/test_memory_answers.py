@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import evaluate, search
-from planner.explanation.explanation import degrees_of
 from planner.explanation.outcome import outcome_of
+from planner.inputs.pins import degrees_of
 from planner.ranking.result import SearchResult
 
 QUESTIONS = (

@@ -1,0 +1,39 @@
+"""What makes a layout that does not fit do so, all else of it as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from costmodels.spec.layout import Layout
+from planner.inputs.pins import Pins, degrees_of
+from planner.problem import Problem
+from planner.proposals.fits import Budget, first_that_fits
+from planner.proposals.proposal import Changed, Proposal
+
+SAVERS: Mapping[str, tuple[str, ...]] = {
+    "recomputation": ("recompute", "recompute_modules", "recompute_method", "recompute_num_layers"),
+    "ZeRO": ("zero_stage", "zero_replicas"),
+    "offload": ("offload_activations", "offload_optimizer"),
+    "micro batches": ("micro_batch_size",),
+    "sequence parallelism": ("sequence_parallel",),
+}
+"""Degrees that save bytes and move no device, by what they are called."""
+
+ROWS = 100_000
+"""Legal layouts that are looked at at most; those of one mesh are a few hundred."""
+
+
+def own_layout_proposals(problem: Problem, layout: Layout) -> list[Proposal]:
+    """The layout with other degrees of one of `SAVERS`, for each with which it fits."""
+    budget = Budget(ROWS)
+    found: list[Proposal] = []
+    whole = {**problem.pins, **degrees_of(layout)}
+    for fixed in ("precision", "global_batch_size"):
+        whole.pop(fixed, None)
+    for name, degrees in SAVERS.items():
+        pins: Pins = {degree: value for degree, value in whole.items() if degree not in degrees}
+        asked = replace(problem, pins=pins)
+        what = f"with other {name}, all else as it is"
+        found += first_that_fits([Changed("pin", what, (), {"pin": pins}, asked)], budget)
+    return found
