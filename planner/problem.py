@@ -19,7 +19,7 @@ from planner.inputs.engine import check_runs_on, resolve_engine, resolve_precisi
 from planner.inputs.model import resolve_model, with_lora, with_mtp
 from planner.inputs.pins import PinInput, Pins, parse_pins
 from planner.objective import DEFAULT_OBJECTIVE, Objective, parse_objective
-from planner.preference import FASTEST, Preference, parse_preference
+from planner.preference import Preference, parse_preference
 from planner.space.engine_rules import check_formats, check_pins, engine_rules
 from planner.space.graph_rules import check_graphs
 from planner.space.grid import Admit, MicroBatches, Space, build, obstacle
@@ -43,7 +43,7 @@ class Problem:
     objective: Objective = "throughput"
     rules: tuple[Rule, ...] = ()
     """What this job cannot run, besides what no job and what its engine cannot."""
-    preference: Preference = FASTEST
+    preference: Preference = Preference()
     """What decides between plans that the estimates do not tell apart."""
 
     @cached_property

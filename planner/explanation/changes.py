@@ -18,7 +18,6 @@ from planner.inputs.batch import Batch
 from planner.inputs.pin_notation import pins_without_one
 from planner.objective import gain, metric
 from planner.plan import Plan
-from planner.preference import FASTEST
 from planner.problem import Problem
 from planner.processes import Calls, helpers_for
 from planner.proposals.devices import with_world_size
@@ -60,9 +59,9 @@ class Change:
     """Tokens per second of the fastest plan after it over those of the fastest before; None where nothing is
     legal or fits after it."""
     figure: float | None
-    """What plans are ranked by, after it, in the unit of `objective.METRICS`; None as the ratio."""
+    """What ranks plans, of the fastest after it, in the unit of `objective.METRICS`; None as the ratio."""
     plan: Plan | None
-    """The fastest plan after it."""
+    """The first plan after it: of those that tie with the fastest, the one that is preferred."""
     why_not: str
     """Why there is none; empty where there is one."""
 
@@ -76,29 +75,28 @@ class Binding:
 
 
 def changes(result: SearchResult) -> Calls[Change]:
-    """The fastest plans with twice the memory, links, batch and devices, and without each pin, if any fits.
+    """The first plans with twice the memory, links, batch and devices, and without each pin, if any fits.
 
-    Each is a search of its own and takes as long as the first; helpers begin with them at once. What is
-    fastest is compared with what is fastest before: which of the plans that tie is simplest says nothing of
-    what a change buys.
+    Each is a search of its own and takes as long as the first; helpers begin with them at once. Named is the
+    plan that the changed question gives. Of the gain, what is fastest is compared with what is fastest
+    before: which of the plans that tie is simplest says nothing of what a change buys.
     """
-    fastest = result.fastest
+    problem, fastest = result.problem, result.fastest
     if fastest is None:
         return Calls([], 0)
-    problem = replace(result.problem, preference=FASTEST)
-    before = fastest.estimate.tokens_per_s, result.offloads
+    before = fastest.estimate.tokens_per_s
     listed = None if result.offloads or problem.cluster.parts else result.listed
     calls = [
-        partial(_searched, kind, what, changed, *before, listed if kind in SAME_LAYOUTS else None)
+        partial(_searched, kind, what, changed, before, listed if kind in SAME_LAYOUTS else None)
         for kind, what, changed in _changed(problem)
     ]
     return Calls(calls, helpers_for(len(calls), result.elapsed_s))
 
 
 def _searched(
-    kind: Kind, what: str, problem: Problem, tokens_per_s: float, offload: bool, known: Listed | None
+    kind: Kind, what: str, problem: Problem, tokens_per_s: float, known: Listed | None
 ) -> Change:
-    """The fastest plan of a changed problem, beside `tokens_per_s` of the fastest one before.
+    """The first plan of a changed problem, and the fastest beside `tokens_per_s` of the fastest one before.
 
     `known` are its layouts, where they are those of before.
     """
@@ -108,12 +106,12 @@ def _searched(
         return Change(kind, what, None, None, None, str(error))
     if not len(space.table):
         return Change(kind, what, None, None, None, str(advice.no_legal_layout(problem)))
-    after = rank(problem, space, time.perf_counter(), offload=offload, known=known)
+    after = rank(problem, space, time.perf_counter(), offload=True, known=known)
     if not after.feasible:
         return Change(kind, what, None, None, None, "nothing fits")
-    best = after.plan(0)
-    ratio = best.estimate.tokens_per_s / tokens_per_s
-    return Change(kind, what, ratio, metric(problem.objective, best.estimate), best, "")
+    fastest = after.plan(after.first_faster).estimate
+    ratio = fastest.tokens_per_s / tokens_per_s
+    return Change(kind, what, ratio, metric(problem.objective, fastest), after.plan(0), "")
 
 
 def _changed(problem: Problem) -> Iterator[tuple[Kind, str, Problem]]:

@@ -15,11 +15,9 @@ from planner.api import search_problem
 from planner.budget.question import RunQuestion
 from planner.budget.run import Run
 from planner.explanation.comparison import Comparison, compare
+from planner.explanation.explanation import problem_of
 from planner.history.step_parts import StepParts
-from planner.inputs.batch import Batch
-from planner.inputs.pins import parse_pins
 from planner.plan import Plan
-from planner.problem import Problem
 from planner.ranking.distinct import distinct_plans
 from planner.ranking.result import SearchResult
 from planner.report.measured import profiled_parts
@@ -74,17 +72,8 @@ class Contents:
 
 def gather(plan: Plan, records: Sequence[dict[str, Any]] = ()) -> Contents:
     """What a page shows of a plan: the search for its batch is run again, and its pipeline simulated."""
-    problem = Problem(
-        model=plan.model,
-        cluster=plan.cluster,
-        engine=plan.engine,
-        batch=Batch(plan.layout.global_batch_size),
-        precision=plan.layout.precision,
-        pins=parse_pins(None, None),
-        objective=plan.objective,
-    )
     # Twins, which every estimate has equal, stand for each other: a runner-up has something else.
-    result = search_problem(problem)
+    result = search_problem(problem_of(plan))
     rows = distinct_plans(result, RIVALS)
     rivals = [row.plan for row in rows]
     others = [one for one in rivals if one.layout != plan.layout]
