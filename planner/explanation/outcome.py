@@ -24,6 +24,7 @@ from planner.inputs.pin_notation import pin_text
 from planner.inputs.pins import PinInput, Pins, WherePossible, parse_pins
 from planner.objective import EQUAL, logarithms
 from planner.plan import Plan
+from planner.preference import FASTEST
 from planner.problem import Problem
 from planner.ranking import reasons
 from planner.ranking.ranking import rank
@@ -109,7 +110,9 @@ def _illegal(asked: str, reason: str, rules: dict[str, int]) -> Verdict:
 
 def _priced(result: SearchResult, problem: Problem, space: Space, asked: str) -> Verdict:
     # The last resort is for a search in which nothing fits, not for one layout of many.
-    found = rank(problem, space, time.perf_counter(), offload=result.offloads)
+    # A layout is judged by the best that its degrees allow, not by the simplest that comes near.
+    by_speed = replace(problem, preference=FASTEST)
+    found = rank(by_speed, space, time.perf_counter(), offload=result.offloads)
     plan = found.plan(0)
     if result.best is not None and found.feasible and _same(found, result.best.layout, ARRAY_FIELDS).any():
         # The first of all layouts is the first of these, whatever they are compared with.

@@ -12,6 +12,7 @@ from costmodels import Device
 from costmodels.errors import InputError
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import Layout
+from planner import advice
 from planner.api import search_problem
 from planner.formats.check import plan_as_it_stands
 from planner.formats.facts.reading import Problems, Reading
@@ -175,9 +176,7 @@ def _plan(
     if layout is None:
         result = search_problem(problem)
         if result.best is None:
-            raise InputError(
-                f"nothing of the job in {reading.file} fits on {world} x {problem.cluster.device.name}"
-            )
+            raise advice.no_layout_fits(result)
         return result.best
     problems = Problems(reading.file)
     plan = plan_as_it_stands(replace(reading, framework=DEFAULT_ENGINE), layout, problem, problems)

@@ -169,9 +169,10 @@ def test_changes_are_searches_of_their_own(explained):
         "devices": {"world_size": 32},
     }
     for kind, changed in arguments.items():
-        again = search("llama2-7b", prefer="fastest", **{**PROBLEM, **changed}).best
-        assert by_kind[kind].plan.layout == again.layout, kind
-        assert by_kind[kind].ratio == pytest.approx(again.estimate.tokens_per_s / best.estimate.tokens_per_s)
+        again = search("llama2-7b", **{**PROBLEM, **changed})
+        assert by_kind[kind].plan.layout == again.best.layout, kind
+        fastest = again.fastest.estimate.tokens_per_s
+        assert by_kind[kind].ratio == pytest.approx(fastest / best.estimate.tokens_per_s)
     for kind in ("memory", "intra_node", "inter_node"):
         assert by_kind[kind].ratio >= 1 - 1e-9
 
@@ -320,7 +321,9 @@ def test_changes_and_neighbours_have_the_figure_that_ranks(explained, objective,
     best, sign = found.result.best, -1 if objective == "throughput" else 1
     assert metric(objective, best.estimate) == pytest.approx(of(best.estimate))
     for change in found.changes:
-        assert change.figure == pytest.approx(of(change.plan.estimate))
+        # The first plan is no better than the fastest, whose figure this is, and ties with it.
+        assert sign * change.figure <= sign * of(change.plan.estimate) * (1 + sign * 1e-9)
+        assert change.figure == pytest.approx(of(change.plan.estimate), rel=0.2)
     fitting = [one for one in found.neighbours if one.ratio is not None]
     assert [one.figure for one in fitting] == sorted((one.figure for one in fitting), key=lambda v: sign * v)
     for one in fitting:
