@@ -93,9 +93,7 @@ def changes(result: SearchResult) -> Calls[Change]:
     return Calls(calls, helpers_for(len(calls), result.elapsed_s))
 
 
-def _searched(
-    kind: Kind, what: str, problem: Problem, tokens_per_s: float, known: Listed | None
-) -> Change:
+def _searched(kind: Kind, what: str, problem: Problem, tokens_per_s: float, known: Listed | None) -> Change:
     """The first plan of a changed problem, and the fastest beside `tokens_per_s` of the fastest one before.
 
     `known` are its layouts, where they are those of before.
