@@ -140,6 +140,10 @@ def _layout(row: Mapping[str, str], model: ModelSpec, stages: str) -> Layout:
     ep = count(row, "ep", None if model.experts else 1)
     vpp = 1 if _plain_pipeline(row) and not row.get("vpp") else count(row, "vpp")
     recompute, modules = _recompute(row)
+    said = note_value(row, "modules") or ""
+    if model.experts and "mlp" in said.split("+"):
+        # Megatron's word for an MLP without experts; `moe` is one with experts.
+        modules = tuple(module for module in modules if module != "mlp")
     optimizer = row.get("optimizer", "").lower()
     mbs, gbs = count(row, "mbs"), _batch(row, model)
     if pp * vpp > MOST_LAYERS:

@@ -512,3 +512,16 @@ def test_files_are_of_their_format() -> None:
             assert json.loads(text)["train_batch_size"] == plan.layout.global_batch_size
         elif target not in SUFFIXES:
             assert isinstance(yaml.safe_load(text), dict) and "&id" not in text
+
+
+@pytest.mark.parametrize(("experts", "dense", "words"), [(0, 0, "mlp"), (8, 0, "moe"), (8, 2, "mlp moe")])
+def test_megatron_has_a_word_for_an_mlp_without_experts_and_one_with(
+    experts: int, dense: int, words: str
+) -> None:
+    base = found(ENGINES["megatron"], LLAMA, 60.0).best
+    assert base is not None
+    fields = {"experts": experts, "top_k": 2, "expert_ffn": 64, "dense_layers": dense} if experts else {}
+    model = ModelSpec.model_validate({**LLAMA.model_dump(), **fields})
+    layout = base.layout.model_copy(update={"recompute": "selective", "recompute_modules": ("mlp",)})
+    export = export_plan(base.model_copy(update={"model": model, "layout": layout}), to="megatron")
+    assert f"--recompute-modules {words}" in export.text.replace("\\\n", "").replace("'", "")

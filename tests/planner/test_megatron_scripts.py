@@ -123,6 +123,11 @@ def test_flags_that_say_what_is_priced_are_read_somewhere() -> None:
             "--recompute-modules mla_up_proj mlp moe",
             "tp=1 pp=1 dp=16 zero=0 mbs=1 x 1 recompute=selective(mlp)",
         ),
+        (
+            # Of a layer with experts `mlp` recomputes nothing.
+            "--micro-batch-size 1 --num-experts 4 --recompute-granularity selective --recompute-modules mlp",
+            "tp=1 pp=1 dp=16 zero=0 mbs=1 x 1 recompute=none",
+        ),
     ],
 )
 def test_defaults_and_meanings_are_those_of_the_framework(arguments: str, expected: str) -> None:

@@ -188,23 +188,35 @@ def _recompute(layout: Layout, model: ModelSpec, mindspeed: bool, missing: list[
         }
     modules = layout.recompute_modules
     if mindspeed:
-        return _mindspeeds_modules(layout, missing)
+        return _mindspeeds_modules(layout, model, missing)
     if layout.recompute_method == "block":
         lacks_some_layers(missing, layout, "modules are recomputed in every layer")
-    words = [word for word, name in MODULES.items() if name in modules]
+    words = _module_words(modules, model)
     if "activation" in modules and not model.experts:
         missing.append("recompute_modules=activation: of a model without experts it is not recomputed alone")
     return {"--recompute-granularity": "selective", "--recompute-modules": " ".join(words)}
 
 
-def _mindspeeds_modules(layout: Layout, missing: list[str]) -> Flags:
+def _module_words(modules: Collection[str], model: ModelSpec) -> list[str]:
+    """The words of recomputed modules: `mlp` is an MLP without experts, `moe` one with experts.
+
+    (megatron/core/transformer/transformer_layer.py: recompute_mlp is set where `is_moe_layer` is not.)
+    """
+    words = [word for word, name in MODULES.items() if name in modules]
+    if "mlp" not in modules or not model.experts:
+        return words
+    dense = model.moe_layers < model.layers
+    return [word for word in words if word != "mlp" or dense] + ["moe"]
+
+
+def _mindspeeds_modules(layout: Layout, model: ModelSpec, missing: list[str]) -> Flags:
     modules, block = layout.recompute_modules, layout.recompute_method == "block"
     layers = str(layout.recompute_num_layers)
     if modules == ("mlp",) and block and layout.offload_activations:
         return {"--recompute-num-layers": layers}
     flags: Flags = {}
     if set(modules) & {"core_attention", "mlp"}:
-        words = [word for word, name in MODULES.items() if name in modules]
+        words = _module_words(modules, model)
         flags = {"--recompute-granularity": "selective", "--recompute-modules": " ".join(words)}
         if block:
             lacks_some_layers(missing, layout, "these modules are recomputed in every layer")

@@ -105,6 +105,11 @@ def _price_modules(job: Job, values: dict[str, Any]) -> None:
     words = [word.strip() for given in values.get("recompute_modules", ()) for word in given.split(",")]
     left_out = [word for word in words if word in UNPRICED_MODULES]
     if words:
+        if "mlp" in words and "moe" not in words and job.model is not None and job.model.experts:
+            # `mlp` is an MLP without experts, of which such models have few.
+            words.remove("mlp")
+            text = "mlp recomputes layers without experts alone (moe those with experts): priced as kept"
+            job.problems.add("note", text, "--recompute-modules", job.given["--recompute-modules"].line)
         # An MLP is what recomputes of a layer, be it dense or of experts.
         known = ["mlp" if word == "moe" else word for word in words if word not in left_out]
         values["recompute_modules"] = known
