@@ -45,7 +45,7 @@ class OtherPlan:
         return f"for Megatron-LM (--engine {OTHER}) the plan {how}; {cost}"
 
     def as_json(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The plan and its differences, for programs."""
         names = ("step_time_s", "tokens_per_s", "peak_memory_bytes")
         return {
             "layout": None if self.layout is None else self.layout.model_dump(mode="json"),
@@ -78,7 +78,7 @@ def other_plan(result: SearchResult) -> OtherPlan | None:
 
 
 def _asked_of(problem: Problem, name: str) -> Problem:
-    """The same question for another engine; raises `InputError` where it asks for what that does not run."""
+    """The question of a problem for another engine; raises `InputError` for what that does not run."""
     engine = resolve_engine(name)
     # What the runtime of this package cannot run is no rule of others.
     asked = replace(problem, engine=engine, rules=())
