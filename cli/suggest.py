@@ -148,7 +148,7 @@ def suggest(
     spec, failures = model.spec(), budget.failures()
     parallel, batch = given.pinned(parallel), given.of_its_batch(batch, world_size)
     job = search_keywords(spec, cluster, reachable_batch(batch, unused), parallel, job_rules(unused))
-    assumed = [*model.notes(), *cluster.notes(), *parallel.notes()]
+    assumed = [*model.notes(), *cluster.notes(), *budget.notes(), *parallel.notes()]
     if output.dry_run:
         _check_dry_run(parallel, world_size)
     if isinstance(world_size, str):

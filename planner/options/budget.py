@@ -60,6 +60,15 @@ class BudgetOptions:
         """Whether the answer is to hold a run."""
         return any(value is not None for value in (self.tokens, self.price_per_hour, self.mtbf_hours))
 
+    def notes(self) -> list[str]:
+        """Sums of which a shell may have taken the front."""
+        given = (("price-per-hour", self.price_per_hour), ("budget", self.budget))
+        return [
+            f"--{name} is {text}: of $2{text} without quotes a shell leaves that"
+            for name, text in given
+            if text is not None and text.startswith(".")
+        ]
+
     def goal(self) -> Goal:
         """The deadline and the budget; raises `InputError` for what is none, or lacks tokens or a price."""
         return parse_goal(self.deadline_days, self.budget, self.tokens, parse_price(self.price_per_hour))

@@ -85,6 +85,13 @@ def test_a_currency_is_printed_back(planner_command: Command, price: str, words:
     assert f"{cost:,.0f}" in text
 
 
+def test_a_sum_that_a_shell_has_shortened_is_said(planner_command: Command) -> None:
+    one = (*JOB, "--world-size", "8", "--tokens", "300B", "--json", "--top", "1", "--price-per-hour")
+    assumed = [json.loads(planner_command(*one, price)[1])["assumed"] for price in (".5", "0.5")]
+    assert assumed[0] == ["--price-per-hour is .5: of $2.5 without quotes a shell leaves that"]
+    assert assumed[1] == []
+
+
 def test_the_goal_of_one_size_is_judged(planner_command: Command) -> None:
     one = (*JOB, "--world-size", "8", "--tokens", "300B")
     _, out, _ = planner_command(*one, "--deadline-days", "1000")
