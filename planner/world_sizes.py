@@ -327,6 +327,12 @@ def _planned(
     return _with_run(rank(problem, space, started, offload=True), tokens, price, failures)
 
 
+def planned_size(problem: Problem, asked: RunQuestion) -> Size:
+    """The best plan of a problem, and its run, or why there is none."""
+    run = asked.run_tokens, asked.price, asked.failures
+    return _planned(problem, problem.cluster.world_size, *run).size
+
+
 def _without_plan(world_size: int, error: InputError) -> _Planned:
     return _Planned(Size(world_size, None, None, str(error), None), error)
 

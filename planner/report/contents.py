@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,21 @@ from planner.budget.run import Run
 from planner.explanation.comparison import Comparison, compare
 from planner.explanation.explanation import problem_of
 from planner.history.step_parts import StepParts
+from planner.inputs.batch import Batch
 from planner.plan import Plan
+from planner.problem import Problem
+from planner.processes import Calls, helpers_for
+from planner.proposals.devices import with_world_size
 from planner.ranking.distinct import distinct_plans
 from planner.ranking.result import SearchResult
 from planner.report.measured import profiled_parts
-from planner.world_sizes import Size, marked_front, own_run, size_run, sizes
+from planner.world_sizes import Size, marked_front, own_run, planned_size, size_run
 
 RIVALS = 10
 """Plans of the ranking that are shown."""
+
+MOST_DEVICES_A_SEQUENCE = 64
+"""Devices for each sequence of a step, above which no more of them are looked at."""
 
 MOST_POINTS = 3000
 """Layouts of the chart of time against memory; of more, every n-th."""
@@ -85,7 +94,7 @@ def gather(plan: Plan, records: Sequence[dict[str, Any]] = ()) -> Contents:
         cloud=_cloud(result),
         timeline=timeline,
         no_timeline=missing,
-        asked=_asked(plan),
+        asked=_asked(plan, result),
         run=None if plan.asked is None else own_run(plan, plan.asked),
         records=tuple(records),
         parts=profiled_parts(records),
@@ -117,32 +126,24 @@ def _cloud(result: SearchResult) -> Cloud:
     return Cloud(speed[shown], peak[shown] / GIB, on_front, names)
 
 
-def _asked(plan: Plan) -> RunQuestion:
+def _asked(plan: Plan, result: SearchResult) -> RunQuestion:
     """What was asked of the run; where it was of one size, with half and twice as many devices."""
     asked = plan.asked or RunQuestion(tokens=None)
     if asked.sizes or plan.cluster.parts:
         return asked
     own = Size(plan.cluster.world_size, plan, own_run(plan, asked), None, None)
-    found = marked_front([own, *_other_sizes(plan, asked)])
+    calls = [partial(planned_size, problem, asked) for problem in _other_sizes(result.problem)]
+    with Calls(calls, helpers_for(len(calls), result.elapsed_s)) as made:
+        found = marked_front([own, *made.results()])
     return asked.model_copy(update={"sizes": tuple(map(size_run, found))})
 
 
-def _other_sizes(plan: Plan, asked: RunQuestion) -> tuple[Size, ...]:
-    """Plans of the job on half and on twice as many devices; none where nothing is legal there."""
-    cluster, batch = plan.cluster, plan.layout.global_batch_size
-    wanted = [size for size in (cluster.world_size // 2, 2 * cluster.world_size) if 1 <= size <= 64 * batch]
-    try:
-        return sizes(
-            plan.model,
-            world_size=wanted,
-            device=cluster.device,
-            local_world_size=cluster.devices_per_node,
-            max_global_batch_size=batch,
-            engine=plan.engine,
-            precision=plan.layout.precision,
-            tokens=asked.run_tokens,
-            price_per_hour=asked.price,
-            failures=asked.failures,
-        ).sizes
-    except InputError:
-        return ()
+def _other_sizes(problem: Problem) -> Iterator[Problem]:
+    """The question on half and on twice as many devices, of at most its batch."""
+    most = replace(problem, batch=Batch(problem.batch.size, maximum=True))
+    world = problem.cluster.world_size
+    for size in (world // 2, 2 * world):
+        if 1 <= size <= MOST_DEVICES_A_SEQUENCE * problem.batch.size:
+            other = with_world_size(most, size)
+            if size % other.cluster.devices_per_node == 0:
+                yield other
