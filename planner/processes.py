@@ -173,5 +173,8 @@ def serve() -> None:
         except Exception:
             # The one that asks makes the call itself, and sees what goes wrong.
             answer = pickle.dumps((False, None))
-        answers.write(answer)
-        answers.flush()
+        try:
+            answers.write(answer)
+            answers.flush()
+        except BrokenPipeError:
+            os._exit(0)  # The one that asked is gone, and so is whom an error could be told.

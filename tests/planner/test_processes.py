@@ -62,6 +62,15 @@ def test_a_helper_that_dies_leaves_its_calls_to_this_process() -> None:
         assert made.results() == [3**number for number in range(20)]
 
 
+def test_a_helper_ends_with_the_one_that_asks() -> None:
+    with Calls([partial(pow, 3, 2)], 1) as made:
+        made._threads[0].join(60)
+        process = made._helpers[0].process
+        assert process.stdin is not None and process.poll() is None
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
 def test_where_no_process_can_be_started_this_one_makes_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*words: Any, **named: Any) -> None:
         raise OSError("no processes here")
