@@ -155,7 +155,7 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
         else:
             raise
         return _answer(reading, problems, (), None, None)
-    if device is None:
+    if any(problem.of_price for problem in problems.found):
         if reading.layout is not None:
             breaks_rules(reading, reading.layout, problem, problems)
         return _answer(reading, problems, (), None, None)
@@ -212,7 +212,7 @@ def _rests_on_nothing(reading: Reading, problems: Problems) -> bool:
     """Whether a fact is missing that prices and the best plan rest on."""
     batches = reading.global_batch_size, reading.max_global_batch_size
     return (
-        any(problem.severity == "unknown" for problem in problems.found)
+        any(problem.severity == "unknown" and not problem.of_price for problem in problems.found)
         or None in (reading.model, reading.world_size)
         or not any(batches)
     )

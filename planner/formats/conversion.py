@@ -75,7 +75,11 @@ def plan_of_reading(reading: Reading, given: CheckKeywords) -> Plan:
     problems = Problems(reading.file, list(reading.problems))
     name_what_is_missing(reading, problems)
     plan = None
-    if not problems.fatal and reading.model is not None and reading.world_size is not None:
+    if (
+        all(one.severity == "note" for one in problems.found)
+        and reading.model is not None
+        and reading.world_size is not None
+    ):
         problem, _ = problem_of_reading(reading, given)
         if reading.layout is not None and not problems.fatal:
             plan = plan_as_it_stands(reading, reading.layout, problem, problems)

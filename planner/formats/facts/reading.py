@@ -159,4 +159,6 @@ class Problems:
     @property
     def fatal(self) -> bool:
         """Whether something keeps a layout from being known or legal."""
-        return any(problem.severity in ("illegal", "unknown") for problem in self.found)
+        return any(
+            problem.severity in ("illegal", "unknown") and not problem.of_price for problem in self.found
+        )

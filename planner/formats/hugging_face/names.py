@@ -25,6 +25,3 @@ SHARDING = {
 }
 """FSDP's strategies as stages of ZeRO, numbered from 1 in this order; those that are hybrid keep a copy on
 each node."""
-
-OPTIMIZERS = {"adafactor": "adafactor", "sgd": "sgd", "adamw_8bit": "adam8bit", "adamw_bnb_8bit": "adam8bit"}
-"""`--optim`; others are taken for Adam."""

@@ -18,6 +18,7 @@ from planner.formats.facts.keyed import Keyed, known_keys
 from planner.formats.facts.launcher import Launch, commands, count_of, flag_values
 from planner.formats.facts.launcher import world_size as launched
 from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
+from planner.formats.facts.optimizers import optimizer_named
 from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
@@ -32,7 +33,6 @@ from planner.formats.hugging_face.names import (
     DEEPSPEED_KEYS,
     FLAGS,
     MICRO,
-    OPTIMIZERS,
     STEPS,
 )
 from planner.formats.hugging_face.sharding import sharding_of
@@ -304,8 +304,10 @@ def _layout(job: Job, model: ModelSpec, world: int, places: Places, assumed: lis
     whole |= batch_of(job, ranks, assumed)
     if recomputes(job):
         whole["recompute"] = "full"
-    optimizer = (job.command.text("--optim") or "").lower().replace("paged_", "")
-    whole["optimizer"] = OPTIMIZERS.get(optimizer, "adam")
+    keys, path = job.command, "--optim"
+    if (job.deepspeed.text("optimizer.type") or "auto") != "auto":
+        keys, path = job.deepspeed, "optimizer.type"
+    whole["optimizer"] = optimizer_named(keys.text(path), keys.problems, path, keys.line(path), keys.file)
     if any(problem.severity == "illegal" for problem in job.command.problems.found):
         return None
     return build_layout(whole, places, job.command.problems)

@@ -7,11 +7,11 @@ from typing import Any, get_args
 from costmodels.errors import InputError, on_one_line
 from costmodels.spec.layout import RecomputeModule
 from costmodels.spec.model import ModelSpec
+from planner.formats.facts.optimizers import optimizer_named
 from planner.formats.megatron.job import Job
 from planner.formats.megatron.model import blame, option_values
 from planner.formats.megatron.names import (
     DEGREE_FLAGS,
-    OPTIMIZERS,
     UNPRICED_MODULES,
 )
 from planner.inputs.pins import WherePossible
@@ -62,10 +62,7 @@ def memory_degrees(job: Job, model: ModelSpec) -> dict[str, Any]:
     _price_states(job)
     optimizer = job.word("--optimizer")
     if optimizer is not None:
-        if optimizer.text not in OPTIMIZERS:
-            text = f"{optimizer.text} is not priced: its states are taken for Adam's"
-            problems.add("note", text, "--optimizer", optimizer.line)
-        found["optimizer"] = OPTIMIZERS.get(optimizer.text, "adam")
+        found["optimizer"] = optimizer_named(optimizer.text, problems, optimizer.name, optimizer.line)
     return found
 
 

@@ -13,17 +13,6 @@ DYNAMIC_KEYS = key_table("mindformers-dynamic").fields
 FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 """Number formats by MindSpore's names."""
 
-OPTIMIZERS = {
-    "came": "came",
-    "camezero2": "came",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-    "momentum": "sgd",
-    "muon": "muon",
-}
-"""Types of optimizers in small letters (mindformers/core/optim, mindspore.nn.optim); others are taken for
-Adam."""
-
 CAME = {
     "beta1": "--came-beta1",
     "decay_rate": "--came-decay-rate",

@@ -18,6 +18,7 @@ from costmodels.spec.record import GIB
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.keyed import Keyed, defined
 from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
+from planner.formats.facts.optimizers import optimizer_named
 from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
@@ -28,7 +29,6 @@ from planner.formats.mindformers.names import (
     EXCERPTS,
     FORMATS,
     KEEP_LESS,
-    OPTIMIZERS,
     SCHEDULES,
     STATIC_KEYS,
 )
@@ -384,7 +384,7 @@ def _name_unpriced(keys: Keyed, model: ModelSpec, layout: Layout) -> None:
 
 def optimizer_of(keys: Keyed, path: str) -> str:
     """The optimizer of a layout that the key `path` names."""
-    return OPTIMIZERS.get((keys.text(path) or "").lower(), "adam")
+    return optimizer_named(keys.text(path), keys.problems, path, keys.line(path))
 
 
 def came_training(keys: Keyed, section: str) -> dict[str, str | None]:

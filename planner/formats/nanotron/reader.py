@@ -11,10 +11,11 @@ from costmodels.spec.model import MOST_LAYERS, ModelSpec
 from planner.formats.facts.entries import Entries
 from planner.formats.facts.keyed import Keyed, defined, todays
 from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
+from planner.formats.facts.optimizers import optimizer_named
 from planner.formats.facts.reading import Problems, Reading, in_own_words
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
-from planner.formats.nanotron.names import FORMATS, KEYS, OPTIMIZERS, REQUIRED, TP_MODES
+from planner.formats.nanotron.names import FORMATS, KEYS, REQUIRED, TP_MODES
 
 AT = "model.model_config"
 
@@ -183,7 +184,8 @@ def _layout(
         whole["recompute"] = "full"
     if not keys.switch(KEYS["gradient_reduction"], default=True):
         whole["gradient_reduction"] = "bf16"
-    whole["optimizer"] = OPTIMIZERS.get(keys.text(KEYS["optimizer"]) or "adamW", "adam")
+    path = KEYS["optimizer"]
+    whole["optimizer"] = optimizer_named(keys.text(path), keys.problems, path, keys.line(path))
     return build_layout(whole, places, keys.problems)
 
 

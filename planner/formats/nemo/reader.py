@@ -16,11 +16,12 @@ from planner.formats.facts.flag_catalogue import GivenFlag, known_flags
 from planner.formats.facts.hub_models import model_of
 from planner.formats.facts.keyed import Keyed, resolved_value
 from planner.formats.facts.launcher import Launch
+from planner.formats.facts.optimizers import optimizer_named
 from planner.formats.facts.reading import ConfigProblem, Problems, Reading
 from planner.formats.facts.roles import decides, name_others
 from planner.formats.facts.source import Source, Surroundings
 from planner.formats.facts.tokenizers import TYPES
-from planner.formats.megatron.names import DEGREE_FLAGS, OPTIMIZERS
+from planner.formats.megatron.names import DEGREE_FLAGS
 from planner.formats.megatron.reader import read_command
 from planner.formats.nemo.bridge_names import FP8_RECIPES
 from planner.formats.nemo.names import FLAGS, NOT_MEGATRONS, OFF
@@ -156,6 +157,8 @@ def _read(
     )
     others = _others(keys, set(keys.entries) - set(paths.values()))
     _name_adapters(keys)
+    for path in ("model.optim.name", "optim.name"):
+        optimizer_named(keys.text(path), problems, path, keys.line(path))
     _name_other_models(keys)
     name_others(others, problems, "is no key of NeMo that is known here")
     return dataclasses.replace(
@@ -351,7 +354,7 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
             found.append(("--fp8-hybrid", entry))
         elif leaf == "name" and text in ("distributed_fused_adam", "mcore_distributed_optim"):
             found.append(("--use-distributed-optimizer", entry))
-        elif path.endswith("optimizer.optimizer") and text in OPTIMIZERS:
+        elif path.endswith("optimizer.optimizer") and text not in _USUAL:
             found.append(("--optimizer", entry))
         elif path.endswith("tokenizer.type") and not entry.null:
             found.append(("--tokenizer-type" if entry.text in TYPES else "--tokenizer-name-or-path", entry))

@@ -19,6 +19,7 @@ from costmodels.spec.model import ModelSpec
 from planner.formats.facts.entries import Entries
 from planner.formats.facts.keyed import Keyed, defined, todays
 from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
+from planner.formats.facts.optimizers import optimizer_named
 from planner.formats.facts.reading import Problems, Reading, in_own_words
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
@@ -256,6 +257,8 @@ def _layout(
         whole["offload_optimizer"] = True
     if whole["zero_stage"] == 0:
         whole.pop("zero_replicas")
+    path = KEYS["optimizer"]
+    whole["optimizer"] = optimizer_named(keys.text(path), problems, path, keys.line(path))
     return build_layout(whole, places, problems)
 
 
