@@ -32,15 +32,14 @@ def test_states_of_other_optimizers_are_not_priced(
 ) -> None:
     path = tmp_path / file
     path.write_text(text.format(known))
-    job = {"device": "h100", "world_size": 8}
-    fine = check(path, **job)
+    fine = check(path, device="h100", world_size=8)
     assert fine.legal and fine.fits is not None and not fine.unknown, fine.problems
     path.write_text(text.format(other))
-    found = check(path, **job)
+    found = check(path, device="h100", world_size=8)
     assert found.legal and (found.fits, found.plan, found.best) == (None, None, None)
     assert [one.flag for one in found.unknown] == [flag]
     with pytest.raises(InputError, match="states of this optimizer"):
-        convert_config(path, to="megatron", **job)
+        convert_config(path, to="megatron", device="h100", world_size=8)
 
 
 def test_the_optimizer_of_deepspeeds_file_counts(tmp_path: Path) -> None:
