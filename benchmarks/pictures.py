@@ -21,7 +21,7 @@ from rich.text import Text
 
 from benchmarks.terminal import in_terminal
 
-JOB = "--model llama2-70b --world-size 64 --local-world-size 8 --device a100-80g --max-global-batch-size 16"
+JOB = "--model llama2-70b --world-size 64 --local-world-size 8 --device a100-80g --global-batch-size 1024"
 
 TRAIN = (
     "launch --model gpt2-nano --device cpu --world-size 2 --max-global-batch-size 32 --train-iters 100 "
