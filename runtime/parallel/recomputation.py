@@ -8,7 +8,8 @@ it is used. This is `torch.utils.checkpoint`, with two differences:
 - A backward that is split in gradients of inputs and of weights (arXiv:2401.10241) computes twice, once for
   each; `checkpoint` computes once for every weight, and keeps what that weight did not use.
 
-Compiled layers use `checkpoint`: there the compiler drops the outputs too.
+Compiled layers use `checkpoint`: there the compiler drops the outputs too. Experts that a compiled layer leaves
+out, but for their activation function, do as eager ones.
 
 Bytes that a layer keeps per token, for e bytes an element, hidden size h, and on one rank q elements of
 queries, k of keys, f of the MLP, and n heads. A norm keeps s bytes of statistics: 8 for layernorm and 4 for
@@ -135,6 +136,9 @@ def _recompute_modules(block: Block, layout: Layout) -> None:
         _wrap(module, drop_output=True)
     if with_output:
         _drop_outputs(block)
+        if isinstance(block.mlp, MixtureOfExperts):
+            # Compilers leave those experts out whose rows they cannot know.
+            _drop_outputs(block.mlp)
 
 
 def _networks(block: Block) -> list[MLP | Experts]:
@@ -179,16 +183,16 @@ def run_blocks(blocks: Sequence[Block], x: Tensor) -> Tensor:
     return x
 
 
-def _drop_outputs(block: Block) -> None:
-    forward = block.forward
+def _drop_outputs(module: Block | MixtureOfExperts) -> None:
+    forward = module.forward
 
     def dropping(x_BSD: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _outputs:
             return forward(x_BSD)
         with _outputs_of_one_layer(), saved_tensors_hooks(pack, unpack):
             return forward(x_BSD)
 
-    block.forward = dropping  # type: ignore[method-assign]
+    module.forward = dropping  # type: ignore[method-assign]
 
 
 def is_recomputing() -> bool:

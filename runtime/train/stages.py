@@ -78,11 +78,15 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
     ]
     for block in around:
         _compile(block, in_two)
+    if compiled:
+        for block in stage.blocks:
+            if block not in around:
+                _compile_within_experts(block)
     recompute(stage, layout)
     if compiled:
         for block in stage.blocks:
             if block not in around:
-                _compile(block, in_two)
+                _compile(block, in_two, has_compiled_within=True)
     if layout.offload_activations:
         offload_activations(stage, layout)
     if wraps_stages(layout):
@@ -150,7 +154,20 @@ COMPILES_WIDE = is_at_least("2.15")
 """Before, compilers take grouped products in bf16 alone."""
 
 
-def _compile(block: Block, in_two: bool) -> None:
+def _compile_within_experts(block: Block) -> None:
+    """Compile what a mixture of experts that no compiler takes as a whole consists of.
+
+    Before recomputation is wrapped around it: what compiled code keeps is dropped as that of eager code is.
+    """
+    if isinstance(block.mlp, MixtureOfExperts) and not block.mlp.is_whole:
+        shared = block.mlp.shared
+        if shared is not None:
+            shared.forward = torch.compile(shared.forward)  # type: ignore[method-assign]
+        activation = block.mlp.experts.activation
+        activation.forward = torch.compile(activation.forward, dynamic=True)  # type: ignore[method-assign]
+
+
+def _compile(block: Block, in_two: bool, has_compiled_within: bool = False) -> None:
     """Compile a layer; of one with experts, all but what depends on how many rows an expert gets, and of
     attention that goes through a sequence in steps all but these."""
     if block.attention.core.steps:
@@ -158,11 +175,8 @@ def _compile(block: Block, in_two: bool) -> None:
         plain_steps: Any = torch.compiler.disable(steps.forward)  # type: ignore[no-untyped-call]
         steps.forward = plain_steps  # type: ignore[method-assign]
     if isinstance(block.mlp, MixtureOfExperts) and not block.mlp.is_whole:
-        shared = block.mlp.shared
-        if shared is not None:
-            shared.forward = torch.compile(shared.forward)  # type: ignore[method-assign]
-        activation = block.mlp.experts.activation
-        activation.forward = torch.compile(activation.forward, dynamic=True)  # type: ignore[method-assign]
+        if not has_compiled_within:
+            _compile_within_experts(block)
         plain: Any = torch.compiler.disable(block.mlp.forward)  # type: ignore[no-untyped-call]
         block.mlp.forward = plain  # type: ignore[method-assign]
     if not in_two:

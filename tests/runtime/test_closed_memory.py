@@ -51,6 +51,15 @@ def test_compiled_layers_keep_what_is_counted(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_experts_that_compilers_leave_out_drop_their_activations() -> None:
+    """Experts on other ranks get rows that no compiler knows; what is recomputed is dropped all the same."""
+    spec = resolve_model("mixtral-8x7b").model_copy(update={"layers": 3})
+    spread = {"expert_parallel": 8, "data_parallel": 8, "zero_stage": 1, "micro_batch_size": 1}
+    again = {"recompute": "selective", "recompute_modules": ("activation", "norm")}
+    assert abs(errors(spec, global_batch_size=16, **spread, **again)) < OFF
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [22, 24])
 def test_layers_that_recompute_nothing_go_first(again: int) -> None:
     """Of a whole model the last layers; what they kept has gone when the others recompute."""

@@ -248,6 +248,7 @@ def test_bf16_follows_fp32(pool: WorkerPool, reference: Reference, text: str) ->
         ("ep=2,recompute=full", "inductor"),
         # The same functions of single operators: a C++ compiler would take most of the time.
         ("tp=2,recompute=selective,recompute_modules=mlp", "aot_eager"),
+        ("ep=2,recompute=selective,recompute_modules=norm;activation", "aot_eager"),
     ],
 )
 def test_compiled_layers(pool: WorkerPool, reference: Reference, text: str, backend: str) -> None:
