@@ -8,8 +8,8 @@ it is used. This is `torch.utils.checkpoint`, with two differences:
 - A backward that is split in gradients of inputs and of weights (arXiv:2401.10241) computes twice, once for
   each; `checkpoint` computes once for every weight, and keeps what that weight did not use.
 
-Compiled layers use `checkpoint`: there the compiler drops the outputs too. Experts that a compiled layer leaves
-out, but for their activation function, do as eager ones.
+Compiled layers use `checkpoint`: there the compiler drops the outputs too. Experts that a compiled layer
+leaves out, but for their activation function, do as eager ones.
 
 Bytes that a layer keeps per token, for e bytes an element, hidden size h, and on one rank q elements of
 queries, k of keys, f of the MLP, and n heads. A norm keeps s bytes of statistics: 8 for layernorm and 4 for
