@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +12,7 @@ from planner.budget.run import run_lines
 from planner.budget.words import scaled_number, short_number
 from planner.objective import MEANINGS
 from planner.plan import Plan
+from planner.proposals.proposal import Proposal
 from planner.world_sizes import Size, Sizes
 
 SHARED_FIELDS = {"version", "model", "engine", "objective", "preference", "rejected", "asked"}
@@ -88,8 +89,14 @@ def _row(found: Sizes, size: Size) -> list[str]:
     ]
 
 
-def sizes_json(found: Sizes, assumed: list[str], notes: list[str]) -> dict[str, Any]:
-    """The answer of `planner suggest --json` of several world sizes."""
+def sizes_json(
+    found: Sizes, assumed: list[str], notes: list[str], proposals: Sequence[Proposal]
+) -> dict[str, Any]:
+    """The answer of `planner suggest --json` of several world sizes.
+
+    Args:
+        proposals: what would fit, where no size does.
+    """
     problem = found.problem
     chosen = found.chosen
     return {
@@ -100,6 +107,7 @@ def sizes_json(found: Sizes, assumed: list[str], notes: list[str]) -> dict[str, 
         "objective": found.objective,
         "assumed": assumed,
         "notes": notes,
+        "proposals": [one.as_json() for one in proposals],
         "tokens": found.tokens,
         "price_per_hour": None if found.price is None else found.price.amount,
         "currency": None if found.price is None else found.price.currency,

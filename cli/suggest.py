@@ -177,7 +177,7 @@ def suggest(
     with waiting("planning"):
         result = search(spec, world_size=world_size, **job)
         rows = distinct_plans(result, output.top or PLANS)
-        other = other_plan(result) if parallel.engine is None else None
+        other = _for_megatron(result) if parallel.engine is None else None
     rows = rows or _closest(result, output.top or PLANS)
     with waiting("looking for what would fit"):
         error = None if result.feasible else advice.no_layout_fits(result)
@@ -211,6 +211,19 @@ def suggest(
             print_proposals(screen(), error.proposals)
     if error is not None:
         raise error
+
+
+def _for_megatron(result: SearchResult) -> OtherPlan | None:
+    """The plan for Megatron-LM beside that of `result`, or what of the model it has no words for."""
+    from planner.formats.megatron.layers import BECAUSE
+    from planner.formats.writing.model_words import usual_part
+
+    model = result.problem.model
+    for name, why in BECAUSE.items():
+        value = getattr(model, name, None)
+        if value is not None and value != usual_part(model, name):
+            return OtherPlan(None, None, (), f"it has no words for {name} of {model.name}: {why}")
+    return other_plan(result)
 
 
 def _check_dry_run(parallel: ParallelOptions, world_size: int | str) -> None:
@@ -296,19 +309,23 @@ def _answer_sizes(
     ]
     if chosen is not None and best is not None:
         _write(best, output, f", the plan for {chosen.world_size} devices")
+    error = None
+    if best is None:
+        from planner.world_sizes import no_size_fits
+
+        error = no_size_fits(found)
     if output.json:
         from cli.sizes import sizes_json
 
         _print_notes(assumed, notes)
-        print(json.dumps(sizes_json(found, assumed, notes), indent=2))
+        proposals = [] if error is None else error.proposals
+        print(json.dumps(sizes_json(found, assumed, notes, proposals), indent=2))
     else:
         from cli.sizes import print_sizes
 
         print_sizes(found, assumed, notes)
-    if best is None:
-        from planner.world_sizes import no_size_fits
-
-        raise no_size_fits(found)
+    if error is not None:
+        raise error
 
 
 def _print_notes(assumed: list[str], notes: list[str]) -> None:

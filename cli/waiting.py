@@ -21,7 +21,7 @@ def waiting(what: str) -> Iterator[None]:
 
     It is gone when the block ends, so that the answer stands alone.
     """
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield
         return
     shown: list[Status] = []

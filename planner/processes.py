@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -163,12 +164,12 @@ def serve() -> None:
     """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    asked: SimpleQueue[Packed] = SimpleQueue()
+    Thread(target=_receive, args=(asked,), daemon=True).start()
     while True:
+        packed = asked.get()
         try:
-            call: Callable[[], Any] = pickle.loads(pickle.load(sys.stdin.buffer))
-        except EOFError:
-            return
-        try:
+            call: Callable[[], Any] = pickle.loads(packed)
             answer = pickle.dumps((True, call()), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception:
             # The one that asks makes the call itself, and sees what goes wrong.
@@ -178,3 +179,12 @@ def serve() -> None:
             answers.flush()
         except BrokenPipeError:
             os._exit(0)  # The one that asked is gone, and so is whom an error could be told.
+
+
+def _receive(asked: SimpleQueue[Packed]) -> None:
+    """Take in calls; when no more can come, nobody waits for an answer, and the helper ends amid its call."""
+    try:
+        while True:
+            asked.put(pickle.load(sys.stdin.buffer))
+    except (EOFError, OSError, pickle.UnpicklingError):
+        os._exit(0)

@@ -30,10 +30,9 @@ def check_runs_on(engine: Engine, cluster: Cluster) -> None:
     for device in {part.device.name: part.device for part in cluster.parts or (cluster,)}.values():
         runs = engine.runs
         if device.kind not in (*runs.devices, *runs.untried_devices, *runs.priced_devices):
-            raise InputError(
-                f"engine {engine.name} does not run on {device.name}; leave it out, or give one of "
-                f"{', '.join(engines_on(device))}"
-            )
+            others = ", ".join(engines_on(device))
+            one = f", or give one of {others}" if others else ""
+            raise InputError(f"engine {engine.name} does not run on {device.name}; leave it out{one}")
 
 
 def resolve_precision(precision: str | None, device: Device, engine: Engine) -> Precision:

@@ -297,7 +297,9 @@ def _has(engine: Engine, name: str, values: Sequence[Any], when: str = "", given
 def _not_shared_out(_: ModelSpec, d: LayoutTable) -> Bools:
     layers, stages, chunks = np.broadcast_arrays(d.layers, d.stages, d.virtual_pipeline_parallel)
     every, place = np.unique(np.stack([layers, stages, chunks]).reshape(3, -1), axis=1, return_inverse=True)
-    broken = np.array([not shared_splits(*each) for each in every.T.tolist()], dtype=np.bool_)
+    # More stages than layers are no matter of options.
+    found = [each[1] <= each[0] and not shared_splits(*each) for each in every.T.tolist()]
+    broken = np.array(found, dtype=np.bool_)
     return broken[place].reshape(stages.shape)
 
 

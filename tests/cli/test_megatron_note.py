@@ -87,3 +87,20 @@ def test_other_questions_have_no_such_note(planner_command: Any, more: tuple[str
     code, out, err = planner_command("suggest", *JOBS[1], *more, "--json")
     assert code == 0, err
     assert json.loads(out)["megatron"] is None and NOTE not in out
+
+
+def test_a_model_that_megatron_has_no_words_for_has_no_plan_there(planner_command: Any) -> None:
+    job = (
+        "--model",
+        "gpt-neox-20b",
+        "--world-size",
+        "8",
+        "--device",
+        "a100-80g",
+        "--global-batch-size",
+        "96",
+    )
+    code, out, _ = planner_command("suggest", *job, "--json")
+    other = json.loads(out)["megatron"]
+    assert code == 0 and other["layout"] is None
+    assert "there is no plan: it has no words for parallel_residual of gpt-neox-20b" in other["text"]

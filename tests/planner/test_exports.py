@@ -371,6 +371,17 @@ def test_torchtitan_has_options_for_the_stages_that_are_found(
         assert plan.layout.pipeline_parallel == 1 or read is not None, plan.layout
 
 
+def test_a_switch_before_a_subcommand_is_read(tmp_path: Path) -> None:
+    """In `--training.enable_cpu_offload activation-checkpoint:full` the second word is no value."""
+    result = found("torchtitan", LLAMA, 60.0)
+    assert result.best is not None
+    layout = result.best.layout.model_copy(update={"offload_optimizer": True, "recompute": "full"})
+    plan = result.best.model_copy(update={"layout": layout})
+    assert "offload_optimizer" not in differing(
+        plan, read_again(export_plan(plan, to="torchtitan"), plan, tmp_path)
+    )
+
+
 def test_fewer_layers_of_the_last_stage_are_looked_for() -> None:
     """7, 7, 6 and 4 layers, as the head takes as long as layers."""
     result = search(

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from planner.explanation import changes
 from planner.problem import resolve_problem
 from planner.processes import Calls, helpers_for
 from planner.ranking.ranking import rank
+
+PATH = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 
@@ -54,6 +57,35 @@ def test_what_a_call_raises_is_raised_here(helpers: int) -> None:
 def test_what_only_this_process_knows_is_called_here() -> None:
     with Calls([partial(lambda: 1), partial(lambda: 2)], 1) as made:
         assert made._helpers == [] and made.results() == [1, 2]
+
+
+def test_what_the_script_of_a_caller_defines_is_called_there(tmp_path: Path) -> None:
+    """Functions of `__main__` are pickled by name, which a helper does not know."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from functools import partial\n"
+        "from planner.processes import Calls\n"
+        "def mine(number):\n    return number + 1\n"
+        "with Calls([partial(mine, number) for number in range(4)], 1) as made:\n"
+        "    made._threads[0].join(60)\n"
+        "    print(made.results())\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=dict(os.environ) | PATH
+    )
+    assert (ran.stdout.strip(), ran.stderr) == ("[1, 2, 3, 4]", "")
+
+
+def test_a_helper_ends_amid_its_call_when_nobody_waits_any_more() -> None:
+    with Calls([partial(time.sleep, 60)], 1) as made:
+        helper = made._helpers[0].process
+        time.sleep(0.2)
+        assert helper.stdin is not None
+        helper.stdin.close()
+        helper.wait(30)
+        made._threads[0].join(30)
+        made._calls = [partial(int, "1")]
+        assert made.results() == [1]
 
 
 def test_a_helper_that_dies_leaves_its_calls_to_this_process() -> None:

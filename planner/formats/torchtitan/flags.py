@@ -59,7 +59,9 @@ def _command(launch: Launch) -> Command | None:
     names: Entries = {}
     for name, values, line in flag_values(launch.arguments):
         match = _FLAG.fullmatch(name)
-        text = values[0] if values else "true"
+        # A switch takes no value, and the word behind it may be that of a subcommand.
+        own = [value for value in values if not _CHECKPOINTING.fullmatch(value)]
+        text = own[0] if own else "true"
         if match is not None:
             section, off, key = match.groups()
             given[f"{section}.{key}"] = Entry(f"{section}.{key}", "false" if off else text, line)
