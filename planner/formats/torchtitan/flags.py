@@ -60,8 +60,8 @@ def _command(launch: Launch) -> Command | None:
     for name, values, line in flag_values(launch.arguments):
         match = _FLAG.fullmatch(name)
         # A switch takes no value, and the word behind it may be that of a subcommand.
-        own = [value for value in values if not _CHECKPOINTING.fullmatch(value)]
-        text = own[0] if own else "true"
+        said = [value for value in values if not _CHECKPOINTING.fullmatch(value)]
+        text = said[0] if said else "true"
         if match is not None:
             section, off, key = match.groups()
             given[f"{section}.{key}"] = Entry(f"{section}.{key}", "false" if off else text, line)
