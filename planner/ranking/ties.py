@@ -69,7 +69,7 @@ def ties_text(places: tuple[int, ...]) -> str | None:
     """The places that `indistinguishable` found, as a sentence; None where the first plan is alone.
 
     >>> ties_text((1, 2, 3, 7))
-    'plans 1 to 3, 7 are within the estimate\'s error of each other'
+    "plans 1 to 3, 7 are within the estimate's error of each other"
     """
     if len(places) < 2:
         return None

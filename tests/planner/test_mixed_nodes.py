@@ -28,6 +28,7 @@ from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
 from planner.inputs.node_kinds import parse_kinds
 from planner.inputs.pins import Pins
 from planner.pipeline_ranks import device_ranks, idle_shares
+from planner.preference import FASTEST
 from planner.problem import Problem
 from planner.ranking.ranking import rank
 from planner.solve.mixed_caps import exact_caps
@@ -143,7 +144,7 @@ def test_the_search_finds_what_brute_force_and_the_simulation_find(seed: int) ->
     names, layers = KINDS[draw.integers(len(KINDS))], int(draw.integers(4, 8))
     cluster = two_kinds(names, [(1, 1), (2, 1), (1, 2)][draw.integers(3)], int(draw.integers(1, 3)))
     model, batch = spec(layers, int(draw.choice([256, 2048]))), Batch(int(draw.choice([8, 16])))
-    problem = Problem(model, cluster, ENGINE, batch, "fp16", PLAIN)
+    problem = Problem(model, cluster, ENGINE, batch, "fp16", PLAIN, preference=FASTEST)
     every = with_every_split(problem.space().table, layers)
     if seed % 2:
         limit = float(np.quantile(peak_memory(model, cluster, ENGINE, every), 0.4))

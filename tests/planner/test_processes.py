@@ -24,6 +24,7 @@ from planner.explanation import changes
 from planner.problem import resolve_problem
 from planner.processes import Calls, helpers_for
 from planner.ranking.ranking import rank
+from tests.support.jobs import TIMEOUT_S
 
 PATH = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
@@ -42,7 +43,7 @@ def test_helpers_make_calls_and_results_keep_their_order(tmp_path: Path) -> None
 def test_a_helper_is_another_process() -> None:
     """This one waits until the helper has made the only call."""
     with Calls([partial(os.getpid)], 1) as made:
-        made._threads[0].join(60)
+        made._threads[0].join(TIMEOUT_S)
         [pid] = made.results()
     assert pid == made._helpers[0].process.pid != os.getpid()
 
@@ -82,8 +83,8 @@ def test_a_helper_ends_amid_its_call_when_nobody_waits_any_more() -> None:
         time.sleep(0.2)
         assert helper.stdin is not None
         helper.stdin.close()
-        helper.wait(30)
-        made._threads[0].join(30)
+        helper.wait(TIMEOUT_S)
+        made._threads[0].join(TIMEOUT_S)
         made._calls = [partial(time.sleep, 0)]
         assert made.results() == [None]
 
@@ -100,7 +101,7 @@ def test_a_helper_ends_with_the_one_that_asks() -> None:
         process = made._helpers[0].process
         assert process.stdin is not None and process.poll() is None
         process.stdin.close()
-        assert process.wait(60) == 0
+        assert process.wait(TIMEOUT_S) == 0
 
 
 def test_where_no_process_can_be_started_this_one_makes_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
