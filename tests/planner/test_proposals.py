@@ -33,7 +33,7 @@ ON_THE_DEVICE = ["offload_activations=false", "offload_optimizer=false"]
 QUESTIONS: list[tuple[ModelSpec, dict[str, Any]]] = [
     (SMALL, {"world_size": 2, "device_memory_gib": 1.6, "global_batch_size": 16, "pin": ON_THE_DEVICE}),
     (SMALL, {"world_size": 8, "device_memory_gib": 1.1, "global_batch_size": 64, "pin": ["zero=0", "pp=1"]}),
-    (SMALL, {"world_size": 4, "device_memory_gib": 1.2, "max_global_batch_size": 32, "engine": "megatron"}),
+    (SMALL, {"world_size": 4, "device_memory_gib": 1.6, "max_global_batch_size": 32, "engine": "megatron"}),
     (MIXTURE, {"world_size": 4, "device_memory_gib": 1.3, "global_batch_size": 16}),
     (
         SMALL,
