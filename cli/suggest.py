@@ -177,7 +177,7 @@ def suggest(
     with waiting("planning"):
         result = search(spec, world_size=world_size, **job)
         rows = distinct_plans(result, output.top or PLANS)
-        other = _for_megatron(result) if parallel.engine is None else None
+        other = other_plan(result) if parallel.engine is None else None
     rows = rows or _closest(result, output.top or PLANS)
     with waiting("looking for what would fit"):
         error = None if result.feasible else advice.no_layout_fits(result)
@@ -211,19 +211,6 @@ def suggest(
             print_proposals(screen(), error.proposals)
     if error is not None:
         raise error
-
-
-def _for_megatron(result: SearchResult) -> OtherPlan | None:
-    """The plan for Megatron-LM beside that of `result`, or what of the model it has no words for."""
-    from planner.formats.megatron.layers import BECAUSE
-    from planner.formats.writing.model_words import usual_part
-
-    model = result.problem.model
-    for name, why in BECAUSE.items():
-        value = getattr(model, name, None)
-        if value is not None and value != usual_part(model, name):
-            return OtherPlan(None, None, (), f"it has no words for {name} of {model.name}: {why}")
-    return other_plan(result)
 
 
 def _check_dry_run(parallel: ParallelOptions, world_size: int | str) -> None:
@@ -347,13 +334,13 @@ def _write(plan: Plan, output: Output, which: str = "") -> None:
 def _notes(
     problem: Problem, plans: list[Plan], cluster: HardwareOptions, parallel: ParallelOptions
 ) -> Iterator[str]:
-    """What there is to say of a problem and its plans besides figures."""
+    """Notes on a problem and its plans."""
     yield from _of_problem(problem, cluster)
     yield from _of_plans(plans, parallel)
 
 
 def _of_problem(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
-    """What there is to say of a problem, whatever its plans are."""
+    """Notes on a problem, whatever its plans are."""
     if problem.objective == "step-time" and problem.batch.maximum:
         yield (
             f"steps of the largest batch up to {problem.batch.size} that each layout can run are compared; "

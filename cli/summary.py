@@ -96,7 +96,7 @@ def print_summary(
 
 
 def print_proposals(screen: Screen, found: Sequence[Proposal]) -> None:
-    """What would fit where nothing does."""
+    """Print the changes with which something fits."""
     if found:
         screen.print(Line.of())
     for line in proposal_lines(found):

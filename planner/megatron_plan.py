@@ -11,6 +11,7 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError, on_one_line
 from costmodels.spec.estimate import Estimate
 from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import GIB, in_seconds
 from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine, resolve_precision
 from planner.problem import Problem
@@ -66,6 +67,9 @@ def other_plan(result: SearchResult) -> OtherPlan | None:
     devices = {part.device.kind for part in problem.cluster.parts or (problem.cluster,)}
     if problem.engine.name != DEFAULT_ENGINE or not result.feasible or not devices <= {*engine.runs.devices}:
         return None
+    wordless = _wordless(problem.model)
+    if wordless is not None:
+        return OtherPlan(None, None, (), wordless)
     try:
         found = answer(_asked_of(problem, engine.name))
     except InputError as error:
@@ -75,6 +79,19 @@ def other_plan(result: SearchResult) -> OtherPlan | None:
     here, there = (each.first(1) for each in (result, found))
     layout = there.table.layout(0)
     return OtherPlan(layout, there.estimate(0), tuple(_differences(here.table.layout(0), layout)), "")
+
+
+def _wordless(model: ModelSpec) -> str | None:
+    """The first part of a model that Megatron-LM has no words for, and why; None where it has all."""
+    # Only questions that fit here come so far: others do without the reader of Megatron-LM's flags.
+    from planner.formats.megatron.layers import BECAUSE
+    from planner.formats.writing.model_words import usual_part
+
+    for name, why in BECAUSE.items():
+        value = getattr(model, name, None)
+        if value is not None and value != usual_part(model, name):
+            return f"it has no words for {name} of {model.name}: {why}"
+    return None
 
 
 def _asked_of(problem: Problem, name: str) -> Problem:

@@ -55,7 +55,7 @@ ORDER = {
             "solve",
             "ranking",
         ),
-        *("proposals", "megatron_plan", "advice", "api", "world_sizes", "explanation", "options", "formats"),
+        *("proposals", "advice", "api", "world_sizes", "explanation", "options", "formats", "megatron_plan"),
         *("scripts", "report"),
     ),
     "planner.formats": (

@@ -14,7 +14,7 @@ NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(e[+-]?\d+)?\s*([kmb](?![a-z]))?", re
 """A number, its power of ten, and its scale; signs and commas belong to none."""
 
 PER_HOUR = re.compile(r"\s*(/|per\b)\s*((gpu|device)[- ]?)?(h|hr|hour)$", re.IGNORECASE)
-"""What may stand behind a price."""
+"""The words behind a price that say what it is for: `/h`, `per GPU-hour`."""
 
 SCALES = {"k": 1e3, "m": 1e6, "b": 1e9}
 

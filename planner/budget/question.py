@@ -82,7 +82,7 @@ def run_question(
     recommended: int | None = None,
     why: str = "",
 ) -> RunQuestion | None:
-    """What was asked of a run; None where nothing was."""
+    """The question about a run; None where none was asked."""
     if not sizes and tokens is None and price is None and failures is None:
         return None
     return RunQuestion(

@@ -131,7 +131,7 @@ def run(
 
 
 def cost_text(run: Run) -> str | None:
-    """What a run costs, with its range; None where no price was given.
+    """The cost of a run, with its range; None where no price was given.
 
     A sum without a currency says of what it is, as a bare number could be device-hours.
     """

@@ -59,7 +59,7 @@ class Change:
     """Tokens per second of the fastest plan after it over those of the fastest before; None where nothing is
     legal or fits after it."""
     figure: float | None
-    """What ranks plans, of the fastest after it, in the unit of `objective.METRICS`; None as the ratio."""
+    """The metric of the fastest plan after the change, by `objective.METRICS`; None as the ratio."""
     plan: Plan | None
     """The first plan after it: of those that tie with the fastest, the one that is preferred."""
     why_not: str

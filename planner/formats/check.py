@@ -39,7 +39,7 @@ OTHERS_RUN = {"pipeline_micro_batches", "lora_offload_optimizer"}
 (megatron/core/pipeline_parallel/schedules.py)."""
 
 USUAL_DEVICES = ("a100-80g", "h100", "b200")
-"""What a job is converted for where nobody says what it runs on: the first that has its number format.
+"""Devices for which a job is converted where none is given: the first one that has its number format.
 
 Nothing is priced on them, and legality is the same on each.
 """

@@ -57,7 +57,7 @@ class Launch:
     launcher: tuple[Word, ...] = ()
     """The words before the program: what launches it, and how."""
     environment: Mapping[str, Word] = field(default_factory=dict)
-    """What it finds in those variables that launchers look at."""
+    """The variables of the command that launchers look at."""
     files: Mapping[str, Word] = field(default_factory=dict)
     """Texts that the script writes into files, by their names."""
     not_sourced: tuple[Word, ...] = ()

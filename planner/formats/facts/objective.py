@@ -1,4 +1,4 @@
-"""What a job learns. The next token of one model is what is priced; all else costs more, or otherwise.
+"""The training objective of a job: next-token training of one model is priced, all else is not known.
 
 Words and keys of all software are in `objectives.yaml`.
 """
@@ -33,7 +33,7 @@ _PLAIN = {"main", "__main__", "train", "trainer", "run", "start", "launch", "fin
 
 
 class Objective(NamedTuple):
-    """What a job learns, and where that stands."""
+    """The training objective of a job, and the place where it stands."""
 
     name: str
     """`NEXT_TOKEN`, `NOT_KNOWN`, or a word for something else."""
@@ -92,7 +92,7 @@ def with_objective(reading: Reading, define: Mapping[str, str]) -> Reading:
 
 
 def objective_of(software: str, given: Iterable[GivenFlag], program: str) -> Objective:
-    """What a job learns by its flags and keys, the name of its program, and the default of its software."""
+    """The training objective by flags and keys, the name of the program, and the default of the software."""
     tables = _tables()
     named = [(flag.name.lstrip("-").replace("-", "_"), flag) for flag in given]
     flags = [(name, flag) for name, flag in named if not _is_off(flag)]
@@ -147,12 +147,12 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _of_value(text: str, next_token: Iterable[str]) -> str:
-    """What a value says is learned; a word that nobody knows stands for itself."""
+    """The objective that a value names; a word that nobody knows stands for itself."""
     return NEXT_TOKEN if _matches(text.lower(), next_token) else _by_words(text) or text
 
 
 def _by_words(text: str) -> str:
-    """What a name says is learned by the first of its words that says it; empty where none does."""
+    """The objective by the first word of a name that says one; empty where none does."""
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", text).lower()
     words = _tables().words
     found = [words[word] for word in re.findall(r"[a-z0-9]+", parted) if word in words]
