@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from costmodels.calibration.accuracy import score
@@ -539,6 +539,7 @@ GARBAGE = st.one_of(
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example(source="vtrain_multi", cells={"step_time_s": "", "peak_mem_gib": "1"})
 @given(
     source=st.sampled_from([*source_notes()["sources"], "elsewhere"]),
     cells=st.dictionaries(st.sampled_from(list(ROW)), GARBAGE, max_size=4),
@@ -550,7 +551,13 @@ def test_garbage_is_skipped_or_priced_never_a_traceback(source, cells):
         assert str(reason)
         return
     found = score([row], predict([row]))[row.source]
-    assert found.n + sum(found.skipped.values()) == (not row.oom or bool(found.skipped))
+    if found.skipped:
+        assert (found.n, found.memory.n, sum(found.skipped.values())) == (0, 0, 1)
+    elif row.oom:
+        assert (found.n, found.memory.n, found.oom.n) == (0, 0, 1)
+    else:
+        assert found.n == (row.step_time_s is not None)
+        assert found.n + found.memory.n >= 1
 
 
 @pytest.mark.slow
