@@ -3,8 +3,8 @@
 python -m benchmarks.accuracy --rows FILE... [--engine ENGINE] [--fill COLUMN=VALUE]... [--fit FILE...]
     [--held-out] [--json]
 
-Any file of measurements is read. The modules costmodels/calibration/published_* and
-costmodels/catalogue/measurements.yaml tell its columns, and how devices, models and blanks are understood.
+Any file of measurements is read. The modules benchmarks/calibration/published_* and
+benchmarks/calibration/measurements.yaml tell its columns, and how devices, models and blanks are understood.
 Rows that cannot be priced are named on the error stream, one line each, with the reason.
 """
 
@@ -18,9 +18,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cli.tables import console, table
-from costmodels.calibration.accuracy import SourceScore, is_fit_row, score, time_factors
-from costmodels.calibration.measurements import (
+from benchmarks.calibration.accuracy import SourceScore, is_fit_row, score, time_factors
+from benchmarks.calibration.measurements import (
     NO_TABLE,
     EngineLoader,
     Measurement,
@@ -28,7 +27,8 @@ from costmodels.calibration.measurements import (
     named_engine,
     read_measurements,
 )
-from costmodels.calibration.predictions import predict
+from benchmarks.calibration.predictions import predict
+from cli.tables import console, table
 from costmodels.catalogue import load_engine
 from costmodels.errors import InputError
 from planner.options.flags import while_read

@@ -2,8 +2,8 @@
 
 python -m benchmarks.calibrate --rows FILE... [--only ENGINE/ARCHITECTURE]... [--write | --cross-validate]
 
-The fits are those of costmodels/catalogue/fits.yaml; the result is costmodels/catalogue/calibrated.yaml. Only
-the rows of `costmodels.calibration.accuracy.is_fit_row` are used: the others tell how good the constants are.
+The fits are those of benchmarks/calibration/fits.yaml; the result is costmodels/catalogue/calibrated.yaml.
+Only the rows of `benchmarks.calibration.accuracy.is_fit_row` are used: the others tell how good they are.
 --cross-validate fits each half of the rows and prices the other with it, so that whole sweeps are ranked by
 constants that did not see the row.
 """
@@ -20,12 +20,12 @@ import numpy as np
 import yaml
 
 import costmodels.catalogue
-from costmodels.calibration.accuracy import is_fit_row, tokens_per_s_per_device
-from costmodels.calibration.layer_factors import fit_layers
-from costmodels.calibration.measurements import Measurement, read_measurements
-from costmodels.calibration.predictions import settled_measurements
-from costmodels.calibration.rank_correlation import rank_sweeps
-from costmodels.calibration.time_fit import (
+from benchmarks.calibration.accuracy import is_fit_row, tokens_per_s_per_device
+from benchmarks.calibration.layer_factors import fit_layers
+from benchmarks.calibration.measurements import Measurement, read_measurements
+from benchmarks.calibration.predictions import settled_measurements
+from benchmarks.calibration.rank_correlation import rank_sweeps
+from benchmarks.calibration.time_fit import (
     TimeFit,
     TimeFitPlan,
     fit_times,
@@ -45,7 +45,7 @@ COVERAGE = 0.82
 HEADER = """\
 # Constants fitted to published measurements; not to be edited by hand, but written by
 #   python -m benchmarks.calibrate --rows FILE... --write
-# Priors and rows of each fit are in fits.yaml, its errors on rows that it did not see here.
+# Priors and rows of each fit are in benchmarks/calibration/fits.yaml, its errors on unseen rows here.
 """
 
 

@@ -2,8 +2,9 @@
 
 python -m benchmarks.calibrate_memory --rows FILE... [--only ENGINE]... [--write]
 
-The fits are those of costmodels/catalogue/memory_fits.yaml; the result is calibrated_memory.yaml beside it.
-Only the rows that `costmodels.calibration.accuracy.is_fit_row` lets in are used: `python -m
+The fits are those of benchmarks/calibration/memory_fits.yaml.
+The result is costmodels/catalogue/calibrated_memory.yaml.
+Only the rows that `benchmarks.calibration.accuracy.is_fit_row` lets in are used: `python -m
 benchmarks.accuracy --held-out` tells how good the constants are on the others.
 """
 
@@ -16,9 +17,9 @@ from typing import Any
 import yaml
 
 import costmodels.catalogue
-from costmodels.calibration.accuracy import is_fit_row
-from costmodels.calibration.measurements import read_measurements
-from costmodels.calibration.memory_fit import fit_memory, has_memory, memory_fit_plans
+from benchmarks.calibration.accuracy import is_fit_row
+from benchmarks.calibration.measurements import read_measurements
+from benchmarks.calibration.memory_fit import fit_memory, has_memory, memory_fit_plans
 from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.errors import InputError
 
@@ -27,8 +28,8 @@ TARGET = Path(costmodels.catalogue.__file__).with_name("calibrated_memory.yaml")
 HEADER = """\
 # Memory constants fitted to published peaks; not to be edited by hand, but written by
 #   python -m benchmarks.calibrate_memory --rows FILE... --write
-# Priors of each fit are in memory_fits.yaml; it sees half of the rows of its sources. Ranges of the bundled
-# engine's memory (memory_range) were chosen from the errors in benchmarks/results/closed_memory.txt;
+# Priors of each fit are in benchmarks/calibration/memory_fits.yaml; it sees half of the rows of its sources.
+# Ranges of the bundled engine's memory (memory_range) follow errors in benchmarks/results/closed_memory.txt;
 # python -m benchmarks.closed_memory --write fits them to dry runs. Ranges of other engines (memory_spread)
 # hold four of five peaks of unseen sources: python -m benchmarks.unseen_memory --rows FILE... --write
 """

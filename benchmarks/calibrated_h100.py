@@ -21,12 +21,12 @@ import numpy as np
 import typer
 
 from benchmarks.accuracy import read_all
+from benchmarks.calibration.predictions import settled_measurements
+from benchmarks.calibration.time_fit import time_fit_plans
+from benchmarks.calibration.unseen_sources import fits_without, loader
 from costmodels import Device
 from costmodels.calibration.machine_fit import batches_of, fitted_device, prices
 from costmodels.calibration.machine_measurements import AttentionTime, Measurements, ProductTime, StepTime
-from costmodels.calibration.predictions import settled_measurements
-from costmodels.calibration.time_fit import time_fit_plans
-from costmodels.calibration.unseen_sources import fits_without, loader
 from costmodels.errors import InputError
 from costmodels.spec.engine import Engine
 from costmodels.spec.table import Floats

@@ -25,9 +25,9 @@ import numpy as np
 import typer
 import yaml
 
+from benchmarks.calibration.rank_correlation import kendall_tau, regret
 from benchmarks.loop_measure import MODELS, Measured, Question, measure_all, read_kept
 from costmodels import Device, Layout
-from costmodels.calibration.rank_correlation import kendall_tau, regret
 from costmodels.catalogue import load_device, load_engine
 from costmodels.catalogue.measured_devices import read_devices
 from costmodels.errors import InputError

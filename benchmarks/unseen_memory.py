@@ -19,11 +19,10 @@ import numpy as np
 
 from benchmarks.accuracy import WIDTH, read_all, tell_skipped
 from benchmarks.calibrate_memory import write_memory
-from cli.tables import console, table
-from costmodels.calibration.accuracy import PeakError, oom_score
-from costmodels.calibration.measurements import SkippedRow
-from costmodels.calibration.memory_fit import memory_fit_plans
-from costmodels.calibration.unseen_memory import (
+from benchmarks.calibration.accuracy import PeakError, oom_score
+from benchmarks.calibration.measurements import SkippedRow
+from benchmarks.calibration.memory_fit import memory_fit_plans
+from benchmarks.calibration.unseen_memory import (
     UnseenMemory,
     loader_with,
     memory_spreads,
@@ -31,6 +30,7 @@ from costmodels.calibration.unseen_memory import (
     says_memory,
     unseen_memory,
 )
+from cli.tables import console, table
 from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.errors import InputError
 from planner.options.flags import while_read

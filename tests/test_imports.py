@@ -165,3 +165,25 @@ def test_the_page_of_the_architecture_shows_this_table(package: str) -> None:
     _, section = page.split(f"### `{package}`\n")
     rows = re.findall(r"^\| `(\w+)` \|", section.partition("\n##")[0], re.MULTILINE)
     assert tuple(rows) == ORDER[package]
+
+
+def test_what_a_user_installs_is_what_the_commands_reach() -> None:
+    """What only developers run, such as fits of the catalogue's constants, lies beside the benchmarks."""
+    known = {
+        name.removesuffix(".__init__"): file
+        for package in PACKAGES
+        for name, file in modules(package).items()
+    }
+    reached: set[str] = set()
+    waiting = [name for name in known if not name.startswith("costmodels.")]
+    while waiting:
+        module = waiting.pop()
+        if module in reached:
+            continue
+        reached.add(module)
+        for name in imported(known[module]):
+            parts = name.split(".")
+            waiting += [
+                prefix for end in range(1, len(parts) + 1) if (prefix := ".".join(parts[:end])) in known
+            ]
+    assert known.keys() == reached

@@ -1,1 +1,1 @@
-"""Published measurements as inputs of the cost model: rows of CSV files, errors, and fits of constants."""
+"""Constants of the devices at hand, fitted to kernels, collectives and steps that were measured on them."""

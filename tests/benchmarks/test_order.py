@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.calibration.measurements import read_measurements
+from benchmarks.calibration.order_fit import Pairs, fitted_widths, joined, pairs_of, unseen_chances
 from benchmarks.order import figures, measured_choices, told_apart_at
-from costmodels.calibration.measurements import read_measurements
-from costmodels.calibration.order_fit import Pairs, fitted_widths, joined, pairs_of, unseen_chances
 from costmodels.order import KINDS, OrderWidths, widths_of
 
 COLUMNS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import unseen_memory
-from tests.costmodels.test_measurements import ROW
+from tests.benchmarks.calibration.test_measurements import ROW
 
 KIND = "torch max_allocated"
 

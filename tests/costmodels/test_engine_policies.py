@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.calibration.measurements import read_measurements
+from benchmarks.calibration.predictions import predict_memory
 from costmodels import Cluster, Engine, Layout, ModelSpec
-from costmodels.calibration.measurements import read_measurements
-from costmodels.calibration.predictions import predict_memory
 from costmodels.layers.shapes import filled_share, peak_load
 from costmodels.memory.dispatch_buffers import dispatch_buffer_bytes
 from costmodels.memory.peak import gathered_bytes, stage_memory, update_bytes

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.calibration.accuracy import score
+from benchmarks.calibration.predictions import predict
+from benchmarks.calibration.unseen_sources import UnseenSource
+from benchmarks.calibration.unseen_spread import COVERAGE, UNSEEN_EXPERTS, spreads, weighted_quantile
 from costmodels import price
-from costmodels.calibration.accuracy import score
-from costmodels.calibration.predictions import predict
-from costmodels.calibration.unseen_sources import UnseenSource
-from costmodels.calibration.unseen_spread import COVERAGE, UNSEEN_EXPERTS, spreads, weighted_quantile
 from costmodels.spec.engine import Spread
 from costmodels.spec.table import LayoutTable
 from costmodels.time.uncertainty import spread

@@ -7,12 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from costmodels import Engine, price
-from costmodels.calibration.measurements import Measurement
-from costmodels.calibration.memory_fit import memory_fit_plans
-from costmodels.calibration.memory_peaks import of_measured_ranks
-from costmodels.calibration.predictions import MemoryPredictions, predict_memory
-from costmodels.calibration.unseen_memory import (
+from benchmarks.calibration.measurements import Measurement
+from benchmarks.calibration.memory_fit import memory_fit_plans
+from benchmarks.calibration.memory_peaks import of_measured_ranks
+from benchmarks.calibration.predictions import MemoryPredictions, predict_memory
+from benchmarks.calibration.unseen_memory import (
     LEAST_SPREAD,
     UnseenMemory,
     loader_with,
@@ -20,7 +19,8 @@ from costmodels.calibration.unseen_memory import (
     memory_without,
     unseen_memory,
 )
-from costmodels.calibration.unseen_spread import FEW
+from benchmarks.calibration.unseen_spread import FEW
+from costmodels import Engine, price
 from costmodels.spec.table import LayoutTable
 
 Make = Callable[..., Measurement]

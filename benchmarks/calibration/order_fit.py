@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from costmodels.calibration.measurements import Measurement
-from costmodels.calibration.priors import scipy_optimize
+from benchmarks.calibration.measurements import Measurement
+from benchmarks.calibration.priors import scipy_optimize
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.order import KINDS, OrderWidths, chance_of, differences, widths_of

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from costmodels.calibration.measurements import Measurement, table_groups
-from costmodels.calibration.priors import Prior, Priors, round_constants, scipy_optimize
-from costmodels.catalogue.yaml_files import catalogue_file
+from benchmarks.calibration.measurements import Measurement, table_groups
+from benchmarks.calibration.priors import Prior, Priors, round_constants, scipy_optimize
+from benchmarks.calibration.tables import table
 from costmodels.dataclass import dataclass
 from costmodels.rank_costs import RankCosts
 from costmodels.spec.engine import Engine, MeasuredLayer
@@ -47,7 +47,7 @@ class TimeFitPlan(Record):
     weights: dict[str, Positive] = Field(default_factory=dict)
     """Factor of the errors of a source's rows, so that they also count as outliers sooner; otherwise 1."""
     layers: bool = False
-    """Layers are corrected by their shape too (`costmodels/calibration/layer_factors.py`)."""
+    """Layers are corrected by their shape too (`benchmarks/calibration/layer_factors.py`)."""
     constants: dict[str, Prior]
 
 
@@ -66,7 +66,7 @@ class TimeFit:
 
 def time_fit_plans() -> list[TimeFitPlan]:
     """The fits that `fits.yaml` lists."""
-    return [TimeFitPlan.model_validate(fields) for fields in catalogue_file("fits.yaml")["fits"]]
+    return [TimeFitPlan.model_validate(fields) for fields in table("fits.yaml")["fits"]]
 
 
 def log_errors(found: TimeFit, measurements: Sequence[Measurement]) -> Floats:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from costmodels.calibration.measurements import Measurement
-from costmodels.calibration.time_fit import TimeFit, log_errors
+from benchmarks.calibration.measurements import Measurement
+from benchmarks.calibration.time_fit import TimeFit, log_errors
 from costmodels.spec.engine import MeasuredLayer
 
 ROUNDS = 4

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.calibration.accuracy import SourceScore, is_fit_row, score
-from costmodels.calibration.layer_factors import fit_layers
-from costmodels.calibration.measurements import EngineLoader, Measurement
-from costmodels.calibration.predictions import Predictions, predict
-from costmodels.calibration.time_fit import TimeFitPlan, fit_times, is_row_of
+from benchmarks.calibration.accuracy import SourceScore, is_fit_row, score
+from benchmarks.calibration.layer_factors import fit_layers
+from benchmarks.calibration.measurements import EngineLoader, Measurement
+from benchmarks.calibration.predictions import Predictions, predict
+from benchmarks.calibration.time_fit import TimeFitPlan, fit_times, is_row_of
 from costmodels.catalogue import Fits, calibrated_fits, load_engine
 from costmodels.dataclass import dataclass
 from costmodels.spec.engine import Engine

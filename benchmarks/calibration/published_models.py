@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from costmodels.calibration.published_cells import MOST_LAYERS, Unusable, count, note_value, number
+from benchmarks.calibration.published_cells import MOST_LAYERS, Unusable, count, note_value, number
 from costmodels.catalogue import load_model
 from costmodels.catalogue.yaml_files import is_file_name, parse
 from costmodels.errors import InputError

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from costmodels.calibration.published_cells import Unusable
+from benchmarks.calibration.published_cells import Unusable
 from costmodels.spec.layout import even_split
 from costmodels.spec.model import ModelSpec
 

@@ -1,21 +1,21 @@
 """Rows of published measurements as inputs of the cost model: what is read, derived and refused."""
 
 import csv
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from costmodels.calibration.accuracy import score
-from costmodels.calibration.measurements import NO_TABLE, measurement_of, read_measurements, source_notes
-from costmodels.calibration.predictions import predict
-from costmodels.calibration.published_cells import Unusable
-from costmodels.calibration.published_devices import published_device
-from costmodels.calibration.published_splits import stages_by_cost
+from benchmarks.calibration.accuracy import score
+from benchmarks.calibration.measurements import NO_TABLE, measurement_of, read_measurements, source_notes
+from benchmarks.calibration.predictions import predict
+from benchmarks.calibration.published_cells import Unusable
+from benchmarks.calibration.published_devices import published_device
+from benchmarks.calibration.published_splits import stages_by_cost
 from costmodels.errors import InputError
+from tests.support import ROOT
 
-MEASURED = Path(__file__).parents[3] / "shared" / "measured"
+MEASURED = ROOT.parent / "shared" / "measured"
 
 ROW = {
     "source_id": "nvidia_dgxc",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from costmodels.calibration.published_cells import Unusable, number
+from benchmarks.calibration.published_cells import Unusable, number
 from costmodels.spec.record import GIB
 
 PEAKS = ("allocated", "reserved", "device")

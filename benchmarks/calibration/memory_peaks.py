@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from costmodels.calibration.measurements import Measurement
+from benchmarks.calibration.measurements import Measurement
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory, update_bytes
 from costmodels.memory.unit_sizes import row_unit_sizes

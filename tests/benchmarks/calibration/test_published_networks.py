@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from costmodels.calibration.measurements import source_notes
-from costmodels.calibration.published_networks import cluster_state, job_collectives
+from benchmarks.calibration.measurements import source_notes
+from benchmarks.calibration.published_networks import cluster_state, job_collectives
 
 KNOWN = {
     "message_bytes": 2**28,

@@ -5,17 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from costmodels import Cluster, price
-from costmodels.calibration.accuracy import FITTED_SOURCES
-from costmodels.calibration.measurements import Measurement
-from costmodels.calibration.priors import Prior
-from costmodels.calibration.time_fit import (
+from benchmarks.calibration.accuracy import FITTED_SOURCES
+from benchmarks.calibration.measurements import Measurement
+from benchmarks.calibration.priors import Prior
+from benchmarks.calibration.time_fit import (
     TimeFitPlan,
     fit_times,
     is_row_of,
     log_errors,
     time_fit_plans,
 )
+from costmodels import Cluster, price
 from costmodels.catalogue import engine_names, load_engine
 from costmodels.errors import InputError
 from costmodels.spec.table import LayoutTable

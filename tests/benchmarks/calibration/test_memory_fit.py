@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.calibration.accuracy import FITTED_SOURCES, SourceScore, is_fit_row, score
+from benchmarks.calibration.measurements import Measurement, measurement_of, read_measurements
+from benchmarks.calibration.memory_fit import MemoryFitPlan, fit_memory, has_memory, memory_fit_plans
+from benchmarks.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak
+from benchmarks.calibration.predictions import predict
 from costmodels import Cluster, Engine, Layout, ModelSpec
-from costmodels.calibration.accuracy import FITTED_SOURCES, SourceScore, is_fit_row, score
-from costmodels.calibration.measurements import Measurement, measurement_of, read_measurements
-from costmodels.calibration.memory_fit import MemoryFitPlan, fit_memory, has_memory, memory_fit_plans
-from costmodels.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak
-from costmodels.calibration.predictions import predict
 from costmodels.catalogue import engine_names, load_engine
 from costmodels.errors import InputError
 from costmodels.ranks.rank_layers import ranks_of_table
 from costmodels.spec.table import LayoutTable
+from tests.support import ROOT
 
-MEASURED = Path(__file__).parents[3] / "shared" / "measured"
+MEASURED = ROOT.parent / "shared" / "measured"
 
 TRUE = {"allocator.fragmentation": 0.12, "loss.logits_copies": 3.0}
 

@@ -16,14 +16,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from costmodels.calibration.published_cells import Unusable, count, note_value, number, switch
-from costmodels.calibration.published_devices import published_cluster
-from costmodels.calibration.published_layouts import published_layouts, usual_choices
-from costmodels.calibration.published_memory import has_peak, published_memory, tells_memory_alone
-from costmodels.calibration.published_models import published_model
-from costmodels.calibration.published_networks import cluster_state
+from benchmarks.calibration.published_cells import Unusable, count, note_value, number, switch
+from benchmarks.calibration.published_devices import published_cluster
+from benchmarks.calibration.published_layouts import published_layouts, usual_choices
+from benchmarks.calibration.published_memory import has_peak, published_memory, tells_memory_alone
+from benchmarks.calibration.published_models import published_model
+from benchmarks.calibration.published_networks import cluster_state
+from benchmarks.calibration.tables import table
 from costmodels.catalogue import engine_names, load_engine
-from costmodels.catalogue.yaml_files import catalogue_file, is_file_name
+from costmodels.catalogue.yaml_files import is_file_name
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.files import read_text
@@ -96,7 +97,7 @@ def table_groups(measurements: Sequence[Measurement]) -> Iterable[list[int]]:
 @cache
 def source_notes() -> dict[str, Any]:
     """The contents of `measurements.yaml`."""
-    return catalogue_file(SOURCES)
+    return table(SOURCES)
 
 
 class SkippedRow(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from costmodels.calibration.published_cells import MOST_LAYERS, Unusable, count, note_value, number, switch
-from costmodels.calibration.published_splits import SPLITS
+from benchmarks.calibration.published_cells import MOST_LAYERS, Unusable, count, note_value, number, switch
+from benchmarks.calibration.published_splits import SPLITS
 from costmodels.spec.hardware import Device
 from costmodels.spec.layout import Layout, Optimizer
 from costmodels.spec.model import ModelSpec

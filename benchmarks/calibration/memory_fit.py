@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from costmodels.calibration.measurements import Measurement, table_groups
-from costmodels.calibration.memory_peaks import predicted_peaks, published_peak
-from costmodels.calibration.priors import Prior, Priors, round_constants, scipy_optimize
-from costmodels.catalogue.yaml_files import catalogue_file
+from benchmarks.calibration.measurements import Measurement, table_groups
+from benchmarks.calibration.memory_peaks import predicted_peaks, published_peak
+from benchmarks.calibration.priors import Prior, Priors, round_constants, scipy_optimize
+from benchmarks.calibration.tables import table
 from costmodels.dataclass import dataclass
 from costmodels.ranks.rank_layers import Ranks, ranks_of_table
 from costmodels.spec.engine import Engine
@@ -52,7 +52,7 @@ class MemoryFit:
 
 def memory_fit_plans() -> list[MemoryFitPlan]:
     """The fits that `memory_fits.yaml` lists."""
-    return [MemoryFitPlan.model_validate(fields) for fields in catalogue_file("memory_fits.yaml")["fits"]]
+    return [MemoryFitPlan.model_validate(fields) for fields in table("memory_fits.yaml")["fits"]]
 
 
 def has_memory(measurement: Measurement, plan: MemoryFitPlan) -> bool:

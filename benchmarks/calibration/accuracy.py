@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.calibration.measurements import Measurement
-from costmodels.calibration.memory_peaks import MEMORY_KINDS, published_peak
-from costmodels.calibration.predictions import Peaks, Predictions
-from costmodels.calibration.rank_correlation import rank_sweeps
+from benchmarks.calibration.measurements import Measurement
+from benchmarks.calibration.memory_peaks import MEMORY_KINDS, published_peak
+from benchmarks.calibration.predictions import Peaks, Predictions
+from benchmarks.calibration.rank_correlation import rank_sweeps
 from costmodels.dataclass import dataclass
 from costmodels.spec.table import Bools, Floats
 

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from costmodels.calibration.measurements import Measurement
-from costmodels.calibration.memory_peaks import (
+from benchmarks.calibration.measurements import Measurement
+from benchmarks.calibration.memory_peaks import (
     MEMORY_KINDS,
     of_measured_ranks,
     predicted_peaks,

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from costmodels.calibration.layer_factors import DOUBT, fit_layers
-from costmodels.calibration.measurements import measurement_of, source_notes
-from costmodels.calibration.time_fit import TimeFit, log_errors, time_fit_plans
+from benchmarks.calibration.layer_factors import DOUBT, fit_layers
+from benchmarks.calibration.measurements import measurement_of, source_notes
+from benchmarks.calibration.time_fit import TimeFit, log_errors, time_fit_plans
 from costmodels.spec.engine import MeasuredLayer
-from tests.costmodels.test_measurements import ROW
+from tests.benchmarks.calibration.test_measurements import ROW
 
 
 def vtrain(source="vtrain_single", **cells):

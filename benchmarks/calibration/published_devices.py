@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from costmodels.calibration.published_cells import Unusable, count, number
-from costmodels.calibration.published_networks import job_collectives, node_collectives
+from benchmarks.calibration.published_cells import Unusable, count, number
+from benchmarks.calibration.published_networks import job_collectives, node_collectives
 from costmodels.catalogue import load_device
 from costmodels.catalogue.yaml_files import catalogue_file, is_file_name, parse
 from costmodels.errors import InputError
