@@ -8,20 +8,23 @@ from tests.support import ROOT
 
 FOLDER = ROOT / "benchmarks"
 
-PARTS = {"data_parallel_methods", "gpu_case", "memory_gpu_case", "startup_processes", "fuzz_hostile"}
+FOLDERS = (FOLDER, ROOT / "tests" / "fuzz")
+
+PARTS = {"data_parallel_methods", "gpu_case", "memory_gpu_case", "startup_processes"}
 """Modules that a benchmark starts in processes of their own."""
 
 
 def test_every_command_has_a_row_and_every_row_a_command() -> None:
-    files = [*FOLDER.glob("*.py"), *FOLDER.glob("*/__main__.py")]
     commands = {
-        file.parent.name if file.name == "__main__.py" else file.stem
-        for file in files
-        if "__main__" in file.name or 'if __name__ == "__main__"' in file.read_text(encoding="utf-8")
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        for folder in FOLDERS
+        for path in (*folder.glob("*.py"), *folder.glob("*/__main__.py"))
+        if "__main__" in path.name or 'if __name__ == "__main__"' in path.read_text(encoding="utf-8")
     }
-    rows = re.findall(r"^\| `(\w+)` \|", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) == len(set(rows))
-    assert set(rows) == commands - PARTS
+    rows = re.findall(r"^\| `([\w.]+)` \|", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = {row if row.startswith("tests.") else f"benchmarks.{row}" for row in rows}
+    assert len(rows) == len(named)
+    assert named == commands - {f"benchmarks.{part}" for part in PARTS}
 
 
 def test_every_result_is_linked() -> None:

@@ -50,7 +50,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_modules_that_a_page_runs_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    modules = set(re.findall(r"-m\s+((?:benchmarks|runtime)\.\w+)", text))
+    modules = set(re.findall(r"-m\s+((?:benchmarks|runtime|tests)\.[\w.]+)", text))
     paths = {name: ROOT / name.replace(".", "/") for name in modules}
     missing = [
         name

@@ -1,4 +1,4 @@
-"""Some six hundred wrong inputs and how each must end: `python -m benchmarks.bad_inputs`.
+"""Some six hundred wrong inputs and how each must end: `python -m tests.fuzz.bad_inputs`.
 
 The inputs are data, in bad_inputs.yaml. Each is typed in an empty folder, most of them in a fork of this
 process and some in a process of their own; some as an ordinary user, where this is root's. It must end with
@@ -35,7 +35,7 @@ from costmodels.errors import InputError
 from planner.options.flags import run
 from tests.support.ordinary_user import can_be_ordinary, drop_capabilities, is_ordinary
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 CASES = Path(__file__).with_suffix(".yaml")
 
@@ -183,7 +183,7 @@ def valid_inputs(folder: Path, with_checkpoint: bool = True) -> dict[str, str]:
     (folder / "text.txt").write_text("a line of text\n" * 20)
     valid = {"plan": "plan.json", "corpus": "words", "text": "text.txt"}
     if with_checkpoint:
-        from benchmarks.fuzz_targets import saved_checkpoint
+        from tests.fuzz.valid_files import saved_checkpoint
         from tests.support.worker_pool import WorkerPool
 
         WorkerPool(1).run(saved_checkpoint, 1, str(folder / "checkpoint"))
@@ -483,4 +483,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run(app, "benchmarks.bad_inputs")
+    run(app, "tests.fuzz.bad_inputs")

@@ -1,11 +1,11 @@
-"""Corrupted files must be refused in one line: `python -m benchmarks.fuzz --inputs 5000 --seed 1`.
+"""Corrupted files must be refused in one line: `python -m tests.fuzz --inputs 5000 --seed 1`.
 
 Plan files, config.json, YAML of models and devices, network tables, scripts and configurations of other
 software (which may run, open and write nothing), `.idx` and `.bin`, and the files of a checkpoint are
 corrupted one at a time and read. What is read must come out as it was written, as other values
 that are valid (where nothing tells a changed number from a meant one), or as one line of `InputError`; never
 as another exception or a hang, and never as other values where checksums guard them. Then some hundred files
-are read that were made to do harm (`benchmarks.fuzz_hostile`), of which nothing may be run.
+are read that were made to do harm (`tests.fuzz.hostile`), of which nothing may be run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from unicodedata import category
 
 import typer
 
-from benchmarks.fuzz_mutations import corrupt
-from benchmarks.fuzz_targets import Target, targets
 from cli.tables import console, table
 from costmodels.errors import InputError
-from planner.options.flags import one_line, run
+from planner.options.flags import one_line
+from tests.fuzz.mutations import corrupt
+from tests.fuzz.valid_files import Target, targets
 
 CPU_SECONDS = 5.0
 """CPU seconds that reading one input may take."""
@@ -171,18 +171,18 @@ def fuzz(
 
 def attacked(only: str, say: Callable[[str], None]) -> tuple[dict[str, Counter[str]], list[Failure]]:
     """Read the hostile files with `only` in their name."""
-    from benchmarks import fuzz_hostile
-    from benchmarks.fuzz_targets import small_plan
+    from tests.fuzz import hostile
+    from tests.fuzz.valid_files import small_plan
 
     counts: dict[str, Counter[str]] = {}
     failures: list[Failure] = []
     with tempfile.TemporaryDirectory(prefix="fuzz-hostile-") as name, _little_memory():
         folder = Path(name)
-        for number, variant in enumerate(fuzz_hostile.hostile(folder, small_plan())):
+        for number, variant in enumerate(hostile.hostile(folder, small_plan())):
             kind = f"hostile {variant.name.partition(':')[0]}"
             if only not in kind:
                 continue
-            outcome, what = fuzz_hostile.attack(variant, folder / "read", folder / fuzz_hostile.CANARY)
+            outcome, what = hostile.attack(variant, folder / "read", folder / hostile.CANARY)
             counts.setdefault(kind, Counter())[outcome] += 1
             if outcome == "failed":
                 failures.append(Failure(kind, variant.name, number, what))
@@ -241,7 +241,3 @@ def main(
         print(f"{total.total()} inputs (seed {seed}): {parts}")
     if failures:
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    run(app, "benchmarks.fuzz")

@@ -22,8 +22,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from benchmarks import fuzz_hostile, hostile_pickles
-from benchmarks.fuzz_targets import small_plan
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint import metadata, reader
@@ -31,17 +29,19 @@ from runtime.checkpoint.manifest import manifest_text
 from runtime.checkpoint.metadata import METADATA, Place, read_metadata
 from runtime.huggingface.folder_kind import is_hugging_face
 from runtime.huggingface.stored_model import StoredModel
+from tests.fuzz import hostile, hostile_pickles
+from tests.fuzz.valid_files import small_plan
 from tests.support.commands import Command
 
 DRAW = 5
-"""Every so many of the files of `benchmarks.fuzz` are read here."""
+"""Every so many of the files of `tests.fuzz` are read here."""
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole checkpoint."""
     folder = tmp_path_factory.mktemp("hostile") / "checkpoint"
-    fuzz_hostile.write_checkpoint(folder)
+    hostile.write_checkpoint(folder)
     return folder
 
 
@@ -68,10 +68,10 @@ def test_hostile_files_run_nothing_and_end_in_one_line(tmp_path: Path) -> None:
     plan = small_plan()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for number, variant in enumerate(fuzz_hostile.hostile(tmp_path, plan)):
+        for number, variant in enumerate(hostile.hostile(tmp_path, plan)):
             if number % DRAW and "NEWOBJ" not in variant.name:
                 continue
-            outcome, what = fuzz_hostile.attack(variant, tmp_path / "read", tmp_path / fuzz_hostile.CANARY)
+            outcome, what = hostile.attack(variant, tmp_path / "read", tmp_path / hostile.CANARY)
             outcomes[outcome] += 1
             assert outcome in ("refused", "other"), f"{variant.name}: {what}"
     # A run that counts iterations by the billion is odd, no more.
@@ -86,7 +86,7 @@ def one_line_refuses(err: str) -> bool:
 
 def test_a_planted_command_does_run_where_it_is_unpickled(tmp_path: Path) -> None:
     """Otherwise the test above would prove nothing."""
-    canary = tmp_path / fuzz_hostile.CANARY
+    canary = tmp_path / hostile.CANARY
     for module, name in (("posix", "system"), ("builtins", "exec"), ("subprocess", "getoutput")):
         pickle.loads(hostile_pickles.dumped(hostile_pickles.call(module, name, canary)))
         assert canary.exists(), name

@@ -75,7 +75,7 @@ def plan_target() -> Target:
     return _json_target("plan", plan.model_dump(mode="json"), load, weight=3)
 
 
-CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("fuzz_configs.json").read_text())
+CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("configs.json").read_text())
 """The keys that count of published config.json files."""
 
 
@@ -183,7 +183,7 @@ def targets(folder: Path, with_checkpoint: bool = True) -> list[Target]:
     """All kinds of files, valid ones made in `folder`."""
     data = folder / "data"
     data.mkdir()
-    from benchmarks.fuzz_configurations import configuration_targets  # It makes targets of this module.
+    from tests.fuzz.configurations import configuration_targets  # It makes targets of this module.
 
     found = [plan_target(), *config_targets(), *yaml_targets(), *configuration_targets(), data_target(data)]
     if with_checkpoint:

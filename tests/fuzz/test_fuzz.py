@@ -1,4 +1,4 @@
-"""Corrupted files are refused in one line: some hundred here, thousands by `python -m benchmarks.fuzz`."""
+"""Corrupted files are refused in one line: some hundred here, thousands by `python -m tests.fuzz`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fuzz import Bench, Hangs, judge, limited
-from benchmarks.fuzz_configurations import watch
-from benchmarks.fuzz_mutations import corrupt
-from benchmarks.fuzz_targets import Target, checkpoint_targets, targets
 from costmodels.catalogue import load_model
 from costmodels.errors import LONGEST_LINE, InputError
 from planner.options.flags import one_line
 from runtime import checkpoint
+from tests.fuzz.configurations import watch
+from tests.fuzz.corrupted import Bench, Hangs, judge, limited
+from tests.fuzz.mutations import corrupt
+from tests.fuzz.valid_files import Target, checkpoint_targets, targets
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The table of wrong inputs, the judge of how they end, and a few; all: `python -m benchmarks.bad_inputs`."""
+"""The table of wrong inputs, the judge of how they end, and a few; all: `python -m tests.fuzz.bad_inputs`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bad_inputs import Case, End, faults, prepare, read_cases
+from tests.fuzz.bad_inputs import Case, End, faults, prepare, read_cases
 from tests.support.commands import Command
 
 CASES = read_cases()

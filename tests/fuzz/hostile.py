@@ -31,8 +31,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-import benchmarks.fuzz as fuzz
-from benchmarks.hostile_pickles import CALLS, call, calling_pickles, dumped, pickle_bombs
 from costmodels import ModelSpec
 from planner.plan import Plan
 from runtime import checkpoint
@@ -41,6 +39,8 @@ from runtime.checkpoint.tensor_store import Piece, Whole, write_tensors
 from runtime.data.indexed_dataset import HEADER, MAGIC
 from runtime.huggingface.mapping import our_shapes
 from runtime.huggingface.stored_model import StoredModel
+from tests.fuzz import corrupted
+from tests.fuzz.hostile_pickles import CALLS, call, calling_pickles, dumped, pickle_bombs
 
 CANARY = "canary"
 DATA_FILE = "__0_0.distcp"
@@ -131,7 +131,7 @@ def hostile(folder: Path, plan: Plan) -> Iterator[Hostile]:
 
 
 def attack(variant: Hostile, folder: Path, canary: Path) -> tuple[str, str]:
-    """The outcome of reading a variant, as `benchmarks.fuzz.judge` tells it; nothing may have been run."""
+    """The outcome of reading a variant, as `corrupted.judge` tells it; nothing may have been run."""
     for name, content in variant.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def attack(variant: Hostile, folder: Path, canary: Path) -> tuple[str, str]:
             path.symlink_to(content)
         else:
             path.write_bytes(content)
-    outcome, what = fuzz.judge(lambda: variant.read(folder), None, checked=False)
+    outcome, what = corrupted.judge(lambda: variant.read(folder), None, checked=False)
     shutil.rmtree(folder)
     if canary.exists():
         canary.unlink()

@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-from benchmarks.fuzz_targets import Target
 from costmodels.catalogue.yaml_files import yaml_loader
 from planner.formats.check import check
 from planner.formats.files import read_files
+from tests.fuzz.valid_files import Target
 
 ALLOWED = tuple(
-    str(Path(folder).resolve()) for folder in (Path(__file__).parent.parent, sys.prefix, sys.base_prefix)
+    str(Path(folder).resolve()) for folder in (Path(__file__).parents[2], sys.prefix, sys.base_prefix)
 )
 """Folders that Python reads its own files from."""
 
