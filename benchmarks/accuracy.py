@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.calibration.accuracy import SourceScore, is_fit_row, score, time_factors
 from benchmarks.calibration.measurements import (
     NO_TABLE,
     EngineLoader,
@@ -28,6 +27,7 @@ from benchmarks.calibration.measurements import (
     read_measurements,
 )
 from benchmarks.calibration.predictions import predict
+from benchmarks.calibration.scores import SourceScore, is_fit_row, score, time_factors
 from cli.tables import console, table
 from costmodels.catalogue import load_engine
 from costmodels.errors import InputError

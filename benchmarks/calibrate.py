@@ -3,7 +3,7 @@
 python -m benchmarks.calibrate --rows FILE... [--only ENGINE/ARCHITECTURE]... [--write | --cross-validate]
 
 The fits are those of benchmarks/calibration/fits.yaml; the result is costmodels/catalogue/calibrated.yaml.
-Only the rows of `benchmarks.calibration.accuracy.is_fit_row` are used: the others tell how good they are.
+Only the rows of `benchmarks.calibration.scores.is_fit_row` are used: the others tell how good they are.
 --cross-validate fits each half of the rows and prices the other with it, so that whole sweeps are ranked by
 constants that did not see the row.
 """
@@ -20,11 +20,11 @@ import numpy as np
 import yaml
 
 import costmodels.catalogue
-from benchmarks.calibration.accuracy import is_fit_row, tokens_per_s_per_device
 from benchmarks.calibration.layer_factors import fit_layers
 from benchmarks.calibration.measurements import Measurement, read_measurements
 from benchmarks.calibration.predictions import settled_measurements
 from benchmarks.calibration.rank_correlation import rank_sweeps
+from benchmarks.calibration.scores import is_fit_row, tokens_per_s_per_device
 from benchmarks.calibration.time_fit import (
     TimeFit,
     TimeFitPlan,

@@ -4,7 +4,7 @@ python -m benchmarks.calibrate_memory --rows FILE... [--only ENGINE]... [--write
 
 The fits are those of benchmarks/calibration/memory_fits.yaml.
 The result is costmodels/catalogue/calibrated_memory.yaml.
-Only the rows that `benchmarks.calibration.accuracy.is_fit_row` lets in are used: `python -m
+Only the rows that `benchmarks.calibration.scores.is_fit_row` lets in are used: `python -m
 benchmarks.accuracy --held-out` tells how good the constants are on the others.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 
 import costmodels.catalogue
-from benchmarks.calibration.accuracy import is_fit_row
 from benchmarks.calibration.measurements import read_measurements
 from benchmarks.calibration.memory_fit import fit_memory, has_memory, memory_fit_plans
+from benchmarks.calibration.scores import is_fit_row
 from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.errors import InputError
 

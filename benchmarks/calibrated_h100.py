@@ -21,9 +21,9 @@ import numpy as np
 import typer
 
 from benchmarks.accuracy import read_all
+from benchmarks.calibration.left_out_sources import fits_without, loader
 from benchmarks.calibration.predictions import settled_measurements
 from benchmarks.calibration.time_fit import time_fit_plans
-from benchmarks.calibration.unseen_sources import fits_without, loader
 from costmodels import Device
 from costmodels.calibration.machine_fit import batches_of, fitted_device, prices
 from costmodels.calibration.machine_measurements import AttentionTime, Measurements, ProductTime, StepTime

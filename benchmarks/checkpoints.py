@@ -22,7 +22,7 @@ from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.options.flags import run
 from runtime.job.devices import local_device_count
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
 from tests.support.ranks.parity import SEED
@@ -68,7 +68,7 @@ class Timing(NamedTuple):
 
 def options_of() -> Any:
     """How the small model is trained."""
-    from runtime.settings.options import TrainingOptions
+    from runtime.settings.training_options import TrainingOptions
 
     return TrainingOptions(
         train_iters=100, lr=1e-3, seed=SEED, moe_router_bias_update_rate=1e-2, moe_z_loss_coeff=1e-3

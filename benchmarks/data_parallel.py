@@ -39,7 +39,7 @@ from costmodels.errors import InputError
 from planner.options.flags import run
 from runtime.job.datasets import open_datasets, tokenizer_for
 from runtime.job.devices import local_device_count
-from runtime.settings.options import DataOptions
+from runtime.settings.training_options import DataOptions
 from tests.support.ranks.parity import SEED
 from tests.support.worker_pool import WorkerPool
 

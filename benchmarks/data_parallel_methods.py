@@ -29,7 +29,7 @@ from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.initialisation import initialise
 from runtime.parallel.ranks import Ranks
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.ranks.parity import SEED
 

@@ -159,7 +159,7 @@ def check(planned: tuple[Asked, Plan, int]) -> tuple[Checked, list[Checked]]:
 def traced_plan(job: Asked, plan: Plan) -> Checked:
     """The dry run of a plan."""
     from runtime.dryrun.run import trace
-    from runtime.settings.options import TrainingOptions
+    from runtime.settings.training_options import TrainingOptions
 
     layout, memory = plan.layout, plan.estimate.memory
     fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)

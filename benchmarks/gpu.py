@@ -28,7 +28,7 @@ from costmodels.spec.model_flops import flops_per_sequence
 from costmodels.spec.record import GIB
 from planner.options.flags import run
 from runtime.processes.tether import tether
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 from tests.support.layouts import parse_layout
 
 RUNTIME, TRANSFORMERS = "runtime", "transformers"

@@ -25,7 +25,7 @@ from runtime.job.devices import local_device_count, torch_device
 from runtime.job.metrics import peak_memory_bytes
 from runtime.parallel.local_tensors import local_part
 from runtime.parallel.ranks import Ranks, start_process_group
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train import stages
 from runtime.train.trainer import Trainer
 

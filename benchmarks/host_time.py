@@ -26,7 +26,7 @@ from benchmarks.host_trace import BLOCKS, DENSE, DEPTHS, MICRO_BATCHES, WARM_UP
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.options.flags import run
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 from tests.support.layouts import parse_layout
 from tests.support.worker_pool import WorkerPool
 
@@ -125,7 +125,7 @@ def _trainer(spec: ModelSpec, layout: Layout, compiled: bool) -> Step:
     """The passes of a training step of the runtime."""
     import torch
 
-    from runtime.settings.options import TrainingOptions
+    from runtime.settings.training_options import TrainingOptions
     from runtime.train.trainer import Trainer
 
     options = TrainingOptions(train_iters=1, compile=compiled, no_compile=not compiled)

@@ -97,7 +97,7 @@ def _counted(block: ModelSpec, text: str, layers: int, compiled: bool) -> Counte
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from runtime.settings.options import TrainingOptions
+    from runtime.settings.training_options import TrainingOptions
     from runtime.train.trainer import Trainer
 
     spec = block.model_copy(update={"layers": layers})

@@ -15,7 +15,7 @@ import torch
 from planner import Plan
 from runtime.dryrun.real_rank import real_rank
 from runtime.dryrun.run import short_layout, trace
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 
 STEPS = 3
 """Steps of the real run; the peak is that of the last one."""

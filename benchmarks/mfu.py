@@ -22,7 +22,7 @@ from costmodels.spec.model_flops import flops_per_sequence
 from costmodels.spec.record import GIB
 from planner.options.flags import run
 from planner.options.model import ModelOptions
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 from tests.support.layouts import parse_layout
 from tests.support.ranks.parity import SEED
 
@@ -37,7 +37,7 @@ def measure(spec: ModelSpec, layout: Layout, steps: int, compiled: bool | None) 
     from runtime.job.devices import detect_device, local_device_count, torch_device
     from runtime.job.metrics import peak_memory_bytes
     from runtime.parallel.ranks import Ranks, start_process_group
-    from runtime.settings.options import TrainingOptions
+    from runtime.settings.training_options import TrainingOptions
     from runtime.train.trainer import Trainer
 
     alone = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1)

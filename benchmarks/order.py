@@ -21,11 +21,11 @@ import yaml
 
 import costmodels.catalogue
 from benchmarks.accuracy import WIDTH, read_all
+from benchmarks.calibration.left_out_sources import fits_without, loader
 from benchmarks.calibration.measurements import Measurement
 from benchmarks.calibration.order_fit import Pairs, fitted_widths, joined, pairs_of, unseen_chances
 from benchmarks.calibration.predictions import settled_measurements
 from benchmarks.calibration.time_fit import time_fit_plans
-from benchmarks.calibration.unseen_sources import fits_without, loader
 from cli.tables import console, table
 from costmodels.errors import InputError
 from costmodels.order import KINDS, RUN, OrderWidths

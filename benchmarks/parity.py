@@ -15,7 +15,7 @@ import typer
 
 from costmodels.errors import InputError
 from planner.options.flags import run
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 from tests.support.layouts import GLOBAL_BATCH_SIZE, deep_enough, parse_layout
 from tests.support.models import MODELS
 from tests.support.ranks.parity import Training, difference, trained

@@ -26,7 +26,7 @@ import typer
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from planner.options.flags import run
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 from tests.support.layouts import parse_layout
 from tests.support.models import llama
 from tests.support.ranks.parity import SEED
@@ -57,7 +57,7 @@ def race(spec: ModelSpec, layouts: dict[str, Layout], rounds: int, steps: int) -
     import torch
     import torch.distributed as dist
 
-    from runtime.settings.options import TrainingOptions
+    from runtime.settings.training_options import TrainingOptions
     from runtime.train.trainer import Trainer
 
     options = TrainingOptions(train_iters=10**6, lr=1e-3, seed=SEED)

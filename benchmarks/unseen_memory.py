@@ -19,10 +19,7 @@ import numpy as np
 
 from benchmarks.accuracy import WIDTH, read_all, tell_skipped
 from benchmarks.calibrate_memory import write_memory
-from benchmarks.calibration.accuracy import PeakError, oom_score
-from benchmarks.calibration.measurements import SkippedRow
-from benchmarks.calibration.memory_fit import memory_fit_plans
-from benchmarks.calibration.unseen_memory import (
+from benchmarks.calibration.left_out_memory import (
     UnseenMemory,
     loader_with,
     memory_spreads,
@@ -30,6 +27,9 @@ from benchmarks.calibration.unseen_memory import (
     says_memory,
     unseen_memory,
 )
+from benchmarks.calibration.measurements import SkippedRow
+from benchmarks.calibration.memory_fit import memory_fit_plans
+from benchmarks.calibration.scores import PeakError, oom_score
 from cli.tables import console, table
 from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.errors import InputError

@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.accuracy import WIDTH, read_all
 from benchmarks.calibrate import write_fits
+from benchmarks.calibration.left_out_sources import UnseenSource, fits_without, loader, unseen_source
 from benchmarks.calibration.predictions import settled_measurements
 from benchmarks.calibration.time_fit import time_fit_plans
-from benchmarks.calibration.unseen_sources import UnseenSource, fits_without, loader, unseen_source
 from benchmarks.calibration.unseen_spread import spreads
 from cli.tables import console, table
 from costmodels.catalogue import calibrated_fits

@@ -13,10 +13,10 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.paths import entries, exists
 from planner.options.flags import flag, flag_groups
-from runtime.calibrate.options import CalibrateOptions
-from runtime.dryrun.preflight import check_torch
+from runtime.calibrate.calibrate_options import CalibrateOptions
+from runtime.dryrun.requirements import check_torch
 from runtime.launch.local_plans import MOST_CPU_RANKS
-from runtime.settings.preflight import check_host
+from runtime.settings.checks import check_host
 
 WIDTH = 20
 """Characters of the bar."""

@@ -24,11 +24,11 @@ from planner.options.search import idle_links, search_keywords
 from planner.plan import Plan
 from runtime.dryrun.fit import TOTAL, estimated_bytes, fits, needed_bytes
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace
-from runtime.dryrun.preflight import check_installed, ranks_to_trace
+from runtime.dryrun.requirements import check_installed, ranks_to_trace
+from runtime.settings.checks import check_plan, check_training
 from runtime.settings.idle_flags import idle_flag_notes
 from runtime.settings.job_rules import job_rules, reachable_batch
-from runtime.settings.options import TrainingOptions
-from runtime.settings.preflight import check_plan, check_training
+from runtime.settings.training_options import TrainingOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ import sys
 from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from planner.options.flags import flag_groups
-from runtime.generation.options import GenerateOptions
+from runtime.generation.generate_options import GenerateOptions
 from runtime.huggingface.folder_kind import check_model_folder
 from runtime.settings.idle_flags import idle_flag_notes
 

@@ -19,7 +19,7 @@ from cli.launch_nodes import launch_node
 from cli.progress import Display
 from cli.proof import proven_plan
 from cli.status import Status
-from cli.trials import best_plan
+from cli.trial_table import best_plan
 from costmodels.errors import InputError
 from costmodels.files import write_whole
 from planner.inputs.device import is_cpu
@@ -29,15 +29,15 @@ from planner.options.flags import flag_groups
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
-from runtime.faults.options import FaultOptions
+from runtime.faults.fault_options import FaultOptions
 from runtime.job.continuation import PreviousRun, previous_run
 from runtime.job.going_on import from_saved, has_saved
 from runtime.job.job import Job
 from runtime.job.job_folders import check_save, iteration_of
 from runtime.job.plan_check import check_plan_of_job
+from runtime.launch.launch_options import LaunchOptions, TrialOptions
 from runtime.launch.local_plans import forks_ranks, local_configuration, local_plans
 from runtime.launch.nodes import nodes_of_job
-from runtime.launch.options import LaunchOptions, TrialOptions
 from runtime.launch.other_software import script_run
 from runtime.launch.preparation import (
     check_machine,
@@ -48,14 +48,14 @@ from runtime.launch.preparation import (
 from runtime.launch.restarts import rank_arguments, run_with_restarts
 from runtime.launch.supervisor import JobStopped, Outcome
 from runtime.launch.torchrun import shell_line, torchrun_command
-from runtime.launch.tries import POOL, Tries
+from runtime.launch.trial_order import POOL, TrialSeries
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
-from runtime.preflight.options import PreflightOptions
+from runtime.preflight.preflight_options import PreflightOptions
 from runtime.processes.start_variables import is_restarted
-from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.checks import check_host
 from runtime.settings.plan_notes import expert_balance_notes, optimizer_notes
-from runtime.settings.preflight import check_host
+from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 
 TRIES_FILE = "tries.json"
 """What --try has measured, in the folder of the run."""
@@ -206,7 +206,7 @@ def _print_command(plan: Plan, job: Job) -> None:
     print(shell_line(torchrun_command(plan.layout.world_size, rank_arguments(described))))
 
 
-def _tries(plans: Sequence[Plan], trial: TrialOptions, job: Job, warm: WarmRanks | None) -> Tries:
+def _tries(plans: Sequence[Plan], trial: TrialOptions, job: Job, warm: WarmRanks | None) -> TrialSeries:
     """The trials that say which of `plans` is best on this machine."""
     try:
         return best_plan(plans, trial.iterations, job, warm, trial.plans_to_try)

@@ -13,8 +13,8 @@ from cli.status import Status
 from costmodels.errors import InputError
 from planner.plan import Plan
 from runtime.job.job import Job
+from runtime.launch.launch_options import LaunchOptions, TrialOptions
 from runtime.launch.nodes import Nodes, node_command, node_environment, ranks_of_node
-from runtime.launch.options import LaunchOptions, TrialOptions
 from runtime.launch.preparation import make_log_dir
 from runtime.launch.restarts import rank_arguments
 from runtime.launch.supervisor import JobStopped, Outcome, run_job

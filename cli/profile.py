@@ -14,8 +14,8 @@ from costmodels.spec.record import in_seconds
 from planner.history.step_parts import TERMS
 from planner.options.flags import flag, flag_groups
 from planner.plan import Plan
-from runtime.dryrun.preflight import check_torch, ranks_to_trace
-from runtime.settings.preflight import check_plan
+from runtime.dryrun.requirements import check_torch, ranks_to_trace
+from runtime.settings.checks import check_plan
 
 if TYPE_CHECKING:
     from runtime.dryrun.rank_profile import RankProfile

@@ -12,9 +12,9 @@ from costmodels.spec.record import GIB
 from planner.plan import Plan
 from runtime.dryrun.fit import Proof, needs_proof
 from runtime.dryrun.memory_trace import MemoryTrace
-from runtime.dryrun.preflight import check_installed, ranks_to_trace
 from runtime.dryrun.ranks import trace_ranks
-from runtime.settings.options import TrainingOptions
+from runtime.dryrun.requirements import check_installed, ranks_to_trace
+from runtime.settings.training_options import TrainingOptions
 
 MOST_TRIED = 8
 """Plans that are traced until one fits."""

@@ -15,9 +15,9 @@ from planner.options.flags import argument, arguments, flag, flag_groups
 from planner.plan import Plan
 from planner.scripts.job import JobScript
 from planner.scripts.kubernetes import KINDS
-from planner.scripts.targets import SCHEDULERS, check_scheduler
-from runtime.faults.options import FaultOptions
-from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from planner.scripts.schedulers import SCHEDULERS, check_scheduler
+from runtime.faults.fault_options import FaultOptions
+from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 
 USERS = {
     "kind": ("kubernetes",),

@@ -215,7 +215,7 @@ def suggest(
 
 def _check_dry_run(parallel: ParallelOptions, world_size: int | str) -> None:
     """Raise `InputError` where nothing can be run for --dry-run."""
-    from runtime.dryrun.preflight import check_torch
+    from runtime.dryrun.requirements import check_torch
 
     check_torch("--dry-run runs the real training step", "bf16")
     if isinstance(world_size, str):
@@ -228,7 +228,7 @@ def _traced_bytes(plans: Sequence[Plan]) -> list[float]:
     """The bytes that each plan's fullest rank needs by its dry run."""
     from cli.proof import proof_of
     from cli.status import Status
-    from runtime.settings.options import TrainingOptions
+    from runtime.settings.training_options import TrainingOptions
 
     found = []
     with Status() as status:

@@ -22,15 +22,15 @@ from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from runtime.checkpoint.owner import ownership
 from runtime.job.job import Job
+from runtime.launch.launch_options import DEFAULT_ITERS, FEWEST_ITERS
 from runtime.launch.local_plans import forks_ranks, local_plans
-from runtime.launch.options import DEFAULT_ITERS, FEWEST_ITERS
 from runtime.launch.supervisor import JobStopped
 from runtime.launch.sweeps import RESULTS, Case, Results, case_of, measured_case, refused_case
 from runtime.launch.trials import try_plan
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
-from runtime.settings.options import DataOptions, TrainingOptions
-from runtime.settings.preflight import check_folder
+from runtime.settings.checks import check_folder
+from runtime.settings.training_options import DataOptions, TrainingOptions
 
 DEFAULT_PLANS = 3
 

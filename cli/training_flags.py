@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from costmodels.dataclass import dataclass
 from planner.options.flags import flag, hidden_flags
-from runtime.settings.preflight import RESTARTS, TIMEOUT
+from runtime.settings.checks import RESTARTS, TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ def training_flags(but: type, trains: bool = False) -> type:
         trains: the command has the flags of the training step itself.
     """
     # Only here: most commands that plan are given none of these flags.
-    from runtime.faults.options import FaultOptions
-    from runtime.preflight.options import PreflightOptions
-    from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+    from runtime.faults.fault_options import FaultOptions
+    from runtime.preflight.preflight_options import PreflightOptions
+    from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 
     groups = (DataOptions, OutputOptions, FaultOptions, PreflightOptions, JobFlags)
     return hidden_flags(*(groups if trains else (TrainingOptions, *groups)), but=but)

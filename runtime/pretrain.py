@@ -40,8 +40,8 @@ from runtime.checkpoint.owner import PATIENCE_OF_RESTART_S, PATIENCE_S, Owner
 from runtime.data import Datasets
 from runtime.faults.error_file import report
 from runtime.faults.exit_signals import ignore_early
+from runtime.faults.fault_options import FaultOptions
 from runtime.faults.heartbeat import activity, set_operation
-from runtime.faults.options import FaultOptions
 from runtime.faults.watchdog import Watchdog
 from runtime.job.continuation import (
     PreviousRun,
@@ -72,12 +72,12 @@ from runtime.parallel.ranks import (
     run_together,
     start_process_group,
 )
-from runtime.preflight.options import PreflightOptions
+from runtime.preflight.preflight_options import PreflightOptions
 from runtime.preflight.run import preflight
 from runtime.processes.start_variables import is_elastic, is_restarted
+from runtime.settings.checks import check_folder
 from runtime.settings.idle_flags import idle_flag_notes
-from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.settings.preflight import check_folder
+from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 from runtime.train.trainer import Trainer
 from runtime.world.membership import RANK_VARIABLES, rank_variables
 

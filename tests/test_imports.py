@@ -187,3 +187,16 @@ def test_what_a_user_installs_is_what_the_commands_reach() -> None:
                 prefix for end in range(1, len(parts) + 1) if (prefix := ".".join(parts[:end])) in known
             ]
     assert known.keys() == reached
+
+
+RENAMED = ("options", "preflight", "targets", "trials")
+"""Names that several modules had at once; each belongs to one module or package at most."""
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_one_module_of_a_name(name: str) -> None:
+    files = [file for package in PACKAGES for file in folder_of(package).rglob("*.py")]
+    found = {file for file in files if file.stem == name} | {
+        file.parent for file in files if file.name == "__init__.py" and file.parent.name == name
+    }
+    assert len(found) == 1

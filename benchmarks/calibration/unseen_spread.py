@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.calibration.left_out_sources import UnseenSource
 from benchmarks.calibration.measurements import Measurement
 from benchmarks.calibration.priors import round_constants, scipy_optimize
-from benchmarks.calibration.unseen_sources import UnseenSource
 from costmodels.pricing import price
 from costmodels.spec.engine import Spread
 from costmodels.spec.table import Floats, LayoutTable

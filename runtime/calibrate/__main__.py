@@ -10,10 +10,10 @@ import torch.distributed as dist
 from costmodels.calibration.machine_measurements import StepTime
 from costmodels.catalogue import load_engine
 from planner.inputs.engine import DEFAULT_ENGINE
+from runtime.calibrate.calibrate_options import CalibrateOptions
 from runtime.calibrate.choice import in_turns, small_problem
 from runtime.calibrate.local import KERNELS_SHARE, cut
 from runtime.calibrate.measure import measure_kernels
-from runtime.calibrate.options import CalibrateOptions
 from runtime.calibrate.result import finish, plain_device
 from runtime.calibrate.steps import measure_steps
 from runtime.job.devices import local_device_count, torch_device

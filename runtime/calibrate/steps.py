@@ -17,7 +17,7 @@ from costmodels import Layout, ModelSpec
 from runtime.calibrate.quiet import Watch
 from runtime.job.metrics import peak_memory_bytes
 from runtime.parallel.accelerator import device_module, is_accelerator
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 
 WARM_UP = 2

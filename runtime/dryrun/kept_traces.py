@@ -25,7 +25,7 @@ from costmodels.cache_files import read_cached, write_cached
 from costmodels.paths import home_of
 from costmodels.pytorch import full_version
 from runtime.dryrun.memory_trace import MemoryTrace, Moment
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 
 LARGEST = 1 << 20
 """Bytes of a file."""

@@ -18,14 +18,14 @@ from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
 from planner.history.step_parts import StepParts
 from planner.plan import Plan
-from runtime.dryrun.preflight import ranks_to_trace
 from runtime.dryrun.real_rank import real_rank
+from runtime.dryrun.requirements import ranks_to_trace
 from runtime.dryrun.steady import fewest_micro_batches
 from runtime.job.devices import detect_device, local_device_count
 from runtime.parallel.accelerator import accelerator_type, device_module, is_accelerator
 from runtime.profiling.parts import step_parts
 from runtime.profiling.window import profiled, profiled_step
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 
 TIMED = 3

@@ -15,7 +15,7 @@ from runtime.dryrun.collector import collector_off
 from runtime.dryrun.kept_traces import keep_trace, kept_trace, trace_name
 from runtime.dryrun.memory_trace import DeviceKind, MemoryTrace
 from runtime.processes.pools import pool_guard, spawn_context
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 
 PROCESS_BYTES = 3 * 2**29
 """Host memory of a process that traces: PyTorch, its compiler, and what they keep of a model."""

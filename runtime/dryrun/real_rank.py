@@ -12,7 +12,7 @@ import torch
 from costmodels import Layout, ModelSpec
 from runtime.dryrun.experts import even_load
 from runtime.dryrun.run import fake_process_group, isolated_pipeline
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train import stages
 from runtime.train.trainer import Trainer
 

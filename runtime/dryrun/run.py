@@ -37,7 +37,7 @@ from runtime.parallel.context import local_positions
 from runtime.parallel.data import wraps_stages
 from runtime.parallel.mesh import build_grid
 from runtime.parallel.pipeline import Pipeline
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train import stages
 from runtime.train import trainer as training
 from runtime.train.executor import Executor

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from costmodels.errors import InputError
 from planner.options.flags import one_line
-from runtime.faults.options import FaultOptions
+from runtime.faults.fault_options import FaultOptions
 
 NORM_WINDOW = 128
 """Gradient norms that a spike is held against: those of the last steps that changed the weights."""

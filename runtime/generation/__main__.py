@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.generation.command import run_rank
-from runtime.generation.options import GenerateOptions
+from runtime.generation.generate_options import GenerateOptions
 from runtime.launch.rank_command import run_rank_command
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import typer
 from costmodels.catalogue.local_machine import CONTEXT_BYTES, torch_build
 from costmodels.errors import InputError
 from planner.options.flags import arguments
+from runtime.generation.generate_options import GenerateOptions
 from runtime.generation.generator import Completion, Generator
-from runtime.generation.options import GenerateOptions
 from runtime.generation.sampling import Sampling
 from runtime.generation.stage import Split
 from runtime.generation.text import Stream, text_of
@@ -36,7 +36,7 @@ from runtime.parallel.ranks import (
     run_together,
     start_process_group,
 )
-from runtime.settings.preflight import check_host, check_job
+from runtime.settings.checks import check_host, check_job
 
 EVENTS_VARIABLE = "PLANNER_GENERATE_EVENTS"
 """Environment variable: print pieces of text as lines of JSON, for the process that started the ranks."""

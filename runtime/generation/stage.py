@@ -23,7 +23,7 @@ from runtime.parallel.collectives import gather
 from runtime.parallel.expert import expert_parallel
 from runtime.parallel.mesh import build_grid
 from runtime.parallel.tensor import tensor_parallel
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 
 
 @dataclass(frozen=True)

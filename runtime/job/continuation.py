@@ -19,7 +19,7 @@ from planner.plan import Plan
 from runtime import checkpoint
 from runtime.job.job_folders import begins_anew, iteration_of
 from runtime.settings.job_rules import job_rules
-from runtime.settings.options import OutputOptions, TrainingOptions
+from runtime.settings.training_options import OutputOptions, TrainingOptions
 
 if TYPE_CHECKING:
     from runtime.train.trainer import Trainer

@@ -20,7 +20,7 @@ from runtime.data.boundaries import Boundaries, check_ends
 from runtime.data.record import Record, digest, read_record
 from runtime.data.tokenizers import implied_kind
 from runtime.huggingface.model_tokenizer import check_same_tokenizer, tokenizer_of_folder
-from runtime.settings.options import DataOptions
+from runtime.settings.training_options import DataOptions
 
 
 class ModelTokenizer(NamedTuple):

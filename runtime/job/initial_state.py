@@ -23,7 +23,7 @@ from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job.datasets import tokenizer_for
 from runtime.job.job_folders import begins_anew, iteration_of
 from runtime.parallel.ranks import run_on_first_rank
-from runtime.settings.options import DataOptions, OutputOptions
+from runtime.settings.training_options import DataOptions, OutputOptions
 from runtime.train.trainer import Trainer
 
 

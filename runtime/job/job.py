@@ -13,10 +13,10 @@ from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
 from runtime.data import Datasets
 from runtime.data.identity import identity
-from runtime.faults.options import FaultOptions
-from runtime.preflight.options import PreflightOptions
-from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
-from runtime.settings.preflight import TIMEOUT
+from runtime.faults.fault_options import FaultOptions
+from runtime.preflight.preflight_options import PreflightOptions
+from runtime.settings.checks import TIMEOUT
+from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 
 if TYPE_CHECKING:
     pass

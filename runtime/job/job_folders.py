@@ -9,7 +9,7 @@ from costmodels.paths import exists, is_folder, resolved
 from runtime import checkpoint
 from runtime.huggingface.folder_kind import is_hugging_face
 from runtime.processes.start_variables import is_elastic, is_restarted
-from runtime.settings.options import OutputOptions
+from runtime.settings.training_options import OutputOptions
 
 
 def check_load(output: OutputOptions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.plan import Plan
 from runtime.job.job import Job
-from runtime.settings.preflight import check_plan, check_training
+from runtime.settings.checks import check_plan, check_training
 
 
 def check_plan_of_job(plan: Plan, job: Job, world_size: int) -> None:

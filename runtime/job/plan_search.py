@@ -9,8 +9,8 @@ from costmodels.errors import InputError
 from planner.inputs.engine import DEFAULT_ENGINE
 from runtime.job.continuation import PreviousRun, keep_batch, keep_micro_batch
 from runtime.job.job import Job
+from runtime.settings.checks import check_model
 from runtime.settings.job_rules import job_rules, reachable_batch
-from runtime.settings.preflight import check_model
 
 if TYPE_CHECKING:
     from planner.ranking.result import SearchResult

@@ -25,8 +25,8 @@ from planner.options.parallel import check_alone
 from planner.plan import Plan
 from planner.problem import Problem, resolve_problem
 from runtime.job.job import Job
-from runtime.launch.options import LaunchOptions
-from runtime.settings.preflight import PRECISIONS, RECIPES
+from runtime.launch.launch_options import LaunchOptions
+from runtime.settings.checks import PRECISIONS, RECIPES
 
 GROUPS = ("training", "data", "output", "faults")
 """Groups of flags that say what is learned, from which data, and what is kept of it."""

@@ -17,7 +17,7 @@ from runtime.job.continuation import PreviousRun, plan_for_ranks
 from runtime.job.job import Job
 from runtime.job.plan_search import search_for_job
 from runtime.launch.configurations import ConfiguredJob, configured_job
-from runtime.launch.options import LaunchOptions
+from runtime.launch.launch_options import LaunchOptions
 from runtime.launch.restarts import usable_ranks
 from runtime.launch.warm_ranks import CAN_FORK, WarmRanks
 

@@ -13,8 +13,8 @@ from costmodels.catalogue.local_machine import available_cores
 from costmodels.errors import InputError
 from runtime import entry
 from runtime.job.job import Job
+from runtime.launch.launch_options import LaunchOptions
 from runtime.launch.local_plans import MOST_CPU_RANKS
-from runtime.launch.options import LaunchOptions
 from runtime.launch.torchrun import AGENT
 from runtime.processes.start_variables import ELASTIC_VARIABLE, SUMMARY_VARIABLE
 from runtime.world.interface import address_towards, is_this_machine

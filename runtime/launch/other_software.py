@@ -22,8 +22,8 @@ from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.flags import arguments
 from planner.plan import Plan
 from runtime.job.job import Job
-from runtime.launch.options import LaunchOptions
-from runtime.settings.preflight import check_folder
+from runtime.launch.launch_options import LaunchOptions
+from runtime.settings.checks import check_folder
 
 
 @dataclass(frozen=True)

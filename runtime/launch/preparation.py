@@ -10,7 +10,7 @@ from planner.plan import Plan
 from runtime.checkpoint.owner import ownership
 from runtime.job.datasets import model_tokenizer, open_datasets
 from runtime.job.job import Job
-from runtime.settings.preflight import check_folder, check_host
+from runtime.settings.checks import check_folder, check_host
 
 
 def log_dir_of(job: Job, plan: Plan) -> Path:

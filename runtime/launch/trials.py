@@ -16,8 +16,8 @@ from runtime.job.measurement import Measurement, measurement
 from runtime.launch.supervisor import run_job
 from runtime.launch.torchrun import torchrun_command
 from runtime.launch.warm_ranks import WarmRanks
-from runtime.settings.options import OutputOptions, TrainingOptions
-from runtime.settings.preflight import check_plan, check_training
+from runtime.settings.checks import check_plan, check_training
+from runtime.settings.training_options import OutputOptions, TrainingOptions
 
 _ERROR = re.compile(r"^(?:\[\w+\]: ?)?([\w.]*(?:Error|Exception)\b.*)")
 """The line of a rank's traceback that says what went wrong; torchrun may put the rank before it."""

@@ -11,7 +11,7 @@ from runtime.optimizers.factored import MeanSquares, Slots, WholeParameter, root
 from runtime.optimizers.sharding import sum_over
 from runtime.optimizers.shards import ParameterShard
 from runtime.parallel.local_tensors import like_parameter, local_part
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 
 LEAST_SQUARE = 1e-30
 """Added to each square of a gradient (the paper's first epsilon)."""

@@ -12,7 +12,7 @@ from costmodels.layers.optimizer import has_matrices
 from runtime.optimizers.sharding import local_matrices, whole_matrices
 from runtime.optimizers.shards import ParameterShard, UpdateRule
 from runtime.parallel.local_tensors import like_parameter
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic Newton-Schulz iteration: Keller Jordan's, which PyTorch has too."""
@@ -48,7 +48,7 @@ def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
 
 
 def update_scale(mode: str, rows: int, columns: int) -> float:
-    """Factor of the update of a matrix; `mode` is one of `runtime.settings.options.MUON_SCALE_MODES`."""
+    """Factor of the update of a matrix; `mode` is one of `training_options.MUON_SCALE_MODES`."""
     if mode == "spectral":
         return math.sqrt(max(rows, columns))
     ratio = rows / columns

@@ -17,7 +17,7 @@ from runtime.optimizers.muon import Muon, is_orthogonalised
 from runtime.optimizers.shards import MOMENTS, ParameterShard, UpdateRule, parameter_groups
 from runtime.parallel.local_tensors import like_parameter
 from runtime.parallel.mesh import Grid
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 
 
 class ElementWise:

@@ -18,7 +18,7 @@ from runtime.logs.console import say
 from runtime.parallel.accelerator import kind_of
 from runtime.parallel.ranks import Ranks, run_on_first_rank
 from runtime.preflight import report, speed
-from runtime.preflight.options import PreflightOptions
+from runtime.preflight.preflight_options import PreflightOptions
 
 TABLE = "network.csv"
 """File in the log folder with the measured collectives, for --network-table."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from costmodels import Layout
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 
 GROWTH, BACKOFF = 2.0, 0.5
 """Factors of a scale that rises and falls, those of Megatron-LM."""

@@ -15,10 +15,10 @@ from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
 from planner.problem import Problem
-from runtime.settings.preflight import PRECISIONS, check_model
+from runtime.settings.checks import PRECISIONS, check_model
 
 if TYPE_CHECKING:
-    from runtime.settings.options import TrainingOptions
+    from runtime.settings.training_options import TrainingOptions
 
 NO_BALANCE = "without --moe-aux-loss-coeff or expert biases nothing balances routers"
 

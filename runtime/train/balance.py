@@ -26,7 +26,7 @@ from costmodels import ModelSpec
 from runtime.model.experts import SMALLEST_SUM, Router
 from runtime.parallel.mesh import Grid
 from runtime.parallel.recomputation import is_recomputing
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.executor import Executor
 
 

@@ -35,7 +35,7 @@ from runtime.parallel.recomputation import recompute, recomputed_blocks, recompu
 from runtime.parallel.replicas import replicate
 from runtime.parallel.tensor import tensor_parallel
 from runtime.parallel.working_copies import WorkingCopies
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 from runtime.train.executor import Accumulation, Executor
 
 

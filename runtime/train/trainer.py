@@ -15,8 +15,8 @@ from costmodels import Layout, ModelSpec
 from runtime.data.boundaries import Boundaries
 from runtime.data.datasets import check_ids
 from runtime.data.packing import with_prompts
+from runtime.faults.fault_options import FaultOptions
 from runtime.faults.heartbeat import set_operation
-from runtime.faults.options import FaultOptions
 from runtime.faults.step_guard import StepGuard
 from runtime.optimizers.shards import ShardedOptimizer, clip_factor
 from runtime.optimizers.update_rules import update_rule
@@ -26,10 +26,10 @@ from runtime.parallel.documents import Documents, check_boundaries, document_sta
 from runtime.parallel.mesh import build_grid
 from runtime.settings.adapter_base import Base
 from runtime.settings.loss_scale import loss_scale_of
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.balance import Balance
+from runtime.train.next_tokens import Batch, next_tokens, predicted_tokens, targets_of
 from runtime.train.stages import build_executor
-from runtime.train.targets import Batch, next_tokens, predicted_tokens, targets_of
 
 
 class StepResult(NamedTuple):

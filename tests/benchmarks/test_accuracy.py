@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accuracy
-from benchmarks.calibration.accuracy import FITTED_SOURCES
+from benchmarks.calibration.scores import FITTED_SOURCES
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT.parent / "shared" / "measured"

@@ -16,7 +16,7 @@ import torch
 
 from runtime.entry import ENTRY
 from runtime.generation import command
-from runtime.generation.options import GenerateOptions
+from runtime.generation.generate_options import GenerateOptions
 from runtime.launch.supervisor import Outcome
 from tests.support.commands import Command, told
 from tests.support.models import MODELS

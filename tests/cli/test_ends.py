@@ -20,7 +20,7 @@ from cli.status import Status
 from cli.tables import console
 from planner import Plan
 from runtime.generation import command
-from runtime.generation.options import GenerateOptions
+from runtime.generation.generate_options import GenerateOptions
 from runtime.parallel.ranks import wait_for_ranks
 from runtime.processes.pools import pool_guard, spawn_context
 from tests.support import ROOT

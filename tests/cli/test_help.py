@@ -17,8 +17,8 @@ from planner.options.flags import sections_of
 from planner.options.model import ModelOptions
 from planner.options.notation import NOTATION
 from planner.options.parallel import ParallelOptions
-from runtime.faults.options import FaultOptions
-from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.faults.fault_options import FaultOptions
+from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 from tests.support.commands import Command
 
 pytestmark = pytest.mark.oldest

@@ -10,13 +10,13 @@ import pytest
 from planner.api import suggest
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
-from runtime.settings.options import TrainingOptions
 from runtime.settings.plan_notes import (
     expert_balance_notes,
     expert_island_notes,
     needs_head_room,
     optimizer_notes,
 )
+from runtime.settings.training_options import TrainingOptions
 
 
 @cache

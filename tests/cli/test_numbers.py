@@ -23,11 +23,11 @@ from planner.options.flags import flag_names
 from planner.options.limits import check_bounds
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
-from runtime.faults.options import FaultOptions
-from runtime.generation.options import GenerateOptions
+from runtime.faults.fault_options import FaultOptions
+from runtime.generation.generate_options import GenerateOptions
 from runtime.job.job import RunOptions
-from runtime.launch.options import LaunchOptions, TrialOptions
-from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.launch.launch_options import LaunchOptions, TrialOptions
+from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 
 GROUPS: tuple[type, ...] = (
     *(ModelOptions, WorldSizesOptions, ClusterOptions, BatchOptions, BudgetOptions, ParallelOptions),

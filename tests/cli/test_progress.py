@@ -21,11 +21,11 @@ from planner.plan import Plan
 from runtime.job.continuation import PreviousRun
 from runtime.job.job import Job
 from runtime.job.prediction import PEAK_TOLERANCE
-from runtime.launch.options import LaunchOptions
+from runtime.launch.launch_options import LaunchOptions
 from runtime.launch.restarts import Display as Shows
 from runtime.launch.supervisor import JobStopped, Outcome
 from runtime.logs import console
-from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 from tests.support.commands import Command
 from tests.support.jobs import LAYOUT, TINY, write_corpus
 

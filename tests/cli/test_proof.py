@@ -14,10 +14,10 @@ from costmodels.errors import InputError
 from costmodels.spec.record import GIB
 from planner import search
 from planner.plan import Plan
-from runtime.dryrun import preflight
+from runtime.dryrun import requirements
 from runtime.dryrun.fit import Proof, needed_bytes, needs_proof
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace, Moment
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from tests.support.commands import Command
 
 Traced = list[str]
@@ -125,7 +125,7 @@ def test_suggest_shows_what_was_traced(planner_command: Command, traced: Any) ->
 
 
 def test_without_pytorch_one_line_says_so(planner_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
+    monkeypatch.setattr(requirements, "find_spec", lambda _: None)
     code, _, err = planner_command("suggest", *JOB, "--dry-run")
     assert code == 2
     assert err.strip().splitlines() == [

@@ -11,7 +11,7 @@ import pytest
 from planner import Plan
 from runtime.checkpoint.owner import ownership
 from runtime.launch.preparation import make_log_dir
-from runtime.settings import preflight
+from runtime.settings import checks
 from tests.support.commands import Command
 from tests.support.jobs import LAYOUT, TINY
 from tests.support.models import MODELS
@@ -59,13 +59,13 @@ def test_a_split_is_checked_against_the_model_before_ranks_start(
 def test_more_ranks_than_the_machine_bears_are_refused(
     planner_command: Command, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "available_cores", lambda: 2)
-    monkeypatch.setattr(preflight, "available_memory", lambda: 24 * 2.0**30)
+    monkeypatch.setattr(checks, "available_cores", lambda: 2)
+    monkeypatch.setattr(checks, "available_memory", lambda: 24 * 2.0**30)
     big = ("--device", "cpu", "--world-size", "500", "--max-global-batch-size", "500")
     what = "--world-size 500: 500 ranks on the CPU of this machine, which has 2 cores and 24.0 GiB of memory"
     refused(planner_command("launch", *TINY, *big), what, "start at most 16 here")
     assert planner_command("launch", *TINY, *ON_TWO[len(TINY) :], "--print-command")[0] == 0
-    monkeypatch.setattr(preflight, "available_memory", lambda: 2.0**30)
+    monkeypatch.setattr(checks, "available_memory", lambda: 2.0**30)
     refused(
         planner_command(
             *("generate", "--load", checkpoint, "--prompt", "x", "--device", "cpu", "--tp", "2", "--pp", "2")
@@ -81,7 +81,7 @@ def test_a_plan_for_more_ranks_than_the_machine_bears_is_refused(
     plan = tmp_path / "plan.json"
     assert planner_command("suggest", *ON_TWO, "--save", plan)[0] == 0
     peak = Plan.load(plan).estimate.peak_memory_bytes
-    monkeypatch.setattr(preflight, "available_memory", lambda: 1.9 * peak)
+    monkeypatch.setattr(checks, "available_memory", lambda: 1.9 * peak)
     refused(planner_command("launch", "--plan", plan), f"the plan {plan}: 2 ranks on the CPU", "at most 1")
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from cli.trials import best_plan
+from cli.trial_table import best_plan
 from costmodels.errors import InputError
 from planner import Plan, search
 from runtime.job.job import Job, RunOptions
 from runtime.launch import trials
-from runtime.settings.options import DataOptions, TrainingOptions
+from runtime.settings.training_options import DataOptions, TrainingOptions
 from tests.support import ROOT
 from tests.support.commands import Command
 from tests.support.jobs import LAYOUT, TINY, losses, write_corpus

@@ -144,7 +144,7 @@ def saved_checkpoint(folder: str) -> None:
     import torch
 
     from runtime import checkpoint
-    from runtime.settings.options import TrainingOptions
+    from runtime.settings.training_options import TrainingOptions
     from runtime.train.trainer import Trainer
     from tests.support.layouts import parse_layout
     from tests.support.models import MODELS

@@ -17,7 +17,7 @@ from planner.options.flags import flag, flag_groups, flag_names, for_words, run
 from planner.options.model import ModelOptions
 from planner.options.other_tools import SUBSTITUTES, substitute
 from planner.options.parallel import ParallelOptions
-from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 
 GROUPS = (
     *(ModelOptions, ClusterOptions, BatchOptions, ParallelOptions),

@@ -13,8 +13,8 @@ from costmodels.errors import InputError
 from costmodels.spec.table import value_of
 from planner.api import search, suggest
 from planner.space import kind_rules
+from runtime.settings.checks import check_job
 from runtime.settings.job_rules import check_rules, job_rules
-from runtime.settings.preflight import check_job
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, LLAMA, MODELS
 

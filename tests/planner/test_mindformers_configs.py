@@ -11,7 +11,7 @@ from planner.formats.conversion import convert_config
 from planner.formats.facts.reading import Reading
 from planner.formats.files import read_files
 from planner.formats.mindformers.names import CAME_VALUES
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from tests.support.guides import guide
 
 STATIC = """

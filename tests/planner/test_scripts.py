@@ -19,11 +19,11 @@ from planner.formats.targets import export as export_plan
 from planner.options.flags import arguments
 from planner.plan import Plan
 from planner.scripts.job import JobScript
-from planner.scripts.targets import SCHEDULERS
+from planner.scripts.schedulers import SCHEDULERS
+from runtime.launch.launch_options import LaunchOptions
 from runtime.launch.nodes import nodes_of_job
-from runtime.launch.options import LaunchOptions
 from runtime.processes.start_variables import RESTARTS_VARIABLES
-from runtime.settings.options import OutputOptions, TrainingOptions
+from runtime.settings.training_options import OutputOptions, TrainingOptions
 from tests.planner.test_exports import plans
 from tests.support.commands import Command
 from tests.support.kubernetes import faults, schema

@@ -13,7 +13,7 @@ from costmodels.spec.table import LayoutTable
 from planner import search
 from planner.ranking.result import SearchResult
 from planner.space.rules import LONGEST_CHUNK, first_violation
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 from tests.support.layouts import layouts_of
 
 SMALL: dict[str, Any] = {"model": "gpt-22b", "world_size": 8, "max_global_batch_size": 16}

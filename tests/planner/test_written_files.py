@@ -21,8 +21,8 @@ from planner.formats.targets import TARGETS, export
 from planner.formats.writing.written import words_of, written
 from planner.plan import Plan
 from planner.scripts.job import JobScript
+from planner.scripts.schedulers import SCHEDULERS
 from planner.scripts.slurm import time_limit
-from planner.scripts.targets import SCHEDULERS
 from tests.support.commands import Command
 from tests.support.jobs import TIMEOUT_S
 

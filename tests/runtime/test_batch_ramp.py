@@ -12,7 +12,7 @@ from planner.options.flags import arguments
 from runtime.logs.sample_log import read_samples
 from runtime.settings.batch_ramp import BatchRamp, batch_ramp, ramp_rule
 from runtime.settings.job_rules import check_rules
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from tests.support.jobs import TINY, write_corpus
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS

@@ -11,7 +11,7 @@ import pytest
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.checkpoint.writer import ALIGNMENT
-from runtime.settings.options import OutputOptions
+from runtime.settings.training_options import OutputOptions
 from tests.support.jobs import losses, write_corpus
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from costmodels import Layout
 from costmodels.catalogue.local_machine import available_cores
 from runtime.parallel.cores import own_cores, use_all_cores
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.models import LLAMA
 

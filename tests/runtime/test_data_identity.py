@@ -14,7 +14,7 @@ from runtime.data import IndexedDataset, IndexedWriter
 from runtime.data.datasets import build_datasets, check_ids
 from runtime.data.identity import BLOCK_BYTES, BLOCKS, difference, identity
 from runtime.job.job import Job, sample_order
-from runtime.settings.options import DataOptions, TrainingOptions
+from runtime.settings.training_options import DataOptions, TrainingOptions
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
 from tests.support.ranks import checkpoints as work

@@ -23,7 +23,7 @@ from runtime.data.packing import PackedDataset, packed_rows
 from runtime.data.tokenizers import ByteTokenizer
 from runtime.model.transformer import Transformer
 from runtime.parallel.initialisation import initialise
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from tests.support.gradients import check_gradients
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, MODELS

@@ -20,7 +20,7 @@ from runtime.data.record import digest, read_record
 from runtime.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job.datasets import model_tokenizer, open_datasets, tokenizer_for
-from runtime.settings.options import DataOptions
+from runtime.settings.training_options import DataOptions
 from tests.support.models import MODELS
 
 BYTES = ByteTokenizer()

@@ -19,7 +19,7 @@ from planner.inputs.batch import Batch
 from planner.inputs.pins import parse_pins
 from planner.space.grid import build
 from runtime.parallel.mesh import build_grid
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 from runtime.train.stages import build_stage, executor_of
 
 PINS = (

@@ -22,7 +22,7 @@ from runtime.dryrun.run import trace
 from runtime.dryrun.steady import enough_micro_batches
 from runtime.dryrun.tracker import Tracker
 from runtime.model.transformer import Transformer
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.layouts import layout_of
 

@@ -14,7 +14,7 @@ import torch
 
 from costmodels.errors import InputError
 from runtime.faults import heartbeat
-from runtime.faults.options import FaultOptions
+from runtime.faults.fault_options import FaultOptions
 from runtime.faults.step_guard import FEWEST_NORMS, StepGuard, TrainingDiverged
 from runtime.faults.stragglers import (
     FEWEST_SAMPLES,

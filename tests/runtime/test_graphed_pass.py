@@ -12,9 +12,9 @@ from costmodels.catalogue import load_model
 from costmodels.errors import InputError
 from costmodels.spec.model_parts import MultiTokenPrediction
 from planner import evaluate, search, suggest
+from runtime.settings.checks import check_job
 from runtime.settings.job_rules import check_rules, job_rules
-from runtime.settings.options import DataOptions
-from runtime.settings.preflight import check_job
+from runtime.settings.training_options import DataOptions
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS, llama
 from tests.support.ranks.graphs import Both, graphed_and_plain

@@ -12,7 +12,7 @@ from costmodels.errors import InputError
 from runtime.checkpoint import MANIFEST, iteration_folder
 from runtime.job.job_folders import check_save
 from runtime.processes.start_variables import ELASTIC_VARIABLE, RESTARTS_VARIABLES
-from runtime.settings.options import OutputOptions
+from runtime.settings.training_options import OutputOptions
 from tests.support import ROOT
 
 

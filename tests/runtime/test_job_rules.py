@@ -14,9 +14,9 @@ from costmodels.spec.layout import SPLIT_BACKWARD
 from planner import explain, search
 from planner.options.batch import BatchOptions
 from runtime.job.continuation import plan_for_ranks
+from runtime.settings.checks import check_training
 from runtime.settings.job_rules import check_rules, job_rules, reachable_batch
-from runtime.settings.options import DataOptions, TrainingOptions
-from runtime.settings.preflight import check_training
+from runtime.settings.training_options import DataOptions, TrainingOptions
 from tests.support.layouts import layouts_of, parse_layout
 from tests.support.models import MODELS
 

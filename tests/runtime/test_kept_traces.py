@@ -14,7 +14,7 @@ from runtime.dryrun.alike import alike_ranks
 from runtime.dryrun.kept_traces import keep_trace, kept_trace, trace_name
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace, Moment
 from runtime.dryrun.ranks import trace_ranks
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from tests.support.layouts import layout_of
 
 GPT = ModelSpec.model_validate(

@@ -9,7 +9,7 @@ import pytest
 
 from costmodels.errors import InputError
 from runtime.settings.learning_rate import DECAY_STYLES, LearningRate, WeightDecay
-from runtime.settings.options import OutputOptions, TrainingOptions
+from runtime.settings.training_options import OutputOptions, TrainingOptions
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
 

@@ -19,7 +19,7 @@ from runtime.logs import console
 from runtime.logs import trackers as trackers_module
 from runtime.logs.rank_log import RankLog
 from runtime.logs.trackers import MlflowRun, Trackers, WandbRun, check_installed
-from runtime.settings.options import OutputOptions
+from runtime.settings.training_options import OutputOptions
 from tests.support.jobs import wait_until
 
 STEP = {

@@ -20,7 +20,7 @@ from runtime.checkpoint.tensor_store import StoredTensors
 from runtime.huggingface.stored_model import open_model
 from runtime.job.initial_state import check_adapters, check_loaded
 from runtime.model.transformer import Transformer
-from runtime.settings.options import OutputOptions
+from runtime.settings.training_options import OutputOptions
 from tests.support.hugging_face import hugging_face, skip_unless_there
 from tests.support.layouts import layout_of, parse_layout
 from tests.support.models import MODELS

@@ -22,9 +22,9 @@ from runtime.huggingface.stored_model import StoredModel
 from runtime.job.initial_state import check_loaded
 from runtime.model.transformer import Transformer
 from runtime.parallel.documents import document_starts
-from runtime.settings.options import OutputOptions
-from runtime.settings.preflight import check_job
-from runtime.train.targets import Batch, next_tokens, predicted_tokens, targets_of
+from runtime.settings.checks import check_job
+from runtime.settings.training_options import OutputOptions
+from runtime.train.next_tokens import Batch, next_tokens, predicted_tokens, targets_of
 from tests.support.gradients import check_gradients
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, LLAMA

@@ -11,10 +11,10 @@ from costmodels.catalogue import load_model
 from planner.inputs.cluster import resolve_cluster
 from planner.options.cluster import ClusterOptions
 from planner.options.search import idle_links
-from runtime.faults.options import FaultOptions
-from runtime.generation.options import GenerateOptions
+from runtime.faults.fault_options import FaultOptions
+from runtime.generation.generate_options import GenerateOptions
 from runtime.settings.idle_flags import REASONS, idle_flag_notes
-from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 from tests.support.layouts import parse_layout
 
 DENSE = load_model("llama2-7b")

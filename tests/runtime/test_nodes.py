@@ -7,8 +7,8 @@ import pytest
 from costmodels.errors import InputError
 from planner.options.cluster import ClusterOptions
 from runtime.job.job import Job
+from runtime.launch.launch_options import LaunchOptions
 from runtime.launch.nodes import Nodes, node_command, node_environment, nodes_of_job, ranks_of_node
-from runtime.launch.options import LaunchOptions
 from tests.runtime.test_world import DLC, INDEXED, NODE
 
 TWO = Nodes(2, 2, 1, "127.0.0.1", 29500, "job", "--nnodes 2")

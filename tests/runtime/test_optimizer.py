@@ -12,7 +12,7 @@ from costmodels.spec.layout import Optimizer
 from runtime.optimizers import update_rules
 from runtime.optimizers.muon import update_scale
 from runtime.optimizers.shards import clip_factor, is_decayed
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, MODELS
 from tests.support.ranks import optimizers as work

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from runtime.parallel.data import needs_data_parallel
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from tests.support.layouts import parse_layout
 from tests.support.models import MODELS
 from tests.support.ranks import optimizers as work

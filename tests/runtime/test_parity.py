@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from costmodels import ModelSpec
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 from tests.support.layouts import deep_enough, parse_layout
 from tests.support.models import DENSE, MODELS
 from tests.support.ranks.parity import difference, losses_of, relative_difference, trained

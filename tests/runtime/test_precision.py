@@ -16,7 +16,7 @@ from runtime.parallel.float8 import check_float8
 from runtime.parallel.mesh import build_grid
 from runtime.settings.idle_flags import idle_flag_notes
 from runtime.settings.loss_scale import LossScale, loss_scale_of
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.stages import build_stage
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, MODELS

@@ -12,7 +12,7 @@ from costmodels.catalogue import load_model
 from costmodels.errors import InputError
 from costmodels.spec.untrained import TRAINED_SCALINGS
 from runtime.model.rotary import ROPE_KINDS
-from runtime.settings.preflight import check_folder, check_job, check_model
+from runtime.settings.checks import check_folder, check_job, check_model
 from tests.support.layouts import layout_of
 from tests.support.models import MODELS
 

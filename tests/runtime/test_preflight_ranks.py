@@ -10,7 +10,7 @@ import pytest
 
 from costmodels.errors import InputError
 from costmodels.network.network_table import read_network_table
-from runtime.preflight.options import PreflightOptions
+from runtime.preflight.preflight_options import PreflightOptions
 from runtime.preflight.report import RankReport, clock_note, mismatches, report_table
 from runtime.preflight.speed import GroupRate, LinkRate, slow_devices, slow_links, slow_nodes, table_rows
 from tests.support.ranks import preflight as work

@@ -26,7 +26,7 @@ from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job.initial_state import keep_companions
 from runtime.job.job import Job
 from runtime.job.job_folders import check_load
-from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 from tests.support.hugging_face import hugging_face, skip_unless_there
 from tests.support.jobs import write_corpus
 from tests.support.models import MODELS

@@ -23,7 +23,7 @@ from runtime.dryrun.run import fake_process_group, trace
 from runtime.model.nf4 import rounded
 from runtime.parallel.mesh import build_grid
 from runtime.parallel.quantised_base import base_weights
-from runtime.settings.preflight import check_job
+from runtime.settings.checks import check_job
 from runtime.train.stages import build_stage
 from tests.support.hugging_face import MODELS as THEIRS
 from tests.support.hugging_face import SIZES, hugging_face, skip_unless_there

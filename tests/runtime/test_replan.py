@@ -24,7 +24,7 @@ from runtime.job.continuation import (
     previous_run,
 )
 from runtime.processes.start_variables import RESTARTS_VARIABLE, is_restarted
-from runtime.settings.options import OutputOptions, TrainingOptions
+from runtime.settings.training_options import OutputOptions, TrainingOptions
 
 TRAINING = TrainingOptions()
 BALANCED = TrainingOptions(moe_aux_loss_coeff=0.01)

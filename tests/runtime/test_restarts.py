@@ -18,10 +18,10 @@ from runtime.faults.error_file import Report, read_report, report
 from runtime.job.going_on import continuation
 from runtime.job.job import Job, RunOptions
 from runtime.launch import restarts
-from runtime.launch.options import LaunchOptions
+from runtime.launch.launch_options import LaunchOptions
 from runtime.launch.restarts import run_with_restarts
 from runtime.launch.supervisor import Outcome
-from runtime.settings.options import OutputOptions
+from runtime.settings.training_options import OutputOptions
 from tests.support import ROOT
 from tests.support.jobs import TIMEOUT_S, wait_until
 from tests.support.running_jobs import is_alive

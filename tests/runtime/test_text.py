@@ -9,7 +9,7 @@ import pytest
 
 from costmodels.errors import InputError
 from runtime.job.datasets import open_datasets, tokenizer_for
-from runtime.settings.options import DataOptions
+from runtime.settings.training_options import DataOptions
 from tests.support.jobs import write_corpus
 from tests.support.models import MODELS
 

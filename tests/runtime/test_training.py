@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from costmodels import ModelSpec
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import batch_rows
 from tests.support.layouts import parse_layout
 from tests.support.models import KINDS, LLAMA, MODELS

@@ -21,7 +21,7 @@ from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job import initial_state
 from runtime.model.transformer import Transformer
 from runtime.parallel.initialisation import initialise
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.ranks.training import CPU, batch_of
 

@@ -7,11 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from benchmarks.calibration.measurements import Measurement
-from benchmarks.calibration.memory_fit import memory_fit_plans
-from benchmarks.calibration.memory_peaks import of_measured_ranks
-from benchmarks.calibration.predictions import MemoryPredictions, predict_memory
-from benchmarks.calibration.unseen_memory import (
+from benchmarks.calibration.left_out_memory import (
     LEAST_SPREAD,
     UnseenMemory,
     loader_with,
@@ -19,6 +15,10 @@ from benchmarks.calibration.unseen_memory import (
     memory_without,
     unseen_memory,
 )
+from benchmarks.calibration.measurements import Measurement
+from benchmarks.calibration.memory_fit import memory_fit_plans
+from benchmarks.calibration.memory_peaks import of_measured_ranks
+from benchmarks.calibration.predictions import MemoryPredictions, predict_memory
 from benchmarks.calibration.unseen_spread import FEW
 from costmodels import Engine, price
 from costmodels.spec.table import LayoutTable

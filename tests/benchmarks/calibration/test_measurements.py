@@ -6,12 +6,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.calibration.accuracy import score
 from benchmarks.calibration.measurements import NO_TABLE, measurement_of, read_measurements, source_notes
 from benchmarks.calibration.predictions import predict
 from benchmarks.calibration.published_cells import Unusable
 from benchmarks.calibration.published_devices import published_device
 from benchmarks.calibration.published_splits import stages_by_cost
+from benchmarks.calibration.scores import score
 from costmodels.errors import InputError
 from tests.support import ROOT
 

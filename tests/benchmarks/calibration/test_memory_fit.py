@@ -8,11 +8,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from benchmarks.calibration.accuracy import FITTED_SOURCES, SourceScore, is_fit_row, score
 from benchmarks.calibration.measurements import Measurement, measurement_of, read_measurements
 from benchmarks.calibration.memory_fit import MemoryFitPlan, fit_memory, has_memory, memory_fit_plans
 from benchmarks.calibration.memory_peaks import MEMORY_KINDS, predicted_peaks, published_peak
 from benchmarks.calibration.predictions import predict
+from benchmarks.calibration.scores import FITTED_SOURCES, SourceScore, is_fit_row, score
 from costmodels import Cluster, Engine, Layout, ModelSpec
 from costmodels.catalogue import engine_names, load_engine
 from costmodels.errors import InputError

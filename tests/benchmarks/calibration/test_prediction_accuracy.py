@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.calibration.accuracy import (
+from benchmarks.calibration.predictions import Predictions, predict
+from benchmarks.calibration.rank_correlation import kendall_tau, rank_sweeps, regret
+from benchmarks.calibration.scores import (
     FIT_SHARE,
     FITTED_SOURCES,
     is_fit_row,
     score,
     time_factors,
 )
-from benchmarks.calibration.predictions import Predictions, predict
-from benchmarks.calibration.rank_correlation import kendall_tau, rank_sweeps, regret
 from costmodels import price
 from costmodels.spec.table import LayoutTable
 from costmodels.time.uncertainty import spread

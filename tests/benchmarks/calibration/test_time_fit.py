@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.calibration.accuracy import FITTED_SOURCES
 from benchmarks.calibration.measurements import Measurement
 from benchmarks.calibration.priors import Prior
+from benchmarks.calibration.scores import FITTED_SOURCES
 from benchmarks.calibration.time_fit import (
     TimeFitPlan,
     fit_times,

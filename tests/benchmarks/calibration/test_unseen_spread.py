@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.calibration.accuracy import score
+from benchmarks.calibration.left_out_sources import UnseenSource
 from benchmarks.calibration.predictions import predict
-from benchmarks.calibration.unseen_sources import UnseenSource
+from benchmarks.calibration.scores import score
 from benchmarks.calibration.unseen_spread import COVERAGE, UNSEEN_EXPERTS, spreads, weighted_quantile
 from costmodels import price
 from costmodels.spec.engine import Spread

@@ -9,7 +9,7 @@ import torch
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
 from runtime.job.initial_state import load_weights
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.ranks.training import batch_of
 

@@ -30,7 +30,7 @@ from runtime.faults.exit_signals import Requests
 from runtime.job.job import Job, RunOptions
 from runtime.job.loop import Loop
 from runtime.parallel.ranks import Ranks
-from runtime.settings.options import DataOptions, OutputOptions, TrainingOptions
+from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.jobs import TIMEOUT_S
 from tests.support.ranks.training import CPU, batch_of

@@ -17,7 +17,7 @@ from runtime.model.attention import CoreAttention
 from runtime.model.transformer import Transformer
 from runtime.parallel.context import context_parallel, local_positions
 from runtime.parallel.mesh import Grid
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.layouts import layout_of
 from tests.support.ranks.training import CPU, batch_of, step_gradients

@@ -11,7 +11,7 @@ import torch
 
 from costmodels import Layout, ModelSpec
 from runtime.data.boundaries import Boundaries
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.ranks.training import batch_gradients
 

@@ -17,7 +17,7 @@ from runtime import checkpoint
 from runtime.model.transformer import Transformer
 from runtime.parallel.initialisation import initialise
 from runtime.parallel.local_tensors import local_part
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.balance import Balance, Load
 from runtime.train.trainer import Trainer
 from tests.support.ranks.parity import ROUTING

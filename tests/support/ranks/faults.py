@@ -15,13 +15,13 @@ import torch.distributed as dist
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from runtime.faults import heartbeat, watchdog
+from runtime.faults.fault_options import FaultOptions
 from runtime.faults.heartbeat import set_operation
-from runtime.faults.options import FaultOptions
 from runtime.faults.stragglers import FEWEST_SAMPLES
 from runtime.faults.watchdog import Watchdog
 from runtime.job.slow_ranks import SlowRanks
 from runtime.parallel.local_tensors import local_part
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.jobs import TIMEOUT_S, wait_until
 from tests.support.layouts import parse_layout

@@ -17,7 +17,7 @@ from runtime.model.transformer import Transformer
 from runtime.optimizers.factored import PADDED_NAMES
 from runtime.optimizers.muon import Muon
 from runtime.parallel.local_tensors import local_part
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.ranks.training import CPU, batch_of
 

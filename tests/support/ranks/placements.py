@@ -12,7 +12,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from costmodels import Layout, ModelSpec
 from runtime.parallel.placements import UNMOVED, keep_placements
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.ranks.training import CPU
 

@@ -14,7 +14,7 @@ from runtime import checkpoint
 from runtime.optimizers.update_rules import ElementWise
 from runtime.parallel.float8_tensorwise import Float8Weight
 from runtime.parallel.local_tensors import local_part
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train import stages
 from runtime.train.trainer import Trainer
 from tests.support.ranks.parity import Training, losses_of, trained

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from costmodels.errors import InputError
 from runtime.parallel.ranks import Ranks
-from runtime.preflight.options import PreflightOptions
+from runtime.preflight.preflight_options import PreflightOptions
 from runtime.preflight.run import preflight
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from costmodels import Layout, ModelSpec
 from runtime.parallel.local_tensors import like_parameter, local_part
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.ranks.training import CPU, batch_of
 

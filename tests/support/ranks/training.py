@@ -11,7 +11,7 @@ from costmodels import Layout, ModelSpec
 from runtime import checkpoint
 from runtime.job.metrics import largest_of_ranks
 from runtime.parallel.local_tensors import local_part
-from runtime.settings.options import TrainingOptions
+from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 
 CPU = torch.device("cpu")

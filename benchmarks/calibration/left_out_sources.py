@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.calibration.accuracy import SourceScore, is_fit_row, score
 from benchmarks.calibration.layer_factors import fit_layers
 from benchmarks.calibration.measurements import EngineLoader, Measurement
 from benchmarks.calibration.predictions import Predictions, predict
+from benchmarks.calibration.scores import SourceScore, is_fit_row, score
 from benchmarks.calibration.time_fit import TimeFitPlan, fit_times, is_row_of
 from costmodels.catalogue import Fits, calibrated_fits, load_engine
 from costmodels.dataclass import dataclass

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.calibration.accuracy import MemoryScore, OomScore, is_fit_row, memory_score, oom_score
+from benchmarks.calibration.left_out_sources import FEWEST
 from benchmarks.calibration.measurements import EngineLoader, Measurement, named_engine
 from benchmarks.calibration.memory_fit import MemoryFitPlan, fit_memory, has_memory
 from benchmarks.calibration.memory_peaks import MEMORY_KINDS, published_peak
 from benchmarks.calibration.predictions import MemoryPredictions, predict_memory
-from benchmarks.calibration.unseen_sources import FEWEST
+from benchmarks.calibration.scores import MemoryScore, OomScore, is_fit_row, memory_score, oom_score
 from benchmarks.calibration.unseen_spread import COVERAGE, FEW, weighted_quantile
 from costmodels.dataclass import dataclass
 from costmodels.spec.engine import Engine

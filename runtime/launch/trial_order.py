@@ -18,7 +18,7 @@ POOL = 4
 
 
 @dataclass(frozen=True)
-class Tries:
+class TrialSeries:
     """Plans that were measured, and what that makes likely of the others."""
 
     trials: tuple[Trial, ...]
@@ -45,7 +45,7 @@ class Tries:
         return f"regret: at most {100 * self.regret:.1f} % against {others}, 19 times of 20"
 
     def as_json(self) -> dict[str, Any]:
-        """The tries as JSON; times are seconds of a step."""
+        """The trials as JSON; times are seconds of a step."""
         return {
             "kept": self.best.plan.layout.describe(),
             "settled": self.settled,
@@ -76,7 +76,7 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
     }
 
 
-def try_plans(plans: Sequence[Plan], most: int, run: Callable[[Plan], Trial]) -> Tries:
+def try_plans(plans: Sequence[Plan], most: int, run: Callable[[Plan], Trial]) -> TrialSeries:
     """Measure up to `most` of `plans`: the first one, and then whichever may be the best by what was seen.
 
     It ends where no other plan is likely to be faster than the best by more than `SETTLED`. Plans that are
@@ -106,7 +106,7 @@ def try_plans(plans: Sequence[Plan], most: int, run: Callable[[Plan], Trial]) ->
     if by_time:
         left.sort(key=lambda place: expected[place].step_time_s / _work(plans[place]))
     regret = _regret(plans, seen, expected, left) if by_time else None
-    return Tries(tuple(trials.values()), best, tuple((plans[p], expected[p]) for p in left), regret)
+    return TrialSeries(tuple(trials.values()), best, tuple((plans[p], expected[p]) for p in left), regret)
 
 
 def _work(plan: Plan) -> float:

@@ -21,7 +21,7 @@ from planner.space.rules import first_violation
 from runtime.settings.job_rules import check_rules, job_rules
 
 if TYPE_CHECKING:
-    from runtime.settings.options import TrainingOptions
+    from runtime.settings.training_options import TrainingOptions
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "mxfp8")
 """Number formats that the runtime computes in."""

@@ -9,8 +9,8 @@ from costmodels.spec.record import GIB
 from planner.objective import Objective
 from planner.plan import Plan
 from runtime.job.job import Job
+from runtime.launch.trial_order import TrialSeries, try_plans
 from runtime.launch.trials import Trial, try_plan
-from runtime.launch.tries import Tries, try_plans
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
 
@@ -25,7 +25,7 @@ BEST_NAMES: dict[Objective, str] = {
 
 def best_plan(
     plans: Sequence[Plan], iterations: int, job: Job, warm: WarmRanks | None = None, most: int | None = None
-) -> Tries:
+) -> TrialSeries:
     """The trials of up to `most` of `plans`, `iterations` steps of `job` each, and the one to keep.
 
     Args:

@@ -1,6 +1,6 @@
 """How good the order of `planner launch --try` is, on layouts that `planner sweep` has all measured.
 
-python -m benchmarks.tries SWEEP.jsonl... [--json]
+python -m benchmarks.trial_order SWEEP.jsonl... [--json]
 
 Each file is a pool of plans of one model and number of ranks. For each number of tries: what would have been
 measured, by how much the plan that is kept is slower than the best of the pool, and how much was said.
@@ -18,8 +18,8 @@ from costmodels.errors import InputError
 from planner import Plan
 from planner.options.flags import run
 from runtime.job.measurement import Measurement
+from runtime.launch.trial_order import try_plans
 from runtime.launch.trials import Trial
-from runtime.launch.tries import try_plans
 
 
 def played(plans: list[Plan], seconds: dict[str, float]) -> list[dict[str, Any]]:
@@ -79,4 +79,4 @@ def tries(
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(tries)
-    run(app, "benchmarks.tries")
+    run(app, "benchmarks.trial_order")

@@ -11,8 +11,8 @@ from costmodels.errors import InputError
 from planner import Plan, search
 from planner.ranking.measured_order import expected_steps
 from runtime.job.measurement import Measurement
+from runtime.launch.trial_order import SETTLED, TrialSeries, try_plans
 from runtime.launch.trials import Trial
-from runtime.launch.tries import SETTLED, Tries, try_plans
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def seconds(plan: Plan, common: float, tensor: float = 1.0) -> float:
     return common * (time.total + (tensor - 1) * time.tensor_parallel)
 
 
-def run(plans: list[Plan], most: int, common: float, tensor: float = 1.0) -> tuple[Tries, list[int]]:
+def run(plans: list[Plan], most: int, common: float, tensor: float = 1.0) -> tuple[TrialSeries, list[int]]:
     order: list[int] = []
 
     def one(plan: Plan) -> Trial:

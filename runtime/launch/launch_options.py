@@ -9,8 +9,8 @@ from costmodels.errors import InputError
 from planner.options.flags import flag
 from planner.options.limits import MOST_STEPS, Bounds, check_bounds
 from runtime.job.job import RunOptions
-from runtime.settings.options import OutputOptions
-from runtime.settings.preflight import RESTARTS
+from runtime.settings.checks import RESTARTS
+from runtime.settings.training_options import OutputOptions
 
 FEWEST_ITERS = 2
 """Steps of a trial at least: the first one warms up and does not count."""
