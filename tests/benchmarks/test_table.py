@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+import pytest
 
 from tests.support import ROOT
 
@@ -27,6 +30,20 @@ def test_every_command_has_a_row_and_every_row_a_command() -> None:
     assert named == commands - {f"benchmarks.{part}" for part in PARTS}
 
 
-def test_every_result_is_linked() -> None:
-    links = set(re.findall(r"\(results/([\w.]+)\)", (FOLDER / "README.md").read_text(encoding="utf-8")))
-    assert links == {file.name for file in (FOLDER / "results").iterdir()}
+def test_every_result_is_linked_with_its_date() -> None:
+    pattern = r"\[([\d-]+)\]\(results/([\w.]+)\)"
+    links = {
+        name: date for date, name in re.findall(pattern, (FOLDER / "README.md").read_text(encoding="utf-8"))
+    }
+    files = {file.name: file.read_text(encoding="utf-8") for file in (FOLDER / "results").iterdir()}
+    assert links.keys() == files.keys()
+    assert [name for name, date in links.items() if date not in files[name].partition("\n")[0]] == []
+
+
+@pytest.mark.parametrize("file", sorted((FOLDER / "results").iterdir()), ids=lambda file: file.stem)
+def test_a_result_says_its_command_and_commit(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert re.search(r"\bcommit [0-9a-f]{7}\b", text.partition("\n")[0])
+    assert re.search(r"python -m (benchmarks|tests)\.\w+", text)
+    log = re.findall(r"^.*(?:\biteration +\d+/|\[\d{4}-\d\d-\d\d [\d:.]+\]|Traceback).*$", text, re.MULTILINE)
+    assert not log, "a table, not the log of a run"
