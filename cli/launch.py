@@ -29,6 +29,7 @@ from planner.options.flags import flag_groups
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
+from planner.service.plan_notes import optimizer_notes
 from runtime.faults.fault_options import FaultOptions
 from runtime.job.continuation import PreviousRun, previous_run
 from runtime.job.going_on import from_saved, has_saved
@@ -54,7 +55,7 @@ from runtime.logs.console import say
 from runtime.preflight.preflight_options import PreflightOptions
 from runtime.processes.start_variables import is_restarted
 from runtime.settings.checks import check_host
-from runtime.settings.plan_notes import expert_balance_notes, optimizer_notes
+from runtime.settings.plan_notes import expert_balance_notes
 from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 
 TRIES_FILE = "tries.json"

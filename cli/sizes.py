@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterator
 
 from cli.tables import console, parameter_count, table
 from costmodels.spec.record import GIB, in_seconds
 from planner.budget.run import run_lines
 from planner.budget.words import scaled_number, short_number
 from planner.objective import MEANINGS
-from planner.plan import Plan
-from planner.proposals.proposal import Proposal
 from planner.world_sizes import Size, Sizes
-
-SHARED_FIELDS = {"version", "model", "engine", "objective", "preference", "rejected", "asked"}
-"""Fields of plans that are said once, or not."""
 
 
 def print_sizes(found: Sizes, assumed: list[str], notes: list[str]) -> None:
@@ -87,47 +80,3 @@ def _row(found: Sizes, size: Size) -> list[str]:
         short_number(run.days) if found.tokens is not None else f"{estimate.tokens_per_s * goodput:,.0f}",
         scaled_number(run.device_hours if run.money is None else run.money),
     ]
-
-
-def sizes_json(
-    found: Sizes, assumed: list[str], notes: list[str], proposals: Sequence[Proposal]
-) -> dict[str, Any]:
-    """The answer of `planner suggest --json` of several world sizes.
-
-    Args:
-        proposals: what would fit, where no size does.
-    """
-    problem = found.problem
-    chosen = found.chosen
-    return {
-        "model": problem.model.model_dump(mode="json") | {"parameters": problem.model.parameters},
-        "engine": problem.engine.name,
-        "precision": problem.precision,
-        "batch": {"size": problem.batch.size, "maximum": problem.batch.maximum},
-        "objective": found.objective,
-        "assumed": assumed,
-        "notes": notes,
-        "proposals": [one.as_json() for one in proposals],
-        "tokens": found.tokens,
-        "price_per_hour": None if found.price is None else found.price.amount,
-        "currency": None if found.price is None else found.price.currency,
-        "deadline_days": found.goal.deadline_days,
-        "budget": None if found.goal.budget is None else found.goal.budget.amount,
-        "chosen": None if chosen is None else chosen.world_size,
-        "recommendation": None if found.recommendation is None else asdict(found.recommendation),
-        "front": [size.world_size for size in found.front],
-        "sizes": [
-            {
-                "world_size": size.world_size,
-                "on_front": size.on_front,
-                "problem": size.problem,
-                "plan": None if size.plan is None else _plan_json(size.plan),
-                "run": None if size.run is None else asdict(size.run),
-            }
-            for size in found.sizes
-        ],
-    }
-
-
-def _plan_json(plan: Plan) -> dict[str, Any]:
-    return plan.model_dump(mode="json", exclude=SHARED_FIELDS)

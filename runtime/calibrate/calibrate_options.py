@@ -8,9 +8,9 @@ from typing import ClassVar
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
 from planner.inputs.model import resolve_model
+from planner.inputs.trained_here import check_model
 from planner.options.flags import flag
 from planner.options.limits import Bounds
-from runtime.settings.checks import check_model
 
 DEFAULT_MODEL = {"cpu": "gpt2-nano", "gpu": "gpt2-small"}
 """Model whose shapes are measured where none is named, by the kind of device."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from costmodels import Device
 from costmodels.errors import InputError
 from planner.inputs.engine import DEFAULT_ENGINE
+from planner.inputs.trained_here import check_model
 from runtime.job.continuation import PreviousRun, keep_batch, keep_micro_batch
 from runtime.job.job import Job
 from runtime.settings.checks import check_model

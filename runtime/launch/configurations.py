@@ -20,13 +20,14 @@ from planner.formats.files import read_files
 from planner.formats.scaling import scaled_down
 from planner.inputs.device import resolve_device
 from planner.inputs.engine import DEFAULT_ENGINE
+from planner.inputs.trained_here import PRECISIONS
 from planner.options.flags import flag_names
 from planner.options.parallel import check_alone
 from planner.plan import Plan
 from planner.problem import Problem, resolve_problem
 from runtime.job.job import Job
 from runtime.launch.launch_options import LaunchOptions
-from runtime.settings.checks import PRECISIONS, RECIPES
+from runtime.settings.checks import RECIPES
 
 GROUPS = ("training", "data", "output", "faults")
 """Groups of flags that say what is learned, from which data, and what is kept of it."""

@@ -11,8 +11,8 @@ from costmodels.catalogue.local_machine import CONTEXT_BYTES, available_cores, a
 from costmodels.errors import InputError
 from costmodels.spec.layout import Fp8Recipe
 from costmodels.spec.record import GIB
-from costmodels.spec.untrained import untrained_parts
 from planner.inputs.engine import DEFAULT_ENGINE, engines_on
+from planner.inputs.trained_here import PRECISIONS, check_model
 from planner.options.limits import Bounds
 from planner.plan import Plan
 from planner.space.kind_rules import kind_rules
@@ -22,9 +22,6 @@ from runtime.settings.job_rules import check_rules, job_rules
 
 if TYPE_CHECKING:
     from runtime.settings.training_options import TrainingOptions
-
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "mxfp8")
-"""Number formats that the runtime computes in."""
 
 RECIPES: tuple[Fp8Recipe, ...] = ("default", "rowwise", "tensorwise", "rowwise_with_gw_hp")
 """Scales of products in fp8 that it knows."""
@@ -38,16 +35,6 @@ TIMEOUT = Bounds("positive and at most 525600 (a year), such as 10", 1e-3, 525_6
 
 RESTARTS = Bounds("0 (never) or positive", 0)
 """Starts of a job after its first one."""
-
-
-def check_model(spec: ModelSpec) -> None:
-    """Raise `InputError` when `spec` needs what the runtime does not build."""
-    missing = untrained_parts(spec)
-    if missing:
-        raise InputError(
-            f"model {spec.name} can be planned, not trained here: the runtime does not compute "
-            f"{', '.join(missing)}"
-        )
 
 
 def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:

@@ -10,12 +10,8 @@ import pytest
 from planner.api import suggest
 from planner.options.parallel import ParallelOptions
 from planner.plan import Plan
-from runtime.settings.plan_notes import (
-    expert_balance_notes,
-    expert_island_notes,
-    needs_head_room,
-    optimizer_notes,
-)
+from planner.service.plan_notes import expert_island_notes, needs_head_room, optimizer_notes
+from runtime.settings.plan_notes import expert_balance_notes
 from runtime.settings.training_options import TrainingOptions
 
 

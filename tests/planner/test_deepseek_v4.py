@@ -79,7 +79,7 @@ def test_longer_sequences_are_priced_by_what_layers_read() -> None:
 
 def test_it_is_planned_and_not_trained(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from runtime.settings.checks import check_model
+    from planner.inputs.trained_here import check_model
 
     file = tmp_path / "config.json"
     file.write_text(json.dumps(SIX))

@@ -11,8 +11,9 @@ from costmodels import RopeScaling
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
 from costmodels.spec.untrained import TRAINED_SCALINGS
+from planner.inputs.trained_here import check_model
 from runtime.model.rotary import ROPE_KINDS
-from runtime.settings.checks import check_folder, check_job, check_model
+from runtime.settings.checks import check_folder, check_job
 from tests.support.layouts import layout_of
 from tests.support.models import MODELS
 

@@ -1,0 +1,1 @@
+"""Questions as records, and their answers: what the command line, a page and programs share."""
