@@ -93,10 +93,14 @@ class ModelOptions(LoraFlags, FurtherTokenFlags, LatentFlags, ExpertFlags, Dimen
             raise InputError(
                 "--model is empty; give a name (see `planner models`), a config.json or a YAML file"
             )
-        base = resolve_model(self.model or DEFAULT_MODEL, changes.pop("seq", None))
+        base = self.named_model(self.model or DEFAULT_MODEL, changes.pop("seq", None))
         changes |= expert_changes(self, base, changes.get("layers", base.layers))
         changes |= latent_changes(self, base, changes.get("heads", base.heads))
         return self._changed(base, changes) if changes else base
+
+    def named_model(self, name: str, seq: int | None) -> ModelSpec:
+        """The model of a name or file, with sequences of `seq` tokens where that is given."""
+        return resolve_model(name, seq)
 
     def notes(self) -> list[str]:
         """What was assumed because no flag said it."""

@@ -23,6 +23,7 @@ from planner.megatron_plan import OtherPlan, other_plan
 from planner.options.batch import BatchOptions
 from planner.options.budget import BudgetOptions
 from planner.options.cluster import HardwareOptions, WorldSizesOptions
+from planner.options.flags import one_line
 from planner.options.given_layout import GivenLayout
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
@@ -110,6 +111,8 @@ class Answer:
     notes: list[str]
     error: NoLayoutFits | None
     """Why there is no plan, and what would fit."""
+    error_line: str | None
+    """Why there is no plan, in the words of the command line."""
 
     @property
     def plans(self) -> list[Plan]:
@@ -175,6 +178,7 @@ class Answer:
             ],
             "megatron": None if self.other is None else self.other.as_json(),
             "proposals": [one.as_json() for one in self.proposals],
+            "error": self.error_line,
         }
 
 
@@ -193,6 +197,8 @@ class SizesAnswer:
     notes: list[str]
     error: NoLayoutFits | None
     """Why no size has a plan, and what would fit."""
+    error_line: str | None
+    """Why no size has a plan, in the words of the command line."""
 
     @property
     def best(self) -> Plan | None:
@@ -217,6 +223,7 @@ class SizesAnswer:
             "assumed": self.assumed,
             "notes": self.notes,
             "proposals": [one.as_json() for one in self.proposals],
+            "error": self.error_line,
             "tokens": found.tokens,
             "price_per_hour": None if found.price is None else found.price.amount,
             "currency": None if found.price is None else found.price.currency,
@@ -275,7 +282,11 @@ def ask(
         *_of_problem(problem, question.cluster),
         *_of_plans([row.plan for row in rows], question.pinned),
     ]
-    return Answer(question, result, rows, other, assumed, notes, error)
+    return Answer(question, result, rows, other, assumed, notes, error, _line(error))
+
+
+def _line(error: NoLayoutFits | None) -> str | None:
+    return None if error is None else one_line(error)
 
 
 def _ask_sizes(question: Question, rules: Sequence[Rule], waiting: Waiting) -> SizesAnswer:
@@ -302,7 +313,7 @@ def _ask_sizes(question: Question, rules: Sequence[Rule], waiting: Waiting) -> S
         *_of_sizes(plans, found.plan, question.pinned),
     ]
     error = no_size_fits(found) if found.plan is None else None
-    return SizesAnswer(question, found, assumed, notes, error)
+    return SizesAnswer(question, found, assumed, notes, error, _line(error))
 
 
 def _of_problem(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:

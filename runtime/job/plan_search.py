@@ -10,7 +10,6 @@ from planner.inputs.engine import DEFAULT_ENGINE
 from planner.inputs.trained_here import check_model
 from runtime.job.continuation import PreviousRun, keep_batch, keep_micro_batch
 from runtime.job.job import Job
-from runtime.settings.checks import check_model
 from runtime.settings.job_rules import job_rules, reachable_batch
 
 if TYPE_CHECKING:

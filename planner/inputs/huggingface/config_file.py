@@ -32,7 +32,11 @@ def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
     file = expanded(path)
     if is_folder(file):
         file = file / "config.json"
-    config = read_config(file)
+    return model_of_config(read_config(file), file, seq)
+
+
+def model_of_config(config: Config, file: Path, seq: int | None = None) -> ModelSpec:
+    """The model that the keys of a config.json describe; `file` is where they stood, and names the model."""
     origin = f"model config {str(file)!r}"
     model_type = config.get("model_type")
     try:
@@ -68,15 +72,22 @@ def without_idle_windows(fields: Config, seq: int) -> Config:
 def read_config(file: Path) -> Config:
     """The keys of a config.json; raises `InputError` where it cannot be read or holds something else."""
     try:
-        config = json.loads(read_text(file, LARGEST_CONFIG))
+        text = read_text(file, LARGEST_CONFIG)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise InputError(f"cannot read model config {str(file)!r}: {reason}") from None
+    return parse_config(text, file)
+
+
+def parse_config(text: str, file: Path) -> Config:
+    """The keys in the text of a config.json; raises `InputError` where it holds something else."""
+    try:
+        config = json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(
             f"model config {str(file)!r} is not valid JSON at line {error.lineno}, column {error.colno}: "
             f"{error.msg}"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InputError(f"cannot read model config {str(file)!r}: {reason}") from None
     except ValueError:
         raise InputError(f"model config {str(file)!r} holds a number of thousands of digits") from None
     except RecursionError:
