@@ -9,6 +9,7 @@ from costmodels.spec.record import GIB, in_seconds
 from planner.budget.run import run_lines
 from planner.budget.words import scaled_number, short_number
 from planner.objective import MEANINGS
+from planner.options.messages import command_message
 from planner.world_sizes import Size, Sizes
 
 
@@ -33,7 +34,7 @@ def print_sizes(found: Sizes, assumed: list[str], notes: list[str]) -> None:
     word = "recommended" if advice.keeps_goal else "closest"
     screen.print(f"[bold]{word}[/bold]: {chosen.world_size} devices", highlight=False)
     screen.print(f"why: {advice.why}", markup=False)
-    for line in run_lines(chosen.run):
+    for line in run_lines(chosen.run, command_message):
         screen.print(line, markup=False)
 
 

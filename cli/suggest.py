@@ -22,6 +22,7 @@ from planner.options.command import epilog_section
 from planner.options.flags import flag, flag_groups
 from planner.options.given_layout import GivenLayout
 from planner.options.limits import AT_LEAST_1
+from planner.options.messages import command_message
 from planner.options.model import ModelOptions
 from planner.options.notation import NOTATION
 from planner.options.parallel import ParallelOptions
@@ -59,7 +60,7 @@ class Output:
 
 @flag_groups(
     notes=(epilog_section("How plans are written", NOTATION),),
-    late={"unused": lambda: training_flags(but=Output)},
+    late={"unused": lambda: training_flags(but=(Output, BudgetOptions))},
     model=ModelOptions,
     cluster=WorldSizesOptions,
     batch=BatchOptions,
@@ -171,7 +172,7 @@ def _run_lines(runs: Sequence[Run], goal: Goal) -> list[str]:
     if not runs:
         return []
     verdict = verdict_line(goal, runs[0])
-    return [*run_lines(runs[0]), *([] if verdict is None else [verdict])]
+    return [*run_lines(runs[0], command_message), *([] if verdict is None else [verdict])]
 
 
 def _answer_sizes(answer: SizesAnswer, output: Output) -> None:

@@ -17,7 +17,7 @@ class JobFlags:
     max_restarts: int | None = flag(None, "Restarts of a failed job.", within=RESTARTS)
 
 
-def training_flags(but: type, trains: bool = False) -> type:
+def training_flags(but: type | tuple[type, ...], trains: bool = False) -> type:
     """A dataclass of the flags of training that a command without use for them takes.
 
     Args:

@@ -372,3 +372,12 @@ class ExpertConstants(Constants):
     """Ranks that HybridEP reaches through memory: those that fast links join."""
     dispatches_by_node: bool = False
     """A token travels once to each node that has experts of its, not once to each expert."""
+
+
+class CheckpointConstants(Constants):
+    """Memory of saving and reading checkpoints; None where nobody has looked how the engine does it."""
+
+    host_copies: NonNegative | None = None
+    """Copies in host memory of what a device writes, while training waits for the files."""
+    resume_states: NonNegative | None = None
+    """Copies of the optimizer's moments on the device, besides the moments, while a checkpoint is read."""

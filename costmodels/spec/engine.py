@@ -11,6 +11,7 @@ from costmodels.spec.constants import (
     ActivationConstants,
     AllocatorConstants,
     AttentionConstants,
+    CheckpointConstants,
     Constants,
     ElementwiseConstants,
     ExpertConstants,
@@ -107,6 +108,7 @@ class Engine(Record):
     `memory_range` tells all."""
     sharding: ShardingConstants = ShardingConstants()
     experts: ExpertConstants = ExpertConstants()
+    checkpoints: CheckpointConstants = CheckpointConstants()
     measured_layers: tuple[MeasuredLayer, ...] = ()
     """Corrections of dense layers by their shape, for one device (`costmodels/time/measured_layers.py`)."""
     runs: Abilities = Abilities()

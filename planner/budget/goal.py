@@ -89,7 +89,8 @@ def verdict_line(goal: Goal, run: Run) -> str | None:
         return None
     if goal.is_kept(run):
         late = goal.deadline_days is not None and run.days_high > goal.deadline_days
-        return f"goal: kept, to {goal.describe()}{'; ' + late_text(run) if late else ''}"
+        stopped = _stopped_text(goal, run)
+        return f"goal: kept, to {goal.describe()}{'; ' + late_text(run) if late else ''}{stopped}"
     missed = []
     if goal.deadline_days is not None and not goal.is_in_time(run):
         missed.append(f"{duration((run.days - goal.deadline_days) * DAY)} too long")
@@ -105,3 +106,11 @@ def verdict_line(goal: Goal, run: Run) -> str | None:
 def late_text(run: Run) -> str:
     """How long a run may take, by the upper end of its range, which holds four of five."""
     return f"one such run in ten takes more than {duration(run.days_high * DAY)}"
+
+
+def _stopped_text(goal: Goal, run: Run) -> str:
+    """The words for a run that is late once checkpoints and failures are counted; empty for others."""
+    whole = run.whole
+    if goal.deadline_days is None or whole is None or whole.days <= goal.deadline_days:
+        return ""
+    return f"; missed with checkpoints and failures as assumed, which make it {duration(whole.days * DAY)}"

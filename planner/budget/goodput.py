@@ -1,4 +1,4 @@
-"""Goodput: the share of a job's time that failures and checkpoints leave for training.
+"""Goodput: the share of a job's time that failures, checkpoints and evaluation leave for training.
 
 Devices fail at random, each after `mtbf_hours` in the mean, and any one stops the job. The job waits while a
 checkpoint is written, and goes on from the last one after a failure, which may come at any time, also while
@@ -8,14 +8,11 @@ it restarts.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
-from costmodels.layers.optimizer import ADAM_STATE, UPDATES
-from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
-from costmodels.spec.layout import Layout
-from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import in_seconds
 from planner.inputs.numbers import real_number
 
@@ -25,14 +22,33 @@ NODE_GBPS = 8.0
 Llama 3 was trained on up to 2,048 nodes with storage that sustains 2 TB/s (arXiv:2407.21783, section 3.3.1).
 """
 
+GBPS_RANGE = 2.0, 28.0
+"""Gigabits per second of a node that storage may take in where nobody says: the low and the high end.
+
+The high end is the peak of Llama 3's storage, 7 TB/s; the low end is assumed, a quarter of the usual rate. A
+rack of 64 GB200 on 16 nodes wrote 5.36 TB in 374 s, 7 Gb/s a node (marin-community/marin pull 8469).
+"""
+
+MTBF_HOURS = 50_700.0
+"""Mean hours between two failures of one device, unless given.
+
+Llama 3 ran into 419 in 54 days of 16,384 H100 (arXiv:2407.21783, section 3.3.4).
+"""
+
+MTBF_RANGE = 29_500.0, 82_000.0
+"""Hours between two failures of one device where nobody says: the low and the high end.
+
+Meta's two research clusters had 6.50 and 2.34 failures in 1,000 days of a node of 8 A100 (arXiv:2410.21680).
+"""
+
 RESTART_SECONDS = 600.0
 """Until a job runs again after a failure, without reading the checkpoint, unless given.
 
 Finding a failure and its cause took MegaScale under 10 minutes in the mean (arXiv:2402.15627).
 """
 
-MASTER = 4.0
-"""Bytes of an fp32 master copy of a parameter."""
+EVAL_INTERVAL, EVAL_ITERS = 100, 10
+"""Steps between two evaluations and global batches of one, where one of both is given: `planner launch`'s."""
 
 LEAST_GOODPUT = 1e-3
 """A job that trains for a smaller share of its time does not get anywhere."""
@@ -46,25 +62,135 @@ HALVINGS = 50
 
 @dataclass(frozen=True)
 class Failures:
-    """The rate of failures, and the time that one takes; raises `InputError` for what cannot be."""
+    """What keeps a job from its steps: failures, checkpoints, evaluation, data; raises `InputError`.
 
-    mtbf_hours: float
-    """Mean hours between two failures of one device and what is around it.
-
-    Llama 3 ran into 419 in 54 days of 16,384 H100: 50,700 hours (arXiv:2407.21783, section 3.3.4).
+    What is None is assumed, and an answer names it.
     """
+
+    mtbf_hours: float | None = None
+    """Mean hours between two failures of one device and what is around it; `MTBF_HOURS` if None."""
     checkpoint_gbps: float | None = None
     """Gigabits per second (8 x GB/s) of checkpoint storage, for the whole job; `NODE_GBPS` a node if None."""
-    restart_seconds: float = RESTART_SECONDS
-    """From a failure until the job reads its last checkpoint."""
+    restart_seconds: float | None = None
+    """From a failure until the job reads its last checkpoint; `RESTART_SECONDS` if None."""
+    save_interval: int | None = None
+    """Steps between two checkpoints; as many as are best if None."""
+    async_save: bool = False
+    """The job waits for a copy in host memory alone; files are written beside training."""
+    eval_interval: int | None = None
+    """Steps between two evaluations; `EVAL_INTERVAL` if None, and no evaluation if both are."""
+    eval_iters: int | None = None
+    """Global batches of one evaluation; `EVAL_ITERS` if None."""
+    data_gbps: float | None = None
+    """Gigabits per second at which the whole job reads tokens; fast enough for every step if None."""
 
     def __post_init__(self) -> None:
         gigabits = "gigabits per second (8 x GB/s) above 0, such as 800"
-        real_number("mtbf_hours", self.mtbf_hours, LEAST, MOST, "hours above 0, such as 50000")
-        if self.checkpoint_gbps is not None:
-            real_number("checkpoint_gbps", self.checkpoint_gbps, LEAST, MOST, gigabits)
         seconds = "seconds of at least 0, such as 600"
-        real_number("restart_seconds", self.restart_seconds, 0, MOST, seconds)
+        steps, batches = "a whole number of steps, such as 500", "a whole number of batches, such as 100"
+        for name, least, expected in (
+            ("mtbf_hours", LEAST, "hours above 0, such as 50000"),
+            ("checkpoint_gbps", LEAST, gigabits),
+            ("restart_seconds", 0, seconds),
+            ("data_gbps", LEAST, gigabits),
+            ("save_interval", 1, steps),
+            ("eval_interval", 1, steps),
+            ("eval_iters", 1, batches),
+        ):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            number = real_number(name, value, least, MOST, expected)
+            if expected in (steps, batches) and number != int(number):
+                raise InputError(f"{name} {value}: expected {expected}")
+
+    @property
+    def eval_batches_per_step(self) -> float:
+        """Global batches of evaluation for each step, in the mean."""
+        if self.eval_interval is self.eval_iters is None:
+            return 0.0
+        batches = EVAL_ITERS if self.eval_iters is None else self.eval_iters
+        return batches / (EVAL_INTERVAL if self.eval_interval is None else self.eval_interval)
+
+    @property
+    def usual(self) -> Rates:
+        """The rates that are given or assumed."""
+        return self._rates(MTBF_HOURS, NODE_GBPS)
+
+    @property
+    def ends(self) -> tuple[Rates, Rates]:
+        """The best and the worst rates: what is given, and the ends of what is assumed."""
+        worst, best = ((MTBF_RANGE[end], GBPS_RANGE[end]) for end in (0, 1))
+        return self._rates(*best), self._rates(*worst)
+
+    def _rates(self, hours: float, node_gbps: float) -> Rates:
+        return Rates(
+            hours if self.mtbf_hours is None else self.mtbf_hours,
+            self.checkpoint_gbps,
+            node_gbps,
+            RESTART_SECONDS if self.restart_seconds is None else self.restart_seconds,
+        )
+
+    def assumed(self) -> tuple[str, ...]:
+        """What is assumed, each with its range and the argument that says otherwise."""
+        found = []
+        if self.mtbf_hours is None:
+            low, high = MTBF_RANGE
+            found.append(
+                f"a device fails every {MTBF_HOURS:,.0f} hours ({low:,.0f} to {high:,.0f}; mtbf_hours)"
+            )
+        if self.checkpoint_gbps is None:
+            low, high = GBPS_RANGE
+            found.append(
+                f"storage takes {NODE_GBPS:g} Gb/s from each node ({low:g} to {high:g}; checkpoint_gbps)"
+            )
+        if self.restart_seconds is None:
+            found.append(f"a restart takes {RESTART_SECONDS / 60:g} minutes (restart_seconds)")
+        if self.eval_interval is self.eval_iters is None:
+            found.append("no evaluation (eval_interval)")
+        elif self.eval_interval is None:
+            found.append(f"an evaluation comes every {EVAL_INTERVAL} steps (eval_interval)")
+        elif self.eval_iters is None:
+            found.append(f"an evaluation takes {EVAL_ITERS} global batches (eval_iters)")
+        if self.data_gbps is None:
+            found.append("steps do not wait for data (data_gbps)")
+        return tuple(found)
+
+
+class Rates(NamedTuple):
+    """How often devices fail, and how fast a job goes on."""
+
+    mtbf_hours: float
+    checkpoint_gbps: float | None
+    node_gbps: float
+    """Gigabits per second of storage for each node, where `checkpoint_gbps` is None."""
+    restart_seconds: float
+
+    def bytes_per_s(self, cluster: Cluster) -> float:
+        """Bytes per second of checkpoint storage, for the whole job."""
+        return (self.checkpoint_gbps or self.node_gbps * cluster.nodes) * 1e9 / 8
+
+
+class Stored(NamedTuple):
+    """Bytes of one checkpoint, and the seconds of the copy that an asynchronous save waits for."""
+
+    written: float
+    """Weights and optimizer state of the whole model."""
+    read: float
+    """Bytes that all devices read together to resume."""
+    copy_s: float
+
+
+class Beside(NamedTuple):
+    """Seconds that each step waits for what is no training."""
+
+    evaluation_s: float = 0.0
+    data_s: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of both."""
+        return self.evaluation_s + self.data_s
 
 
 @dataclass(frozen=True)
@@ -78,13 +204,21 @@ class Goodput:
     checkpoint_bytes: float
     """Weights and optimizer state of the whole model."""
     checkpoint_s: float
-    """Seconds to write a checkpoint, or to read it."""
+    """Seconds to write a checkpoint."""
+    waits_s: float
+    """Seconds that training waits for a checkpoint: less than `checkpoint_s` where saves are asynchronous."""
+    load_s: float
+    """Seconds to read a checkpoint."""
     restart_s: float
     """Seconds from a failure until training goes on, the checkpoint read."""
     interval_steps: int
     """Steps between two checkpoints."""
     interval_s: float
     """Seconds of these steps."""
+    evaluation_s: float
+    """Seconds of evaluation for each step, in the mean."""
+    data_s: float
+    """Seconds that each step waits for its tokens."""
 
 
 def expected_share(interval_s: float, checkpoint_s: float, restart_s: float, failure_s: float) -> float:
@@ -122,44 +256,45 @@ def best_interval(checkpoint_s: float, failure_s: float) -> float:
     return low * failure_s
 
 
-def checkpoint_bytes(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> float:
-    """Bytes of the weights and the optimizer's state of the whole model, each parameter once.
+def goodput(
+    cluster: Cluster,
+    step: float,
+    stored: Stored,
+    failures: Failures,
+    rates: Rates | None = None,
+    beside: Beside = Beside(),  # noqa: B008 - a tuple
+) -> Goodput:
+    """The goodput of a job, with the best whole number of steps to a checkpoint unless one is given.
 
-    An engine whose master copy of the weights is what it trains (FSDP2) does not store them twice.
-    """
-    optimizer = UPDATES[layout.optimizer]
-    policy = engine.for_device(cluster.device).memory_policy(layout.precision)
-    # More than a master copy is gradients, which no checkpoint holds.
-    master = min(max(policy.optimizer - ADAM_STATE, 0.0), MASTER)
-    weights = master if engine.sharding.fully_sharded and master > 0 else policy.parameters + master
-    ends = model.embedding_parameters + (0 if model.tied else model.vocab * model.hidden)
-    layers = model.parameters - ends
-    return layers * (weights + optimizer.layers) + ends * (weights + optimizer.ends)
-
-
-def goodput(cluster: Cluster, step: float, held: float, failures: Failures) -> Goodput:
-    """The goodput of a job under `failures`, with the best whole number of steps to a checkpoint.
+    A save that goes on beside training is written before the next one begins.
 
     Args:
         step: seconds of a step.
-        held: bytes of a checkpoint.
+        rates: those of `failures` unless given.
 
     Raises:
         InputError: the job would hardly ever reach its next checkpoint.
     """
-    failure_s = failures.mtbf_hours * 3600 / cluster.world_size
-    gbps = failures.checkpoint_gbps or NODE_GBPS * cluster.nodes
-    writes = held * 8 / (gbps * 1e9)
-    restart = failures.restart_seconds + writes
+    rates = failures.usual if rates is None else rates
+    failure_s = rates.mtbf_hours * 3600 / cluster.world_size
+    writes, reads = (held / rates.bytes_per_s(cluster) for held in (stored.written, stored.read))
+    waits = min(stored.copy_s, writes) if failures.async_save else writes
+    restart = rates.restart_seconds + reads
+    lasts = step + beside.total
 
     def share(steps: int) -> float:
-        return expected_share(steps * step, writes, restart, failure_s)
+        return expected_share(steps * lasts, waits, restart, failure_s) * step / lasts
 
-    fewer = max(1, int(best_interval(writes, failure_s) / step))
-    steps = max((fewer, fewer + 1), key=share)
+    if failures.save_interval is not None:
+        steps = int(failures.save_interval)
+    else:
+        fewer = max(1, int(best_interval(waits, failure_s) / lasts))
+        if failures.async_save:
+            fewer = max(fewer, math.ceil(writes / lasts))
+        steps = max((fewer, fewer + 1), key=share)
     if share(steps) < LEAST_GOODPUT:
         raise InputError(
-            f"mtbf_hours {failures.mtbf_hours:g} of {cluster.world_size} devices: one fails every "
+            f"mtbf_hours {rates.mtbf_hours:g} of {cluster.world_size} devices: one fails every "
             f"{in_seconds(failure_s)}, but a step takes {in_seconds(step)}, a checkpoint "
             f"{in_seconds(writes)} and a restart {in_seconds(restart)}, so that the job would not get on; "
             "expected more hours"
@@ -167,9 +302,13 @@ def goodput(cluster: Cluster, step: float, held: float, failures: Failures) -> G
     return Goodput(
         share=share(steps),
         failure_s=failure_s,
-        checkpoint_bytes=held,
+        checkpoint_bytes=stored.written,
         checkpoint_s=writes,
+        waits_s=waits,
+        load_s=reads,
         restart_s=restart,
         interval_steps=steps,
         interval_s=steps * step,
+        evaluation_s=beside.evaluation_s,
+        data_s=beside.data_s,
     )

@@ -1,12 +1,17 @@
 """`RunQuestion`: what was asked of the run of a plan, which its file keeps for the page about it."""
 
+from dataclasses import fields
+
 from pydantic import Field
 
-from costmodels.spec.record import Devices, Name, NonNegative, Positive, Record, Sentence
+from costmodels.spec.record import Count, Devices, Name, NonNegative, Positive, Record, Sentence
 from planner.budget.goal import Goal
 from planner.budget.goodput import Failures
 from planner.budget.money import Money
 from planner.budget.run import UNIT_TOKENS
+
+OF_FAILURES = tuple(field.name for field in fields(Failures))
+"""Fields of `Failures`, which a question keeps by the same names."""
 
 
 class SizeRun(Record):
@@ -38,9 +43,15 @@ class RunQuestion(Record):
     budget: Positive | None = None
     """Money for the whole run, in the currency of the price."""
     mtbf_hours: Positive | None = None
-    """Mean hours between two failures of a device; None where failures were not asked for."""
+    """Mean hours between two failures of a device, as in `Failures`; None where they were not given."""
     checkpoint_gbps: Positive | None = None
     restart_seconds: NonNegative | None = None
+    save_interval: Count | None = None
+    """Steps between two checkpoints; None where the best number is taken."""
+    async_save: bool = False
+    eval_interval: Count | None = None
+    eval_iters: Count | None = None
+    data_gbps: Positive | None = None
     sizes: tuple[SizeRun, ...] = ()
     """The sizes that were asked for, ascending; none where it was one."""
     recommended: Devices | None = None
@@ -66,11 +77,9 @@ class RunQuestion(Record):
 
     @property
     def failures(self) -> Failures | None:
-        """The failures that are counted in."""
-        if self.mtbf_hours is None:
-            return None
-        given = {} if self.restart_seconds is None else {"restart_seconds": self.restart_seconds}
-        return Failures(self.mtbf_hours, self.checkpoint_gbps, **given)
+        """What keeps the job from its steps, where anything of it was asked for."""
+        given = Failures(**{name: getattr(self, name) for name in OF_FAILURES})
+        return None if given == Failures() else given
 
 
 def run_question(
@@ -91,9 +100,7 @@ def run_question(
         currency="" if price is None else price.currency,
         deadline_days=goal.deadline_days,
         budget=None if goal.budget is None else goal.budget.amount,
-        mtbf_hours=None if failures is None else failures.mtbf_hours,
-        checkpoint_gbps=None if failures is None else failures.checkpoint_gbps,
-        restart_seconds=None if failures is None else failures.restart_seconds,
+        **({} if failures is None else {name: getattr(failures, name) for name in OF_FAILURES}),
         sizes=sizes,
         recommended=recommended,
         why=why,

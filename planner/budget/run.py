@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
@@ -12,8 +12,10 @@ from costmodels.spec.estimate import Estimate
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
-from planner.budget.goodput import Failures, Goodput, checkpoint_bytes, goodput
+from costmodels.spec.record import GIB
+from planner.budget.goodput import Failures, Goodput
 from planner.budget.money import Money, money_text, parse_money
+from planner.budget.whole import WholeRun, whole_run
 from planner.budget.words import DAY, duration, scaled_number, short_number
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -35,8 +37,10 @@ class Run:
     tokens: int
     steps: int
     """Steps, the last one perhaps not full."""
+    training_days: float
+    """Days of the steps alone."""
     days: float
-    """Days of the run, with the time that failures take where they were asked for."""
+    """Days of the run: those of `whole` where it was asked for, and of the steps alone elsewhere."""
     days_low: float
     days_high: float
     device_hours: float
@@ -51,6 +55,9 @@ class Run:
     """Sign or code of the price's currency, such as `$` or `EUR`; empty where it had none."""
     goodput: Goodput | None
     """None where failures were not asked for."""
+    whole: WholeRun | None
+    """The run with checkpoints, failures and all else that is given or assumed; None where that leaves no
+    time to train."""
 
 
 def parse_tokens(text: str | float) -> int:
@@ -97,26 +104,26 @@ def run(
         estimate: of the layout.
         tokens: a number, or text as `parse_tokens` reads it.
         price_per_hour: money for one device and hour, as `parse_price` reads it.
-        failures: adds the time that checkpoints, restarts and lost steps take.
+        failures: adds the time that checkpoints, restarts, lost steps, evaluation and data take.
 
     Raises:
         InputError: a number is none, or failures leave the job no time to train.
     """
     price = parse_price(price_per_hour)
     count = parse_tokens(tokens)
-    kept = None
-    if failures is not None:
-        held = checkpoint_bytes(model, cluster, engine, layout)
-        kept = goodput(cluster, estimate.step_time_s, held, failures)
+    training = count / estimate.tokens_per_s / DAY
+    ends = estimate.step_time_low_s, estimate.step_time_high_s
+    low, high = (training * step / estimate.step_time_s for step in ends)
+    where = model, cluster, engine, layout, estimate, (training, low, high)
+    whole = _assumed(*where) if failures is None else whole_run(*where, failures)
+    kept = None if failures is None or whole is None else whole.goodput
     share = 1.0 if kept is None else kept.share
-    days = count / estimate.tokens_per_s / share / DAY
-    low, high = (
-        days * step / estimate.step_time_s for step in (estimate.step_time_low_s, estimate.step_time_high_s)
-    )
+    days, low, high = (each / share for each in (training, low, high))
     daily = None if price is None else price.amount * 24 * cluster.world_size
     return Run(
         tokens=count,
         steps=-(-count // (layout.global_batch_size * model.seq)),
+        training_days=training,
         days=days,
         days_low=low,
         days_high=high,
@@ -127,7 +134,23 @@ def run(
         price_per_hour=None if price is None else price.amount,
         currency="" if price is None else price.currency,
         goodput=kept,
+        whole=whole,
     )
+
+
+def _assumed(
+    model: ModelSpec,
+    cluster: Cluster,
+    engine: Engine,
+    layout: Layout,
+    estimate: Estimate,
+    days: tuple[float, float, float],
+) -> WholeRun | None:
+    """The whole run by what is assumed; None where that leaves no time to train."""
+    try:
+        return whole_run(model, cluster, engine, layout, estimate, days, Failures())
+    except InputError:
+        return None
 
 
 def cost_text(run: Run) -> str | None:
@@ -151,15 +174,58 @@ def spent_text(run: Run) -> str:
     return spent if cost is None else f"{spent}, {cost}"
 
 
-def run_lines(run: Run) -> Iterator[str]:
-    """A run, and what failures do to it, for people."""
+def run_lines(run: Run, spell: Callable[[str], str] = str) -> Iterator[str]:
+    """A run, and what keeps a job from its steps, for people.
+
+    Args:
+        spell: puts what people type in the place of names of `Failures`.
+    """
     yield f"run of {scaled_number(run.tokens)} tokens: {spent_text(run)}"
-    kept = run.goodput
-    if kept is not None:
-        size = short_number(kept.checkpoint_bytes / 1e9)
-        yield (
-            f"goodput {100 * kept.share:.1f} %, counted in: the job fails every {duration(kept.failure_s)}, "
-            f"restarts in {duration(kept.restart_s)}; checkpoints of {size} GB "
-            f"take {duration(kept.checkpoint_s)}, best every {kept.interval_steps:,} steps "
-            f"({duration(kept.interval_s)})"
-        )
+    for name, text in whole_facts(run).items():
+        yield f"{name}: {spell(text)}"
+
+
+def whole_facts(run: Run) -> dict[str, str]:
+    """What keeps a job from its steps, by what each fact is of."""
+    whole, with_all = run.whole, "with checkpoints and failures"
+    if whole is None:
+        return {with_all: "as assumed they leave no time to train; give mtbf_hours"}
+    kept = whole.goodput
+    facts = {}
+    if run.goodput is None:
+        high = "no end" if whole.days_high is None else duration(whole.days_high * DAY)
+        time, low = duration(whole.days * DAY), duration(whole.days_low * DAY)
+        facts[with_all] = f"{time} ({low} to {high}), {100 * kept.share:.1f} % of it training"
+    else:
+        time = duration(run.training_days * DAY)
+        facts["training alone"] = f"{time}; goodput {100 * kept.share:.1f} %, counted in"
+    facts["failures"] = f"one every {duration(kept.failure_s)}, restart in {duration(kept.restart_s)}"
+    aside = f" (training waits {duration(kept.waits_s)})" if kept.waits_s < kept.checkpoint_s else ""
+    facts["checkpoints"] = (
+        f"{short_number(kept.checkpoint_bytes / 1e9)} GB in {duration(kept.checkpoint_s)}{aside}, "
+        f"{'' if whole.save_interval_given else 'best '}every {kept.interval_steps:,} steps "
+        f"({duration(kept.interval_s)}); {_memory_text(whole)}"
+    )
+    for name, seconds in (("evaluation", kept.evaluation_s), ("waiting for data", kept.data_s)):
+        if seconds:
+            facts[name] = f"{100 * seconds * kept.interval_steps / kept.interval_s:.1f} % of a step"
+    facts["data"] = f"{short_number(whole.data_bytes_per_s / 1e6)} MB/s of tokens"
+    if whole.assumed:
+        facts["assumed"] = "; ".join(whole.assumed)
+    return facts
+
+
+def _memory_text(whole: WholeRun) -> str:
+    """Memory of a save and a resume, and whether a resume fits."""
+    memory = whole.memory
+    text = f"a save writes {memory.device_bytes / GIB:.1f} GiB from a device"
+    if memory.node_host_bytes is None:
+        text += "; nobody has looked what it takes of host memory with this engine"
+    elif memory.node_host_bytes:
+        text += f" and takes {memory.node_host_bytes / GIB:.1f} GiB of a node's host memory"
+    else:
+        text += ", tensor by tensor"
+    if memory.resume_bytes is None:
+        return text
+    lacks = f", {whole.resume_lacks_bytes / GIB:.1f} GiB more than it has" if whole.resume_lacks_bytes else ""
+    return f"{text}; a resume needs {memory.resume_bytes / GIB:.1f} GiB of a device{lacks}"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from costmodels.dataclass import dataclass
-from costmodels.errors import InputError
 from planner.budget.goal import Goal, parse_goal
-from planner.budget.goodput import NODE_GBPS, RESTART_SECONDS, Failures
+from planner.budget.goodput import EVAL_ITERS, MTBF_HOURS, NODE_GBPS, RESTART_SECONDS, Failures
 from planner.budget.question import RunQuestion, run_question
 from planner.budget.run import parse_price, parse_tokens
 from planner.options.flags import flag
@@ -41,24 +40,40 @@ class BudgetOptions:
     )
     mtbf_hours: float | None = flag(
         None,
-        "Mean hours between two failures of one device, such as 50000: adds expected goodput and the best "
-        "checkpoint interval.",
+        "Mean hours between two failures of one device, such as 50000: counts in what failures, restarts and "
+        f"checkpoints take, and adds the best checkpoint interval. {MTBF_HOURS:g} is assumed unless given.",
     )
     checkpoint_gbps: float | None = flag(
         None,
-        "With --mtbf-hours: gigabits per second (8 x GB/s) that checkpoint storage takes in from the whole "
+        "Gigabits per second (8 x GB/s) that checkpoint storage takes in from the whole "
         f"job; {NODE_GBPS:g} for each node unless given.",
     )
     restart_seconds: float | None = flag(
         None,
-        "With --mtbf-hours: seconds from a failure until the job reads its last checkpoint; "
-        f"{RESTART_SECONDS:g} unless given.",
+        f"Seconds from a failure until the job reads its last checkpoint; {RESTART_SECONDS:g} unless given.",
+    )
+    save_interval: int | None = flag(
+        None, "Steps between two checkpoints of the run; as many as are best unless given."
+    )
+    async_save: bool = flag(
+        False, "Checkpoints of the run are written beside training, which waits for a copy in host memory."
+    )
+    eval_interval: int | None = flag(
+        None, "Steps between two evaluations of the run; no evaluation is counted unless given."
+    )
+    eval_iters: int | None = flag(
+        None, f"Global batches of one evaluation of the run; {EVAL_ITERS} with --eval-interval unless given."
+    )
+    data_gbps: float | None = flag(
+        None,
+        "Gigabits per second at which the whole job reads its tokens; no step waits for them unless given.",
     )
 
     @property
     def is_given(self) -> bool:
         """Whether the answer is to hold a run."""
-        return any(value is not None for value in (self.tokens, self.price_per_hour, self.mtbf_hours))
+        asked = (self.tokens, self.price_per_hour, self.mtbf_hours, self.checkpoint_gbps)
+        return any(value is not None for value in (*asked, self.restart_seconds, self.data_gbps))
 
     def notes(self) -> list[str]:
         """Sums of which a shell may have taken the front."""
@@ -79,12 +94,15 @@ class BudgetOptions:
         return run_question(tokens, parse_price(self.price_per_hour), self.goal(), self.failures())
 
     def failures(self) -> Failures | None:
-        """Failures where they are asked for; raises `InputError` for what cannot be."""
-        details = (("checkpoint-gbps", self.checkpoint_gbps), ("restart-seconds", self.restart_seconds))
-        if self.mtbf_hours is None:
-            for name, value in details:
-                if value is not None:
-                    raise InputError(f"--{name} {value:g} needs --mtbf-hours, the hours between failures")
-            return None
-        restart = RESTART_SECONDS if self.restart_seconds is None else self.restart_seconds
-        return Failures(self.mtbf_hours, self.checkpoint_gbps, restart)
+        """What keeps the job from its steps, where asked for; raises `InputError` for what cannot be."""
+        asked = Failures(
+            self.mtbf_hours,
+            self.checkpoint_gbps,
+            self.restart_seconds,
+            self.save_interval,
+            self.async_save,
+            self.eval_interval if self.eval_iters != 0 else None,
+            self.eval_iters or None,
+            self.data_gbps,
+        )
+        return asked if self.is_given and asked != Failures() else None

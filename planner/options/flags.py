@@ -156,12 +156,13 @@ def _parameters(group: type, named: Container[str] | None) -> list[inspect.Param
     return parameters
 
 
-def hidden_flags(*groups: type, but: type) -> type:
+def hidden_flags(*groups: type, but: type | tuple[type, ...]) -> type:
     """A dataclass of the flags of `groups`, hidden and None unless given, save those that `but` has too.
 
     A command that takes it accepts the flags of other commands; `arguments` of an instance names them.
     """
-    own = {field.name for field in dataclasses.fields(but)}
+    kept = but if isinstance(but, tuple) else (but,)
+    own = {field.name for group in kept for field in dataclasses.fields(group)}
     return dataclasses.make_dataclass(
         "Ignored",
         [

@@ -12,7 +12,7 @@ from costmodels.files import write_whole
 from costmodels.spec.record import GIB, in_seconds
 from planner.budget.money import money_text
 from planner.budget.question import RunQuestion
-from planner.budget.run import spent_text
+from planner.budget.run import spent_text, whole_facts
 from planner.budget.words import scaled_number, short_number
 from planner.explanation.side_by_side import measured_steps
 from planner.plan import Plan
@@ -207,6 +207,7 @@ def _facts(contents: Contents) -> str:
     }
     if run is not None:
         rows[f"{scaled_number(run.tokens)} tokens"] = spent_text(run)
+        rows |= whole_facts(run)
     if contents.asked.recommended is not None:
         rows["recommended"] = f"{contents.asked.recommended:,} devices: {contents.asked.why}"
     return "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in rows.items())

@@ -80,7 +80,10 @@ def test_days_and_money_and_failures_are_shown_when_asked_for(
     _, out, _ = planner_command(*EIGHT, *words)
     text = " ".join(out.split())
     assert "run of 300B tokens: " in text and " device-hours, cost " in text
-    assert "goodput 9" in text and "the job fails every 26 days, restarts in 10" in text
+    assert "goodput 9" in text and "failures: one every 26 days, restart in 10" in text
+    assert (
+        "assumed: a restart takes 10 minutes (--restart-seconds); no evaluation (--eval-interval); " in text
+    )
 
 
 def test_nothing_of_it_is_shown_unless_asked_for(planner_command: Command) -> None:
@@ -152,8 +155,7 @@ def test_the_cheapest_size_is_chosen_for_cost(planner_command: Command, tmp_path
             "--max-global-batch-size 99999999999999999: ",
         ),
         ((*EIGHT, "--mtbf-hours", "1e-6"), 2, "--mtbf-hours 1e-06 of 8 devices: one fails every"),
-        ((*EIGHT, "--checkpoint-gbps", "100"), 2, "--checkpoint-gbps 100 needs --mtbf-hours"),
-        ((*EIGHT, "--restart-seconds", "60"), 2, "--restart-seconds 60 needs --mtbf-hours"),
+        ((*EIGHT, "--tokens", "1T", "--save-interval", "0"), 2, "--save-interval 0: "),
         (
             (*EIGHT, "--mtbf-hours", "9", "--checkpoint-gbps", "0"),
             2,

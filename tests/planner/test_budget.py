@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
+from costmodels.memory.checkpoints import checkpoint_bytes
 from planner import suggest
-from planner.budget.goodput import Failures, checkpoint_bytes, goodput
+from planner.budget.goodput import Failures, Stored, goodput
 from planner.budget.run import parse_tokens
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
@@ -47,7 +48,9 @@ def test_failures_take_their_share_of_days_and_money() -> None:
     failures = Failures(100.0, checkpoint_gbps=1.0)
     plain, failing = PLAN.run(10**12, 2.0), PLAN.run(10**12, 2.0, failures)
     held = checkpoint_bytes(PLAN.model, PLAN.cluster, PLAN.engine, PLAN.layout)
-    share = goodput(PLAN.cluster, PLAN.estimate.step_time_s, held, failures).share
+    # Of FSDP2 without ZeRO every copy reads all of it.
+    read = held * 8 / PLAN.layout.zero_shards / PLAN.layout.tensor_parallel
+    share = goodput(PLAN.cluster, PLAN.estimate.step_time_s, Stored(held, read, 0.0), failures).share
     assert failing.goodput is not None and 0.5 < share < 1
     for name in ("days", "days_low", "days_high", "device_hours", "money", "money_low", "money_high"):
         assert getattr(failing, name) == pytest.approx(getattr(plain, name) / share)

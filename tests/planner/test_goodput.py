@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 
 from costmodels import ModelSpec
 from costmodels.errors import InputError
+from costmodels.memory.checkpoints import checkpoint_bytes, checkpoint_memory
 from planner import Plan, suggest
-from planner.budget.goodput import Failures, Goodput, best_interval, checkpoint_bytes, expected_share
+from planner.budget.goodput import Failures, Goodput, best_interval, expected_share
+from planner.budget.run import run_lines
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 MINUTE, HOUR = 60.0, 3600.0
@@ -188,7 +192,10 @@ def test_a_job_that_never_gets_on_ends_in_one_line(plan: Plan) -> None:
         ((1e306,), "mtbf_hours 1e+306: expected hours above 0, such as 50000, from 1e-09 to 1e+09"),
         ((1e-320,), "mtbf_hours 9.99989e-321: expected hours above 0"),
         (("5",), "mtbf_hours '5': expected hours above 0"),
-        ((None,), "mtbf_hours None: expected hours above 0"),
+        ((None, None, None, 0), "save_interval 0: expected a whole number of steps, such as 500"),
+        ((None, None, None, 2.5), "save_interval 2.5: expected a whole number of steps, such as 500"),
+        ((None, None, None, None, False, 10, -1), "eval_iters -1: expected a whole number of batches"),
+        ((None, None, None, None, False, None, None, 0.0), "data_gbps 0: expected gigabits per second"),
         ((1.0, 1e308), "checkpoint_gbps 1e+308: expected gigabits per second"),
         ((1.0, None, "600"), "restart_seconds '600': expected seconds of at least 0"),
         ((1.0, 0.0), "checkpoint_gbps 0: expected gigabits per second"),
@@ -196,7 +203,102 @@ def test_a_job_that_never_gets_on_ends_in_one_line(plan: Plan) -> None:
         ((1.0, None, math.inf), "restart_seconds inf: expected seconds of at least 0"),
     ],
 )
-def test_failures_that_cannot_be_end_in_one_line(values: tuple[float, ...], line: str) -> None:
+def test_failures_that_cannot_be_end_in_one_line(values: tuple[Any, ...], line: str) -> None:
     with pytest.raises(InputError) as caught:
         Failures(*values)
     assert str(caught.value).startswith(line)
+
+
+def test_evaluation_and_slow_data_lengthen_every_step_by_what_they_take(plan: Plan) -> None:
+    steps = plan.run(1e9, failures=Failures(1e9, 1e9, 0.0))
+    forward_s = sum(event.end_s - event.start_s for event in plan.timeline().passes if event.kind == "F")
+    evaluated = plan.run(1e9, failures=Failures(1e9, 1e9, 0.0, eval_interval=50, eval_iters=10))
+    assert evaluated.goodput is not None and steps.days == pytest.approx(steps.training_days, rel=1e-3)
+    # Of one data-parallel rank: the last passes of a step are all that the others do besides.
+    assert evaluated.goodput.evaluation_s == pytest.approx(forward_s * 10 / 50, rel=0.2)
+    added = evaluated.goodput.evaluation_s / plan.estimate.step_time_s
+    assert evaluated.days == pytest.approx(steps.days * (1 + added), rel=1e-4)
+    # Tokens of 2 bytes, at half the rate that the steps would read them.
+    gbps = plan.estimate.tokens_per_s * 2 * 8 / 1e9 / 2
+    assert plan.run(1e9, failures=Failures(1e9, 1e9, 0.0, data_gbps=gbps)).days == pytest.approx(
+        2 * steps.days
+    )
+    with pytest.raises(InputError, match="eval_iters 0: expected a whole number"):
+        Failures(eval_iters=0)
+    assert Failures(eval_iters=20).eval_batches_per_step == 0.2
+    assert Failures(eval_interval=50).eval_batches_per_step == 0.2
+    faster = Failures(1e9, 1e9, 0.0, data_gbps=3 * gbps)
+    assert plan.run(1e9, failures=faster).days == pytest.approx(steps.days)
+
+
+def test_a_save_beside_training_is_written_before_the_next_begins(plan: Plan) -> None:
+    slow = Failures(1000.0, checkpoint_gbps=0.002)
+    waiting, beside = goodput_of(plan, slow), goodput_of(plan, replace(slow, async_save=True))
+    assert beside.checkpoint_s == waiting.checkpoint_s == waiting.waits_s > 100 * beside.waits_s
+    assert beside.share > waiting.share and beside.interval_s >= beside.checkpoint_s - 1e-9
+    given = goodput_of(plan, replace(slow, save_interval=70_000))
+    assert given.interval_steps == 70_000 and given.share <= waiting.share
+
+
+def test_days_come_with_and_without_what_is_assumed_and_every_assumption_is_named(plan: Plan) -> None:
+    run = plan.run(1e12)
+    whole = run.whole
+    assert whole is not None and run.goodput is None and run.days == run.training_days < whole.days
+    assert whole.days_high is not None and whole.days_low < whole.days < whole.days_high
+    names = ("mtbf_hours", "checkpoint_gbps", "restart_seconds", "eval_interval", "data_gbps")
+    assert [name for name in names if any(name in one for one in whole.assumed)] == list(names)
+    given = Failures(50_700.0, 8.0, 600.0, 100, False, 100, 1, 1e6)
+    counted = plan.run(1e12, failures=given)
+    assert counted.whole is not None and counted.whole.assumed == () and counted.days == counted.whole.days
+    # Nothing but the step is in doubt then.
+    assert counted.whole.days_high == pytest.approx(counted.days_high)
+    ends = plan.run(1e12, failures=Failures(29_500.0, 2.0)), plan.run(1e12, failures=Failures(82_000.0, 28.0))
+    assert (ends[0].days_high, ends[1].days_low) == pytest.approx((whole.days_high, whole.days_low))
+
+
+def test_megatrons_save_holds_what_a_node_writes_in_host_memory() -> None:
+    """radixark/Megatron-LM pull 61: 744e9 parameters on 16 nodes of 4 GB300, tp 8, pp 4: 650 GB a node."""
+    plan = suggest(
+        "deepseek-v3",
+        world_size=64,
+        local_world_size=4,
+        device="gb300",
+        engine="megatron",
+        global_batch_size=64,
+        pin=["pp=4", "tp=8", "zero=1", "precision=bf16"],
+    )
+    memory = checkpoint_memory(plan.model, plan.cluster, plan.engine, plan.layout, plan.estimate)
+    assert memory.node_host_bytes is not None
+    assert memory.node_host_bytes / plan.model.parameters == pytest.approx(650e9 / 744e9, rel=0.1)
+
+
+def test_megatrons_resume_makes_the_moments_twice() -> None:
+    """NVIDIA/Megatron-LM issue 1746: 20e9 parameters, pp 4, dp 2; 19,128 MiB besides for the moments."""
+    model = ModelSpec(name="m", layers=48, hidden=5888, heads=46, vocab=50_000, seq=128)
+    plan = suggest(
+        model,
+        world_size=8,
+        device="h100",
+        engine="megatron",
+        global_batch_size=64,
+        pin=["pp=4", "tp=1", "zero=1", "micro_batch_size=1"],
+    )
+    memory = checkpoint_memory(model, plan.cluster, plan.engine, plan.layout, plan.estimate)
+    resting = max(
+        stage.total - stage.activations - stage.logits - stage.temporaries - stage.doubt
+        for stage in plan.estimate.memory
+    )
+    assert memory.resume_bytes is not None
+    extra = memory.resume_bytes - resting
+    assert extra / (model.parameters / 4) == pytest.approx(19_128 * 2**20 / 5e9, rel=0.08)
+
+
+def test_a_resume_that_does_not_fit_is_said(plan: Plan) -> None:
+    full = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"memory_bytes": 2**20})})
+    run = full.run(1e12)
+    assert run.whole is not None and run.whole.resume_lacks_bytes > 0
+    assert any("more than it has" in line for line in run_lines(run))
+    assert not any("more than it has" in line for line in run_lines(plan.run(1e12)))
+    unknown = suggest(TINY, world_size=8, global_batch_size=16, engine="nanotron").run(1e12)
+    assert unknown.whole is not None and unknown.whole.memory.resume_bytes is None
+    assert any("nobody has looked" in line for line in run_lines(unknown))

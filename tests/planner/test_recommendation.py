@@ -30,6 +30,8 @@ def run_of(days: float, devices: int, price: float = 1.0, spread: float = 1.1) -
         price_per_hour=price,
         currency="$",
         goodput=None,
+        training_days=days,
+        whole=None,
     )
 
 

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from costmodels.errors import InputError
+from costmodels.memory.checkpoints import checkpoint_bytes, checkpoint_memory
+from costmodels.pricing import estimate
+from planner.inputs.cluster import resolve_cluster
+from planner.inputs.engine import resolve_engine
 from runtime import checkpoint
 from runtime.checkpoint.writer import ALIGNMENT
 from runtime.settings.training_options import OutputOptions
@@ -147,3 +151,19 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later_to_the_bit(
     pool.run(work.job, 2, data, str(parts), {}, rest)
     assert checkpoint.iterations(saved) == [5, 12]
     assert losses(parts) == expected
+
+
+@pytest.mark.parametrize("words", ["gbs=4,dp=2,zero=1", "gbs=4,pp=2", "gbs=4,tp=2,sp=true"])
+def test_a_save_writes_and_copies_what_is_predicted(pool: WorkerPool, tmp_path: Path, words: str) -> None:
+    spec = MODELS["llama"].model_copy(update={"layers": 3})
+    layout = parse_layout(words, spec)
+    results = pool.run(work.snapshot, 2, spec, layout, str(tmp_path))
+    cluster, engine = resolve_cluster("cpu", 2), resolve_engine("bundled", None)
+    where = spec, cluster, engine, layout
+    memory = checkpoint_memory(*where, estimate(*where), async_save=True)
+    assert memory.host_bytes == memory.device_bytes and memory.node_host_bytes == 2 * memory.device_bytes
+    # What both ranks hold, one of them writes: norms under tensor parallelism, all else in turns.
+    assert max(result[2] for result in results) == pytest.approx(memory.device_bytes, rel=0.08)
+    files = sum(path.stat().st_size for path in tmp_path.rglob("*.distcp"))
+    assert files == pytest.approx(checkpoint_bytes(*where), rel=0.3)
+    assert sum(result[2] for result in results) == pytest.approx(checkpoint_bytes(*where), rel=0.02)

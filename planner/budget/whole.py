@@ -1,0 +1,106 @@
+"""A whole run: training, and what keeps a job from it, by what is given and what is assumed."""
+
+from __future__ import annotations
+
+from costmodels.dataclass import dataclass
+from costmodels.errors import InputError
+from costmodels.memory.checkpoints import CheckpointMemory, checkpoint_bytes, checkpoint_memory
+from costmodels.spec.engine import Engine
+from costmodels.spec.estimate import Estimate
+from costmodels.spec.hardware import Cluster
+from costmodels.spec.layout import Layout
+from costmodels.spec.model import ModelSpec
+from planner.budget.goodput import Beside, Failures, Goodput, Rates, Stored, goodput
+
+FORWARD = 1 / 3
+"""Share of the passes of a step that is forward: backward has two products for each one of forward."""
+
+SHORT_TOKENS = 65_500
+"""Vocabularies below this have tokens of 2 bytes in Megatron's `.bin` files, others of 4 bytes."""
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A run with its checkpoints, failures, restarts, evaluation and data."""
+
+    days: float
+    """Days by what is given, and what is assumed beside that."""
+    days_low: float
+    """Days of the shortest step (80 %) at the best rates that are assumed."""
+    days_high: float | None
+    """Days of the longest step at the worst rates that are assumed; None where they leave no time."""
+    goodput: Goodput
+    memory: CheckpointMemory
+    resume_lacks_bytes: float
+    """Bytes that a resume needs of a device and that it has not; 0 where it fits, or nobody has looked."""
+    data_bytes_per_s: float
+    """Bytes of tokens that the whole job reads in a second."""
+    save_interval_given: bool
+    """Whether the steps between two checkpoints were given; they are the best number elsewhere."""
+    assumed: tuple[str, ...]
+    """What nobody gave, each with the range and the argument that gives it."""
+
+
+def step_forward_s(estimate: Estimate) -> float:
+    """Seconds of the forward passes of a step: a third of what is neither repeated nor done once a step."""
+    time = estimate.time
+    once = time.recompute + time.offload + time.data_parallel + time.accumulation + time.optimizer
+    return FORWARD * max(estimate.step_time_s - once, 0.0)
+
+
+def token_bytes(model: ModelSpec) -> int:
+    """Bytes of a token in a data file."""
+    return 2 if model.vocab < SHORT_TOKENS else 4
+
+
+def beside_steps(model: ModelSpec, layout: Layout, estimate: Estimate, failures: Failures) -> Beside:
+    """Seconds of evaluation, and of waiting for tokens, that each step takes besides."""
+    evaluation = step_forward_s(estimate) * failures.eval_batches_per_step
+    data = 0.0
+    if failures.data_gbps is not None:
+        read = layout.global_batch_size * model.seq * token_bytes(model)
+        data = max(read * 8 / (failures.data_gbps * 1e9) - estimate.step_time_s, 0.0)
+    return Beside(evaluation, data)
+
+
+def whole_run(
+    model: ModelSpec,
+    cluster: Cluster,
+    engine: Engine,
+    layout: Layout,
+    estimate: Estimate,
+    days: tuple[float, float, float],
+    failures: Failures,
+) -> WholeRun:
+    """A run of some days of training, and the low and the high end of these.
+
+    Raises:
+        InputError: failures leave the job no time to train.
+    """
+    memory = checkpoint_memory(model, cluster, engine, layout, estimate, failures.async_save)
+    written = checkpoint_bytes(model, cluster, engine, layout)
+    copy = memory.device_bytes / cluster.device.host_bandwidth
+    stored = Stored(written, memory.read_bytes, copy)
+    beside = beside_steps(model, layout, estimate, failures)
+
+    def kept(rates: Rates) -> Goodput:
+        return goodput(cluster, estimate.step_time_s, stored, failures, rates, beside)
+
+    middle, low, high = days
+    best, worst = failures.ends
+    usual = kept(failures.usual)
+    try:
+        longest = high / kept(worst).share
+    except InputError:
+        longest = None
+    return WholeRun(
+        days=middle / usual.share,
+        days_low=low / kept(best).share,
+        days_high=longest,
+        goodput=usual,
+        memory=memory,
+        resume_lacks_bytes=max((memory.resume_bytes or 0.0) - cluster.memory_bytes, 0.0),
+        data_bytes_per_s=estimate.tokens_per_s * token_bytes(model),
+        save_interval_given=failures.save_interval is not None,
+        assumed=failures.assumed(),
+    )
