@@ -130,7 +130,11 @@ class _Item:
         return InputError(f"{self.verb} {self.name}={self.value}: expected {expected}")
 
 
-def parse_pins(pin: PinInput, forbid: PinInput = None) -> Pins:
+GivenPins = PinInput | Iterable[str | tuple[str, object]]
+"""What flags give: pairs of a name and a value that is no text any more, beside the strings of `--pin`."""
+
+
+def parse_pins(pin: GivenPins, forbid: PinInput = None) -> Pins:
     """Validated pins by full name: the values of `pin` without those of `forbid`.
 
     Raises `InputError` for an unknown name, a value of the wrong kind, two values for one name, and for what
@@ -248,6 +252,20 @@ def _check_together(pins: Pins) -> None:
         raise InputError(f"pin zero_replicas={pins['zero_replicas']} needs zero_stage of at least 1, not 0")
 
 
+def with_pin(pins: Pins, name: str, value: int) -> Pins:
+    """`pins` and one more number. Raises `InputError` when they pin another value, or exclude this one."""
+    pinned = pins.get(name, value)
+    if isinstance(pinned, Choice) and pinned.wanted is None:
+        if value not in pinned:
+            raise InputError(f"pin {name}={value} and forbid {name} {pinned} contradict each other")
+        pinned = value
+    if pinned != value:
+        raise InputError(f"pin {name} is given twice: {pinned} and {value}")
+    found = {**pins, name: value}
+    _check_together({name: value for name, value in found.items() if not isinstance(value, Choice)})
+    return found
+
+
 def where_possible(pins: Pins, name: str, value: int | bool | str) -> Pins:
     """`pins` and `name` (of `GROUP_DEGREES`), fixed wherever its group allows; a strict pin of `value` stays.
 
@@ -261,15 +279,23 @@ def where_possible(pins: Pins, name: str, value: int | bool | str) -> Pins:
     return {**pins, name: pinned}
 
 
-def _items(pin: PinInput, verb: str) -> Iterable[_Item]:
+def _items(pin: GivenPins, verb: str) -> Iterable[_Item]:
     if pin is None:
         return
     if isinstance(pin, Mapping):
         for name, value in pin.items():
             yield _Item(full_name(name, verb), value, verb)
         return
-    given = [pin] if isinstance(pin, str) else pin
-    for text in given if verb == "forbid" else (word for each in given for word in degrees_in(each)):
+    for each in [pin] if isinstance(pin, str) else pin:
+        if isinstance(each, str):
+            yield from _items_of_text(each, verb)
+        else:
+            yield _Item(full_name(each[0], verb), each[1], verb)
+
+
+def _items_of_text(given: str, verb: str) -> Iterator[_Item]:
+    """What one string says: a pin or ban `name=value`, or the pins of a printed layout."""
+    for text in [given] if verb == "forbid" else degrees_in(given):
         name, equals, value = text.partition("=")
         if not equals or not value.strip():
             plain = _plain(text)

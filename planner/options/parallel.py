@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any, ClassVar, get_args
 
 from costmodels.catalogue import engine_names
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.hardware import NARROW, Precision
-from costmodels.spec.layout import Fp8Recipe, Optimizer, RecomputeMethod, Schedule
+from costmodels.spec.layout import Fp8Recipe, Layout, Optimizer, RecomputeMethod, Schedule
 from costmodels.spec.model import ModelSpec
 from costmodels.spelling import or_nearest
 from planner.inputs.engine import DEFAULT_ENGINE
 from planner.inputs.pin_notation import without_pins
-from planner.inputs.pins import Pins, degree_words, parse_pins, pin_words, where_possible
+from planner.inputs.pins import (
+    GROUP_DEGREES,
+    Pins,
+    degree_words,
+    parse_pins,
+    pin_words,
+    where_possible,
+    with_pin,
+)
 from planner.options.flags import arguments, flag
 from planner.options.megatron import AcceptedFlags, accepted_names
 from planner.options.model import choice
@@ -156,7 +166,7 @@ class ParallelOptions(AcceptedFlags):
         f"Fix optimizer: {', '.join(get_args(Optimizer))}; adam unless given.",
         values=lambda: get_args(Optimizer),
     )
-    grad_reduce_in_bf16: bool = flag(False, "Fix gradient_reduction=bf16.")
+    grad_reduce_in_bf16: bool = flag(False, "Fix gradient_reduction=bf16.", degree="gradient_reduction")
     bf16: bool = flag(False, "Train in bf16; the device's usual format unless one is given.")
     fp16: bool = flag(False, "Train in fp16.")
     fp32: bool = flag(False, "Train in fp32.")
@@ -200,38 +210,11 @@ class ParallelOptions(AcceptedFlags):
                 + or_nearest(self.recompute_granularity, granularities)
             )
         self._check_recompute()
-        pairs = [
-            ("tensor_parallel", self.tensor_model_parallel_size),
-            ("pipeline_parallel", self.pipeline_model_parallel_size),
-            ("data_parallel", self.data_parallel_size),
-            ("virtual_pipeline_parallel", self.num_virtual_stages_per_pipeline_rank),
-            ("schedule", self.pipeline_schedule),
-            ("context_parallel", self.context_parallel_size),
-            ("expert_parallel", self.expert_model_parallel_size),
-            ("expert_tensor_parallel", self.expert_tensor_parallel_size),
-            ("micro_batch_size", self.micro_batch_size),
-            ("optimizer", self.optimizer),
-            ("zero_replicas", self.num_distributed_optimizer_instances),
-            ("offload_optimizer", self.optimizer_cpu_offload or None),
-            ("offload_activations", self.swap_attention or None),
-            ("gradient_reduction", "bf16" if self.grad_reduce_in_bf16 else None),
-            ("recompute", self.recompute_granularity),
-            ("recompute", "selective" if self.recompute_activations else None),
-            ("recompute_modules", "mlp" if self._swaps_first_layers else self._recompute_modules()),
-            ("recompute_method", "block" if self._swaps_first_layers else self.recompute_method),
-            ("recompute_num_layers", None if self.notes() else self.recompute_num_layers),
-            *(("precision", kind) for kind in self._precisions()),
-            ("fp8_recipe", None if self.fp8_recipe == "mxfp8" else self.fp8_recipe),
-            ("fp8_param_gather", self.fp8_param_gather or None),
-            ("expert_halves", self.expert_halves or None),
-            ("cuda_graphs", self.cuda_graphs or None),
-        ]
-        strings = [*self.pin, *(f"{name}={value}" for name, value in pairs if value is not None)]
-        pins = parse_pins(strings, self.forbid)
+        pins = parse_pins([*self.pin, *self._given()], self.forbid)
         self._check_formats(pins)
         if self.num_layers_per_virtual_pipeline_stage is not None:
             chunks = self._chunks(model, pins, self.num_layers_per_virtual_pipeline_stage)
-            pins = parse_pins([*strings, f"virtual_pipeline_parallel={chunks}"], self.forbid)
+            pins = with_pin(pins, "virtual_pipeline_parallel", chunks)
         # Megatron-LM's scripts set both whatever the layout: they do nothing in a group of one.
         if self.sequence_parallel:
             pins = where_possible(pins, "sequence_parallel", True)
@@ -240,6 +223,26 @@ class ParallelOptions(AcceptedFlags):
         form = choice("--cp-comm-type", self.cp_comm_type, _CONTEXT_FORMS)
         pins = where_possible(pins, "context_parallel_form", form) if form else pins
         return without_pins(pins, self.unpin)
+
+    def _given(self) -> Iterator[tuple[str, object]]:
+        """Degrees that flags fix, with their values: the degree of a `flag`, or the name of its field."""
+        swaps = self._swaps_first_layers
+        instead: dict[str, object] = {
+            "grad_reduce_in_bf16": self.grad_reduce_in_bf16 and "bf16",
+            "recompute_activations": self.recompute_activations and "selective",
+            "recompute_modules": "mlp" if swaps else self._recompute_modules(),
+            "recompute_method": "block" if swaps else self.recompute_method,
+            "recompute_num_layers": None if self.notes() else self.recompute_num_layers,
+            "fp8_recipe": None if self.fp8_recipe == "mxfp8" else self.fp8_recipe,
+            **dict.fromkeys(GROUP_DEGREES),
+            "use_distributed_optimizer": None,
+        }
+        for field in fields(self):
+            degree = field.metadata.get("degree") or field.name
+            value = instead.get(field.name, getattr(self, field.name))
+            if degree in Layout.model_fields and value is not None and value is not False:
+                yield degree, value
+        yield from (("precision", kind) for kind in self._precisions())
 
     def _precisions(self) -> list[str]:
         """The formats that are asked for; scripts of Megatron-LM say bf16 beside those of fewer bits."""
