@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodels import ModelSpec
 from costmodels.errors import InputError
 from costmodels.memory.checkpoints import checkpoint_bytes
 from planner import suggest
 from planner.budget.goodput import Failures, Stored, goodput
 from planner.budget.run import parse_tokens
+from tests.support.models import TINY
 
-TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 DAY = 86400.0
 PLAN = suggest(TINY, world_size=8, global_batch_size=16)
 

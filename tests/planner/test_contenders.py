@@ -14,17 +14,16 @@ from planner.objective import slowness
 from planner.problem import resolve_problem
 from planner.ranking import contenders
 from planner.solve.bounds import floor_of
+from tests.support import models
+from tests.support.models import TINY_EXPERTS
 
-TINY = ModelSpec(name="tiny", layers=8, hidden=256, heads=8, vocab=1000, seq=128)
-MIXTURE = ModelSpec(
-    name="mixture", layers=8, hidden=256, heads=8, vocab=1000, seq=128, experts=8, top_k=2, expert_ffn=512
-)
+TINY = models.TINY.model_copy(update={"layers": 8})
 
 PROBLEMS: list[tuple[ModelSpec, dict[str, Any]]] = [
     (TINY, {"global_batch_size": 24}),
     (TINY, {"max_global_batch_size": 30, "objective": "step-time"}),
     (TINY, {"global_batch_size": 16, "pin": ["offload_activations=true", "recompute=none,full"]}),
-    (MIXTURE, {"max_global_batch_size": 16, "device_memory_gib": 11.2}),
+    (TINY_EXPERTS, {"max_global_batch_size": 16, "device_memory_gib": 11.2}),
 ]
 
 

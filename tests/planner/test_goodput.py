@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodels import ModelSpec
 from costmodels.errors import InputError
 from costmodels.memory.checkpoints import checkpoint_bytes, checkpoint_memory
 from planner import Plan, suggest
 from planner.budget.goodput import Failures, Goodput, best_interval, expected_share
 from planner.budget.run import run_lines
+from tests.support.models import TINY
 
-TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 MINUTE, HOUR = 60.0, 3600.0
 
 

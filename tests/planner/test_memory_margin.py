@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from costmodels import ModelSpec
 from costmodels.errors import InputError
 from planner import Plan, evaluate, search, suggest
 from planner.inputs.cluster import resolve_cluster
+from tests.support.models import TINY
 
 GIB = 2**30
 
-TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 JOB: dict[str, Any] = {"model": TINY, "world_size": 8, "device": "a100-80g", "global_batch_size": 16}
 
 

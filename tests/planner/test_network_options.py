@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from costmodels import Cluster, Link, ModelSpec
+from costmodels import Cluster, Link
 from costmodels.catalogue import load_device
 from costmodels.errors import InputError
 from costmodels.network.network_table import read_network_table
@@ -16,8 +16,7 @@ from costmodels.spec.hardware import MeasuredCollective
 from planner import Plan, evaluate, search, suggest
 from planner.inputs.cluster import resolve_cluster
 from planner.options.cluster import ClusterOptions
-
-TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
+from tests.support.models import TINY
 
 TABLE = """collective,devices,nodes,bytes,busbw_gbs,gpu
 all_reduce,8,1,1073741824,230,A100

@@ -19,8 +19,7 @@ from costmodels.pricing import Prices
 from planner import Plan, search, suggest
 from planner.objective import EQUAL, MEMORY_DIGITS, OBJECTIVES, parse_objective
 from planner.ranking import first_plans
-
-TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
+from tests.support.models import TINY
 
 
 def keys(prices: Prices, objective: str) -> list[tuple[float, float]]:

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodels import Engine, Estimate, ModelSpec, StageMemory, StepTime
+from costmodels import Engine, Estimate, StageMemory, StepTime
 from costmodels.errors import InputError
 from planner import Plan, search
-
-TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
+from tests.support.models import TINY
 
 
 def plan_of(world: int = 4, **arguments: Any) -> Plan:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import planner
-from costmodels import ModelSpec
 from costmodels.spec.record import GIB
 from planner import processes
 from planner.api import search_problem
@@ -25,10 +24,9 @@ from planner.problem import resolve_problem
 from planner.processes import Calls, helpers_for
 from planner.ranking.ranking import rank
 from tests.support.jobs import TIMEOUT_S
+from tests.support.models import TINY, TINY_EXPERTS
 
 PATH = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 
 
 def test_helpers_make_calls_and_results_keep_their_order(tmp_path: Path) -> None:
@@ -163,17 +161,12 @@ def test_sizes_and_changes_are_the_same_with_helpers(monkeypatch: pytest.MonkeyP
     assert (again.binding, again.neighbours) == (explained.binding, explained.neighbours)
 
 
-MIXTURE = ModelSpec(
-    name="mixture", layers=8, hidden=256, heads=8, vocab=1000, seq=128, experts=8, top_k=2, expert_ffn=512
-)
-
-
 def test_searches_of_the_same_layouts_share_what_those_need() -> None:
     job: dict[str, Any] = {"device": "h100", "max_global_batch_size": 16, "prefer": "fastest"}
-    roomy = search_problem(resolve_problem(MIXTURE, 16, **job))
+    roomy = search_problem(resolve_problem(TINY_EXPERTS, 16, **job))
     assert roomy.listed is not None
     middle = float(np.median(roomy.listed.peaks)) / GIB
-    result = search_problem(resolve_problem(MIXTURE, 16, device_memory_gib=middle, **job))
+    result = search_problem(resolve_problem(TINY_EXPERTS, 16, device_memory_gib=middle, **job))
     assert result.listed is not None and 0 < result.feasible < result.legal
     assert pickle.loads(pickle.dumps(result)).listed is None
     # Of more memory, and of so little that fewer fit.

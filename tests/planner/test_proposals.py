@@ -14,19 +14,7 @@ from costmodels.spec.record import GIB
 from planner import search, suggest
 from planner.inputs.model import resolve_model
 from planner.proposals.proposal import Proposal
-
-SMALL = ModelSpec(name="small", layers=8, hidden=1024, heads=16, vocab=32000, seq=2048)
-MIXTURE = ModelSpec(
-    name="mixture",
-    layers=8,
-    hidden=1024,
-    heads=16,
-    vocab=32000,
-    seq=1024,
-    experts=8,
-    top_k=2,
-    expert_ffn=1024,
-)
+from tests.support.models import SMALL, SMALL_EXPERTS
 
 ON_THE_DEVICE = ["offload_activations=false", "offload_optimizer=false"]
 
@@ -34,7 +22,7 @@ QUESTIONS: list[tuple[ModelSpec, dict[str, Any]]] = [
     (SMALL, {"world_size": 2, "device_memory_gib": 1.6, "global_batch_size": 16, "pin": ON_THE_DEVICE}),
     (SMALL, {"world_size": 8, "device_memory_gib": 1.1, "global_batch_size": 64, "pin": ["zero=0", "pp=1"]}),
     (SMALL, {"world_size": 4, "device_memory_gib": 1.6, "max_global_batch_size": 32, "engine": "megatron"}),
-    (MIXTURE, {"world_size": 4, "device_memory_gib": 1.3, "global_batch_size": 16}),
+    (SMALL_EXPERTS, {"world_size": 4, "device_memory_gib": 1.3, "global_batch_size": 16}),
     (
         SMALL,
         {"world_size": 1, "device_memory_gib": 1.6, "global_batch_size": 8, "forbid": ["recompute=full"]},
@@ -148,7 +136,7 @@ def test_drawn_questions_have_true_proposals() -> None:
             "engine": draw.choice([None, "megatron", "fsdp", "deepspeed"]),
             "pin": draw.sample(["tp=1", "zero=0..1", "recompute=none", "mbs=1", "pp=1"], draw.randint(0, 2)),
         }
-        model = draw.choice([SMALL, MIXTURE])
+        model = draw.choice([SMALL, SMALL_EXPERTS])
         try:
             if search(model, **job).feasible:
                 continue

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from costmodels import ModelSpec, price
+from costmodels import price
 from planner import Plan, evaluate, search
 from planner.ranking import first_plans
+from tests.support import models
 
-TINY = ModelSpec(name="tiny", layers=8, hidden=256, heads=8, vocab=1000, seq=128)
+TINY = models.TINY.model_copy(update={"layers": 8})
 
 
 @pytest.fixture(scope="module")

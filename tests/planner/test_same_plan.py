@@ -16,21 +16,12 @@ from planner.formats.check import check
 from planner.formats.targets import export
 from planner.objective import gain, metric
 from planner.report.contents import gather
+from tests.support.models import SMALL, SMALL_EXPERTS
 
 MODELS = [
-    ModelSpec(name="small", layers=8, hidden=1024, heads=16, vocab=32000, seq=2048),
+    SMALL,
     ModelSpec(name="wide", layers=6, hidden=4096, heads=32, kv_heads=8, vocab=32000, seq=4096, gated=True),
-    ModelSpec(
-        name="mixture",
-        layers=8,
-        hidden=1024,
-        heads=16,
-        vocab=32000,
-        seq=1024,
-        experts=8,
-        top_k=2,
-        expert_ffn=1024,
-    ),
+    SMALL_EXPERTS,
 ]
 
 

@@ -16,8 +16,8 @@ from costmodels.catalogue import load_device
 from costmodels.errors import InputError, NoLayoutFits
 from planner import Plan, evaluate, search, suggest
 from tests.support.layouts import layouts_of
+from tests.support.models import TINY
 
-TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
 GIB = 2**30
 ON_THE_DEVICE = ["offload_activations=false", "offload_optimizer=false"]
 

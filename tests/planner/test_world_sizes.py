@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import planner
-from costmodels import ModelSpec
 from costmodels.errors import InputError, NoLayoutFits
 from planner import Sizes, advice, search
 from planner.budget.goodput import Failures
 from planner.world_sizes import Size, no_size_fits, parse_world_sizes
-
-TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
+from tests.support.models import TINY
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,31 @@ FORMS = {
 and 3's, Llama 4's and Qwen3-Next's blocks, and DeepSeek-V3's modules that predict further tokens."""
 
 
+TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)
+"""A dense model of which a search takes no time."""
+
+TINY_EXPERTS = ModelSpec(
+    name="mixture", layers=8, hidden=256, heads=8, vocab=1000, seq=128, experts=8, top_k=2, expert_ffn=512
+)
+"""A model with experts of which a search takes little time."""
+
+SMALL = ModelSpec(name="small", layers=8, hidden=1024, heads=16, vocab=32000, seq=2048)
+"""A dense model whose layouts differ in memory and time."""
+
+SMALL_EXPERTS = ModelSpec(
+    name="mixture",
+    layers=8,
+    hidden=1024,
+    heads=16,
+    vocab=32000,
+    seq=1024,
+    experts=8,
+    top_k=2,
+    expert_ffn=1024,
+)
+"""A model with experts whose layouts differ in memory and time."""
+
+
 def small_spec(**sizes: int) -> ModelSpec:
     """A dense model that many layouts divide, with other sizes where they are given."""
     usual: dict[str, Any] = {
