@@ -15,10 +15,10 @@ from costmodels.errors import InputError
 from costmodels.spec.record import GIB, in_seconds
 from planner.plan import Plan
 from runtime.job.comparison import comparison, gib_range, peak_name, seconds_range
-from runtime.job.going_on import continuation
 from runtime.job.job import Job
 from runtime.job.measurement import measurement
 from runtime.job.prediction import predicted_peak, predicted_step
+from runtime.job.resumption import continuation
 from runtime.launch.supervisor import Outcome
 from runtime.logs.console import say
 

@@ -32,10 +32,10 @@ from planner.plan import Plan
 from planner.service.plan_notes import optimizer_notes
 from runtime.faults.fault_options import FaultOptions
 from runtime.job.continuation import PreviousRun, previous_run
-from runtime.job.going_on import from_saved, has_saved
 from runtime.job.job import Job
 from runtime.job.job_folders import check_save, iteration_of
 from runtime.job.plan_check import check_plan_of_job
+from runtime.job.resumption import from_saved, has_saved
 from runtime.launch.launch_options import LaunchOptions, TrialOptions
 from runtime.launch.local_plans import forks_ranks, local_configuration, local_plans
 from runtime.launch.nodes import nodes_of_job

@@ -23,7 +23,7 @@ from costmodels.spec.model_flops import flops_per_sequence
 from costmodels.spec.row_blocks import block_results
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 from costmodels.step_times import step_seconds, tied_seconds
-from costmodels.time.matrix_products import peak_flops
+from costmodels.time.gemms import peak_flops
 from costmodels.time.measured_layers import measurement_share
 from costmodels.time.uncertainty import spread
 

@@ -51,12 +51,12 @@ from runtime.job.continuation import (
 )
 from runtime.job.datasets import ModelTokenizer, model_tokenizer, open_datasets
 from runtime.job.devices import check_kind, detect_device, local_device_count, torch_device
-from runtime.job.going_on import from_saved, has_saved
 from runtime.job.job import Job, RunOptions, sample_order
 from runtime.job.job_folders import begins_anew, check_save, iteration_of
 from runtime.job.loop import Loop
 from runtime.job.plan_check import check_plan_of_job
 from runtime.job.plan_search import search_for_job
+from runtime.job.resumption import from_saved, has_saved
 from runtime.logs.console import flush, progress, say
 from runtime.logs.rank_log import RankLog
 from runtime.optimizers.adam8bit import check_adam8bit
@@ -82,26 +82,35 @@ from runtime.train.trainer import Trainer
 from runtime.world.membership import RANK_VARIABLES, rank_variables
 
 
-def plan_of_job(job: Job, ranks: Ranks, previous: PreviousRun | None = None) -> Plan:
-    """The plan of the file that the flags name, or the best one for the ranks that exist.
+def given_plan(job: Job, ranks: Ranks) -> Plan | None:
+    """The plan of the file that the flags name, for ranks that need it: the first one, and those beside GPUs.
 
-    A job that goes on, from `previous` or after a failure, is planned anew where a file is for other ranks,
-    and keeps its global batch.
+    Rank 0 trains by it and hands it to the others. Those beside GPUs learn from it whether it uses them.
+    """
+    if job.run.plan is None or (ranks.rank > 0 and not local_device_count()):
+        return None
+    return Plan.load(job.run.plan)
+
+
+def plan_of_job(job: Job, ranks: Ranks, given: Plan | None, previous: PreviousRun | None = None) -> Plan:
+    """The `given` plan, or the best one for the ranks that exist.
+
+    A job that goes on, from `previous` or after a failure, is planned anew where the given plan is for other
+    ranks, and keeps its global batch.
     """
     for name in ("world_size", "local_world_size"):
-        given, started = getattr(job.cluster, name), getattr(ranks, name)
-        if given in (None, started):
+        asked, started = getattr(job.cluster, name), getattr(ranks, name)
+        if asked in (None, started):
             continue
-        flag_text = f"--{name.replace('_', '-')} {given}"
+        flag_text = f"--{name.replace('_', '-')} {asked}"
         raise InputError(f"{flag_text}: torchrun started {started} ranks; leave the flag out")
-    if job.run.plan is not None:
+    if given is not None:
         joined = dataclasses.replace(job.cluster, world_size=None, local_world_size=None, device=None)
         check_alone(job.model, job.batch, job.parallel, joined)
-        plan = Plan.load(job.run.plan)
         goes_on = previous is not None or is_restarted() or is_elastic()
-        if plan.layout.world_size == ranks.world_size or not goes_on:
-            return plan
-        return plan_for_ranks(plan, ranks.world_size, ranks.local_world_size, job.training, job.data)
+        if given.layout.world_size == ranks.world_size or not goes_on:
+            return given
+        return plan_for_ranks(given, ranks.world_size, ranks.local_world_size, job.training, job.data)
     device = job.cluster.device or detect_device(ranks.local_world_size)
     return search_for_job(job, device, ranks.world_size, ranks.local_world_size, previous).plan(0)
 
@@ -127,7 +136,8 @@ def train(job: Job) -> int:
     asks_for_cpu = is_cpu(job.cluster.device)
     if job.cluster.device is not None and not asks_for_cpu and not local_device_count():
         raise InputError(f"--device {job.cluster.device}: this machine has no GPUs; leave it out or give cpu")
-    on_cpu = asks_for_cpu or (job.run.plan is not None and _is_cpu_plan(job.run.plan))
+    given = given_plan(job, ranks)
+    on_cpu = asks_for_cpu or (given is not None and given.cluster.device.kind == "cpu")
     device = torch_device(on_cpu or not local_device_count(), ranks)
     check_bounds(job.run)
     if job.output.log_dir is not None:
@@ -136,7 +146,7 @@ def train(job: Job) -> int:
     code = 0
     with _watchdog(job, ranks) as watchdog:
         try:
-            code = _run(job, ranks, device)
+            code = _run(job, ranks, device, given)
         except InputError as error:
             if ranks.world_size == 1:
                 dist.destroy_process_group()
@@ -173,12 +183,12 @@ def _lost_connection(watchdog: Watchdog) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _run(job: Job, ranks: Ranks, device: torch.device) -> int:
+def _run(job: Job, ranks: Ranks, device: torch.device, given: Plan | None) -> int:
     _begin("planning")
     if run_on_first_rank(lambda: (is_restarted() or is_elastic()) and has_saved(job)):
         job = from_saved(job)
-    job = _looked_at(job, ranks, device)
-    plan = Plan.model_validate_json(run_on_first_rank(lambda: _prepare(job, ranks)))
+    job = _looked_at(job, ranks, device, given)
+    plan = Plan.model_validate_json(run_on_first_rank(lambda: _prepare(job, ranks, given)))
     with _saving_alone(job.output.save):
         return _train(job, plan, ranks, device)
 
@@ -257,30 +267,26 @@ def _load(job: Job, folder: str, trainer: Trainer, spec: ModelSpec, datasets: Da
     return consumed
 
 
-def _is_cpu_plan(path: str) -> bool:
-    return Plan.load(path).cluster.device.kind == "cpu"
-
-
-def _looked_at(job: Job, ranks: Ranks, device: torch.device) -> Job:
+def _looked_at(job: Job, ranks: Ranks, device: torch.device, given: Plan | None) -> Job:
     """The job, after a look at its ranks; with the links that were measured where it is to plan with them."""
     run_together(lambda: job.preflight.check(job.run.plan))
     set_operation("looking at all ranks")
-    table = preflight(job.preflight, ranks, device, job.arguments(), job.output.log_dir, _kinds(job))
+    table = preflight(job.preflight, ranks, device, job.arguments(), job.output.log_dir, _kinds(job, given))
     if not job.preflight.replan or table is None:
         return job
     return dataclasses.replace(job, cluster=dataclasses.replace(job.cluster, network_table=table))
 
 
-def _kinds(job: Job) -> int:
-    """Kinds of devices that a job is for."""
-    if job.run.plan is not None:
-        return max(1, len(Plan.load(job.run.plan).cluster.parts)) if dist.get_rank() == 0 else 1
+def _kinds(job: Job, given: Plan | None) -> int:
+    """Kinds of devices that a job is for, of which rank 0 makes use."""
+    if given is not None:
+        return max(1, len(given.cluster.parts))
     return 2 if job.cluster.device is not None and is_of_kinds(job.cluster.device) else 1
 
 
-def _prepare(job: Job, ranks: Ranks) -> str:
+def _prepare(job: Job, ranks: Ranks, given: Plan | None) -> str:
     previous = previous_run(job.output)
-    plan = plan_of_job(job, ranks, previous)
+    plan = plan_of_job(job, ranks, given, previous)
     check_job(plan, job, ranks.world_size)
     if job.run.plan is None and job.output.log_dir is not None:
         plan.save(Path(job.output.log_dir) / "plan.json")

@@ -331,8 +331,8 @@ def activation_and_logit_bytes(
         if (offload := getattr(sizes, f"{kind}_offload")).any():
             fetched = np.maximum(fetched, np.minimum(layers, FETCHED_LAYERS) * offload[:, None])
     activations = activations + fetched
-    if sizes.further_activations.any():
-        activations = activations + ranks.last * sizes.further_activations[:, None]
+    if sizes.mtp_activations.any():
+        activations = activations + ranks.last * sizes.mtp_activations[:, None]
     logits = ranks.last * sizes.logits[:, None]
     if ranks.backlog.any():
         backlog = np.minimum(ranks.backlog, table.micro_batches[:, None] * ranks.layers)

@@ -8,7 +8,7 @@ import numpy as np
 from costmodels.dataclass import dataclass
 from costmodels.layers import quantised
 from costmodels.layers.adapters import block_parameters
-from costmodels.layers.further_tokens import joining_bytes, joining_parameters
+from costmodels.layers.mtp import joining_bytes, joining_parameters
 from costmodels.layers.operators import padded_vocabulary
 from costmodels.layers.shapes import element_bytes, loss_chunks, tokens
 from costmodels.memory.activations import activation_bytes, output_gradient_bytes
@@ -40,9 +40,9 @@ class UnitSizes:
     """Parameters of final norm and output matrix; the matrix of a tied head counts with pp > 1 only. Of
     modules that predict further tokens too, but for routed experts; with pp > 1 they read an embedding of
     their own where no tied head is one."""
-    further_experts: Floats
+    mtp_experts: Floats
     """Parameters of the routed experts of all these modules."""
-    further_activations: Floats
+    mtp_activations: Floats
     """Bytes that they keep from forward to backward."""
     dense_activations: Floats
     """Bytes from forward to backward."""
@@ -155,7 +155,7 @@ def _layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -
     return np.stack((*trains, *frozen, *activations, quantised.block_bytes(model, mlp, tp), turned_back))
 
 
-class _Further(NamedTuple):
+class _Mtp(NamedTuple):
     """Sizes of all MTP modules, [n] each."""
 
     parameters: Floats
@@ -165,14 +165,14 @@ class _Further(NamedTuple):
     """Bytes, without those of the loss."""
 
 
-def _further(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Further:
+def _mtp(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Mtp:
     count = model.mtp_depths
     if not count:
-        return _Further(*(np.zeros(len(table)) for _ in _Further._fields))
+        return _Mtp(*(np.zeros(len(table)) for _ in _Mtp._fields))
     kind = model.layer_kind(model.layers - 1)
     shared, experts, _, _, kept = _layer(model.mtp_module, engine, table, kind.mlp)[:5]
     own = joining_parameters(model)
-    return _Further(count * (shared + own), count * experts, count * (kept + joining_bytes(model, table)))
+    return _Mtp(count * (shared + own), count * experts, count * (kept + joining_bytes(model, table)))
 
 
 def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSizes:
@@ -215,9 +215,9 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         (vocabulary * h + model.other_parameters) / tp + positions * h,
         has_matrix * vocabulary * h / tp + model.norm_parameters,
     )
-    further = _further(model, engine, table)
+    mtp = _mtp(model, engine, table)
     copy = (table.pipeline_parallel > 1) & (model.mtp_depths > 0 and not model.tied)
-    ends = ends[0], ends[1] + further.parameters + copy * vocabulary * h / tp
+    ends = ends[0], ends[1] + mtp.parameters + copy * vocabulary * h / tp
     frozen_ends = zero, zero
     if model.lora is not None:
         ends, frozen_ends = frozen_ends, ends
@@ -247,8 +247,8 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         experts=experts,
         embedding=ends[0],
         head=ends[1],
-        further_experts=further.experts,
-        further_activations=further.activations + model.mtp_depths * waits,
+        mtp_experts=mtp.experts,
+        mtp_activations=mtp.activations + model.mtp_depths * waits,
         frozen_dense_layer=frozen_dense,
         frozen_moe_layer=frozen_moe,
         frozen_experts=frozen_experts,
@@ -299,7 +299,7 @@ def rank_parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
     shared = ranks.all_dense * sizes.dense_layer[:, None] + end_parameters(sizes, ranks)
     if not sizes.experts.any():
         return shared, np.zeros_like(shared)
-    experts = ranks.all_moe * sizes.experts[:, None] + ranks.last * sizes.further_experts[:, None]
+    experts = ranks.all_moe * sizes.experts[:, None] + ranks.last * sizes.mtp_experts[:, None]
     return shared + ranks.all_moe * sizes.moe_layer[:, None], experts
 
 

@@ -13,14 +13,14 @@ from costmodels.spec.hardware import NARROW, Device
 from costmodels.spec.layout import SPLIT_BACKWARD, WIDE_WEIGHT_GRADIENTS
 from costmodels.spec.table import FULL, SELECTIVE, UNIFORM, Bools, Floats, LayoutTable, code_of
 from costmodels.time.core_attention import attention_seconds, context_seconds
-from costmodels.time.host_launch import launch_floor, launch_seconds
-from costmodels.time.matrix_products import (
+from costmodels.time.gemms import (
     GemmRates,
     cast_elements,
     gemm_rates,
     gemm_seconds,
     wide_peak_flops,
 )
+from costmodels.time.host_launch import launch_floor, launch_seconds
 
 
 @dataclass(frozen=True)

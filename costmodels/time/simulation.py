@@ -254,12 +254,12 @@ def _play(
         return ends[1:], ends[1:]
     arrivals, way_out = [0.0], [0.0] * pipeline
     blocking = seconds.waits or schedule in BLOCKING
-    ways = np.append(0.0, seconds.send)[passes.sent].tolist()
-    for (rank, need, time), way in zip(rows, ways, strict=True):
+    travels = np.append(0.0, seconds.send)[passes.sent].tolist()
+    for (rank, need, time), travel in zip(rows, travels, strict=True):
         start, arrived = free[rank], arrivals[need]
         end = arrives = free[rank] = (arrived if arrived > start else start) + time
-        if way:
-            arrives = way_out[rank] = max(end, way_out[rank]) + way
+        if travel:
+            arrives = way_out[rank] = max(end, way_out[rank]) + travel
             if blocking:
                 free[rank] = arrives
         add(end)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from costmodels.layers.further_tokens import joining
+from costmodels.layers.mtp import joining
 from costmodels.layers.operators import embedding, head, layer, padded_vocabulary
 from costmodels.network.collectives import group
 from costmodels.ranks.rank_layers import ZERO, Ranks
@@ -58,15 +58,13 @@ def unit_passes(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layou
     if model.mtp_depths:
         kind = model.layer_kind(model.layers - 1)
         inner = layer(model.mtp_module, engine, table, kind.mlp)
-        further = [
+        mtp = [
             units["last"],
             passes(inner, device, engine, table, groups, repeats=True),
             passes(joining(model, engine, table), device, engine, table, groups, repeats=False, wide=True),
         ]
         # Each depth is a layer, what joins its inputs, and the head once more.
-        units["last"] = mean_passes(
-            [(1.0, units["last"]), *((float(model.mtp_depths), one) for one in further)]
-        )
+        units["last"] = mean_passes([(1.0, units["last"]), *((float(model.mtp_depths), one) for one in mtp)])
     return units
 
 

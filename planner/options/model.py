@@ -13,9 +13,9 @@ from costmodels.spelling import or_nearest
 from planner.inputs.model import is_hf_config, resolve_model
 from planner.options.experts import ExpertFlags, LatentFlags, expert_changes, latent_changes
 from planner.options.flags import flag
-from planner.options.further_tokens import FurtherTokenFlags, further_note
 from planner.options.limits import AT_LEAST_1, Bounds
 from planner.options.lora import LoraFlags, lora_note
+from planner.options.mtp import MtpFlags, mtp_note
 
 DEFAULT_MODEL = "gpt-22b"
 """Model that is assumed when none is given: the GPT of 22 billion parameters of PAI's guide."""
@@ -67,7 +67,7 @@ class Dimensions:
 
 
 @dataclass(frozen=True)
-class ModelOptions(LoraFlags, FurtherTokenFlags, LatentFlags, ExpertFlags, Dimensions):
+class ModelOptions(LoraFlags, MtpFlags, LatentFlags, ExpertFlags, Dimensions):
     """What is trained: a named model, a model by its dimensions, or the one with changes by the other."""
 
     def spec(self) -> ModelSpec:
@@ -108,7 +108,7 @@ class ModelOptions(LoraFlags, FurtherTokenFlags, LatentFlags, ExpertFlags, Dimen
         if self.multi_latent_attention and not self.qk_layernorm:
             notes.append("latent attention normalises its latents (Megatron-LM: with --qk-layernorm only)")
         if self.mtp_num_layers is not None:
-            notes.append(further_note(self.spec()))
+            notes.append(mtp_note(self.spec()))
         return notes if self.lora_rank is None else [*notes, lora_note(self.spec())]
 
     def _assumed(self) -> list[str]:

@@ -77,8 +77,8 @@ def _alone(result: SearchResult) -> str | None:
     if not found:
         return None
     ratio, devices, without = max(found)
-    whats = {"step-time": "as fast a step", "cost": "the tokens per device-hour"}
-    what = whats.get(objective, "the tokens/s")
+    gains = {"step-time": "as fast a step", "cost": "the tokens per device-hour"}
+    what = gains.get(objective, "the tokens/s")
     if ratio > 1 + EQUAL:
         return f"leave the {without} nodes out: {devices} alone have {ratio:.2f} x {what}"
     return f"{devices} alone would have {ratio:.2f} x {what}"

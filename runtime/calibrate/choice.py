@@ -104,22 +104,22 @@ class _Left:
 def _signs(layout: Layout) -> Iterator[object]:
     """What a layout does that costs something of its own, alone and with several micro batches."""
     several = layout.micro_batches > 1
-    ways: list[object] = []
+    features: list[object] = []
     if layout.tensor_parallel > 1:
-        ways.append(("tp", layout.tensor_parallel, layout.sequence_parallel))
+        features.append(("tp", layout.tensor_parallel, layout.sequence_parallel))
     if layout.context_parallel > 1:
-        ways.append(("cp", layout.context_parallel, layout.context_parallel_form))
+        features.append(("cp", layout.context_parallel, layout.context_parallel_form))
     if layout.pipeline_parallel > 1:
-        ways.append(("pp", layout.pipeline_parallel, layout.schedule))
+        features.append(("pp", layout.pipeline_parallel, layout.schedule))
     if layout.expert_parallel > 1:
         # Tokens travel from the ranks of another degree each time, which hides or adds to the costs of that.
-        ways.append(("ep", layout.expert_parallel, layout.tensor_parallel, layout.context_parallel))
+        features.append(("ep", layout.expert_parallel, layout.tensor_parallel, layout.context_parallel))
     if layout.expert_tensor_parallel > 1:
-        ways.append(("etp", layout.expert_tensor_parallel))
+        features.append(("etp", layout.expert_tensor_parallel))
     replicas = layout.data_parallel * layout.context_parallel
     if replicas > 1:
         # Stages 1 and 2 do the same where there is one micro batch, and nearly so with more.
-        ways.append(("zero", replicas, (0, 1, 1, 3)[layout.zero_stage]))
+        features.append(("zero", replicas, (0, 1, 1, 3)[layout.zero_stage]))
     if layout.data_parallel > 1:
-        ways.append(("dp", layout.data_parallel, min(layout.zero_stage, 1)))
-    yield from ((way, several) for way in ways)
+        features.append(("dp", layout.data_parallel, min(layout.zero_stage, 1)))
+    yield from ((feature, several) for feature in features)

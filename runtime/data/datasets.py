@@ -228,10 +228,10 @@ def _split_samples(
 def _remedy(split: str, number: int) -> str:
     enough = (count for count in range(1, 1001) if split_sequences(count, split)[number])
     documents = next(enough, None)
-    ways = [f"prepare at least {documents} documents"] if documents else []
-    ways += [f"give {_SPLITS[number]} more weight in --split"]
-    ways += ["do not evaluate (--eval-iters 0)"] if number else []
-    return " or ".join(ways)
+    remedies = [f"prepare at least {documents} documents"] if documents else []
+    remedies += [f"give {_SPLITS[number]} more weight in --split"]
+    remedies += ["do not evaluate (--eval-iters 0)"] if number else []
+    return " or ".join(remedies)
 
 
 def check_ids(rows: npt.NDArray[np.int64], vocab: int) -> None:

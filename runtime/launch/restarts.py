@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from planner.plan import Plan
 from runtime import entry
-from runtime.job.going_on import continuation
 from runtime.job.job import Job, RunOptions
+from runtime.job.resumption import continuation
 from runtime.launch.supervisor import Outcome, run_job
 from runtime.launch.torchrun import torchrun_command
 from runtime.launch.warm_ranks import WarmRanks

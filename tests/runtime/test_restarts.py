@@ -15,8 +15,8 @@ import planner
 from costmodels.errors import InputError
 from runtime import checkpoint
 from runtime.faults.error_file import Report, read_report, report
-from runtime.job.going_on import continuation
 from runtime.job.job import Job, RunOptions
+from runtime.job.resumption import continuation
 from runtime.launch import restarts
 from runtime.launch.launch_options import LaunchOptions
 from runtime.launch.restarts import run_with_restarts

@@ -17,8 +17,8 @@ from planner.formats.writing.export import (
     Values,
     flag_values,
     lacks,
+    lacks_bundled_features,
     lacks_fp8,
-    lacks_own_ways,
     lacks_recomputation,
     lacks_some_layers,
     yaml_text,
@@ -138,7 +138,7 @@ def _name_missing(layout: Layout, kind: str, missing: list[str]) -> None:
     if layout.precision not in FORMATS.values():
         lacks(missing, layout, "precision", f"it computes in {', '.join(FORMATS.values())}")
     lacks_fp8(missing, layout, "its backends have recipes of their own")
-    lacks_own_ways(missing, layout)
+    lacks_bundled_features(missing, layout)
     if layout.gradient_reduction != "fp32" and kind != "FSDP":
         lacks(missing, layout, "gradient_reduction", "gradients are summed in fp32")
     if layout.optimizer != "adam":

@@ -10,8 +10,8 @@ from planner.formats.writing.export import (
     flag_values,
     json_text,
     lacks,
+    lacks_bundled_features,
     lacks_fp8,
-    lacks_own_ways,
     lacks_recomputation,
 )
 
@@ -64,7 +64,7 @@ def layout_values(layout: Layout, missing: list[str]) -> Values:
     elif layout.precision != "fp32":
         lacks(missing, layout, "precision", "products in other formats are made in code")
     lacks_fp8(missing, layout, "as precision")
-    lacks_own_ways(missing, layout)
+    lacks_bundled_features(missing, layout)
     values["data_types.grad_accum_dtype"] = "fp32"
     values["communication_data_type"] = layout.gradient_reduction
     if layout.recompute != "none":

@@ -17,7 +17,13 @@ from planner.formats.megatron.names import (
     OPTIMIZERS,
     SHARDING,
 )
-from planner.formats.writing.export import Export, flag_lines, lacks, lacks_own_ways, lacks_some_layers
+from planner.formats.writing.export import (
+    Export,
+    flag_lines,
+    lacks,
+    lacks_bundled_features,
+    lacks_some_layers,
+)
 from planner.formats.writing.model_words import Said, lacks_of_model
 
 Flags = dict[str, str]
@@ -260,7 +266,7 @@ def _formats(layout: Layout, mindspeed: bool, missing: list[str]) -> Flags:
         flags["--fp16"] = ""
     if layout.gradient_reduction == "bf16":
         flags["--grad-reduce-in-bf16"] = ""
-    lacks_own_ways(missing, layout)
+    lacks_bundled_features(missing, layout)
     if layout.optimizer not in OPTIMIZERS.values():
         missing.append(f"optimizer={layout.optimizer}: it has {', '.join(sorted({*OPTIMIZERS.values()}))}")
     elif layout.optimizer == "muon" and layout.zero_stage > 1 and not mindspeed:

@@ -13,8 +13,8 @@ from planner.formats.writing.export import (
     Values,
     flag_values,
     lacks,
+    lacks_bundled_features,
     lacks_fp8,
-    lacks_own_ways,
     lacks_recomputation,
     yaml_text,
 )
@@ -133,7 +133,7 @@ def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Value
         lacks(missing, layout, "precision", f"it computes in {', '.join(FORMATS)}")
     values[keys["precision"]] = name or "bfloat16"
     lacks_fp8(missing, layout, "as precision")
-    lacks_own_ways(missing, layout)
+    lacks_bundled_features(missing, layout)
     if layout.gradient_reduction != "fp32":
         lacks(missing, layout, "gradient_reduction", "gradients are summed in fp32")
     if layout.optimizer not in OPTIMIZERS:

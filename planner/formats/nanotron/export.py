@@ -10,8 +10,8 @@ from planner.formats.writing.export import (
     Values,
     flag_values,
     lacks,
+    lacks_bundled_features,
     lacks_fp8,
-    lacks_own_ways,
     lacks_recomputation,
     lacks_some_layers,
     yaml_text,
@@ -119,7 +119,7 @@ def _name_missing(layout: Layout, missing: list[str]) -> None:
     if layout.precision not in FORMATS.values():
         lacks(missing, layout, "precision", f"it computes in {', '.join(FORMATS.values())}")
     lacks_fp8(missing, layout, "as precision")
-    lacks_own_ways(missing, layout)
+    lacks_bundled_features(missing, layout)
     if layout.optimizer not in OPTIMIZERS.values():
         lacks(missing, layout, "optimizer", "it has adam and sgd")
 

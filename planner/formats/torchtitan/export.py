@@ -22,8 +22,8 @@ from planner.formats.writing.export import (
     flag_lines,
     flag_values,
     lacks,
+    lacks_bundled_features,
     lacks_fp8,
-    lacks_own_ways,
     lacks_recomputation,
     lacks_some_layers,
 )
@@ -151,7 +151,7 @@ def _name_missing(layout: Layout, missing: list[str], experts: bool) -> None:
     if layout.precision not in FORMATS.values():
         lacks(missing, layout, "precision", "converters of products are chosen in Python")
     lacks_fp8(missing, layout, "converters of products are chosen in Python")
-    lacks_own_ways(missing, layout)
+    lacks_bundled_features(missing, layout)
     if layout.gradient_reduction != "fp32":
         lacks(missing, layout, "gradient_reduction", "gradients are summed in fp32")
     if layout.optimizer != "adam":

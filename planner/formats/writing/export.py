@@ -76,7 +76,7 @@ def lacks_fp8(missing: list[str], layout: Layout, why: str) -> None:
             lacks(missing, layout, name, why)
 
 
-def lacks_own_ways(missing: list[str], layout: Layout) -> None:
+def lacks_bundled_features(missing: list[str], layout: Layout) -> None:
     """Add to `missing` what only the bundled runtime does, if a layout has it."""
     for name in ("expert_halves", "cuda_graphs"):
         if getattr(layout, name):

@@ -252,7 +252,7 @@ def job(data: str, folder: str, asked: dict[int, tuple[int, signal.Signals]], ou
     ranks = Ranks(dist.get_rank(), dist.get_rank(), dist.get_world_size(), dist.get_world_size())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "step", step)
-        pretrain._run(described, ranks, CPU)
+        pretrain._run(described, ranks, CPU, None)
 
 
 def save_over_a_partial(spec: ModelSpec, layout: Layout, folder: str) -> dict[str, object]:

@@ -14,7 +14,7 @@ from planner.options.limits import AT_LEAST_1, POSITIVE
 
 
 @dataclass(frozen=True)
-class FurtherTokenFlags:
+class MtpFlags:
     """Modules after the model that predict further tokens (DeepSeek-V3)."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"mtp_num_layers": "Multi-token prediction"}
@@ -41,7 +41,7 @@ class FurtherTokenFlags:
         return with_mtp(spec, MultiTokenPrediction(depths=self.mtp_num_layers, **given))
 
 
-def further_note(spec: ModelSpec) -> str:
+def mtp_note(spec: ModelSpec) -> str:
     """What is trained besides a model, in words."""
     assert spec.mtp is not None
     modules = "module predicts" if spec.mtp.depths == 1 else "modules predict"
