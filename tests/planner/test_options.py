@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from planner.options.cluster import ClusterOptions
 from planner.options.flags import flag_names
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
+from tests.support.models import small_spec
 
 NAMES = {"name", "source", "published_parameters"}
 
@@ -474,3 +476,26 @@ def test_no_number_of_recomputed_layers_is_refused(layers: int) -> None:
             InputError, match=f"--recompute-num-layers {layers}: expected a whole number of at"
         ):
             ParallelOptions(recompute_num_layers=layers, **flags).pins(model)
+
+
+@pytest.mark.parametrize("options", [{"pin": ["vpp=2"]}, {"forbid": ["vpp=4"]}])
+def test_chunks_by_their_layers_contradict_other_numbers(options: dict[str, Any]) -> None:
+    layers: dict[str, Any] = {"pipeline_model_parallel_size": "2", "num_layers_per_virtual_pipeline_stage": 1}
+    model = small_spec(layers=8)
+    assert ParallelOptions(**layers).pins(model)["virtual_pipeline_parallel"] == 4
+    with pytest.raises(InputError, match="virtual_pipeline_parallel"):
+        ParallelOptions(**layers, **options).pins(model)
+
+
+def test_flags_that_name_a_degree_fix_it() -> None:
+    """With the value that was given: texts are parsed, switches and numbers stay what they are."""
+    texts = {"schedule": "1f1b", "recompute_granularity": "full", "num_distributed_optimizer_instances": 2}
+    for field in fields(ParallelOptions):
+        degree = field.metadata.get("degree")
+        if degree is None:
+            continue
+        value = texts.get(field.name, "2" if field.name.endswith(("_size", "_rank")) else True)
+        found = ParallelOptions(**{field.name: value}).pins(small_spec())
+        assert degree in found, field.name
+        if degree.startswith("offload"):
+            assert found[degree] is True
