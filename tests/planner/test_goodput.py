@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from costmodels import ModelSpec
 from costmodels.errors import InputError
 from costmodels.memory.checkpoints import checkpoint_bytes, checkpoint_memory
 from planner import Plan, suggest

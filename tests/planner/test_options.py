@@ -489,13 +489,14 @@ def test_chunks_by_their_layers_contradict_other_numbers(options: dict[str, Any]
 
 def test_flags_that_name_a_degree_fix_it() -> None:
     """With the value that was given: texts are parsed, switches and numbers stay what they are."""
-    texts = {"schedule": "1f1b", "recompute_granularity": "full", "num_distributed_optimizer_instances": 2}
+    given: dict[str, Any] = {"pipeline_schedule": "1f1b", "recompute_granularity": "full"}
     for field in fields(ParallelOptions):
         degree = field.metadata.get("degree")
         if degree is None:
             continue
-        value = texts.get(field.name, "2" if field.name.endswith(("_size", "_rank")) else True)
-        found = ParallelOptions(**{field.name: value}).pins(small_spec())
+        value = given.get(field.name, "2" if field.name.endswith(("_size", "_rank", "_instances")) else True)
+        options: dict[str, Any] = {field.name: value}
+        found = ParallelOptions(**options).pins(small_spec())
         assert degree in found, field.name
         if degree.startswith("offload"):
             assert found[degree] is True

@@ -152,10 +152,12 @@ def test_a_run_in_fp16_resumes_exactly_amid_its_overflows(pool: WorkerPool, tmp_
     layout = parse_layout("gbs=4,precision=fp16,dp=2,zero=1", LLAMA)
     for save_at in (2, 8):
         folder = str(tmp_path / str(save_at))
-        for going_on, resumed in pool.run(work.resumed_steps, 2, LLAMA, layout, options, folder, save_at):
-            assert len(going_on) == 12 - save_at
-            assert str(resumed) == str(going_on)
-    assert len({step.loss_scale for step in going_on}) > 1
+        for uninterrupted, resumed in pool.run(
+            work.resumed_steps, 2, LLAMA, layout, options, folder, save_at
+        ):
+            assert len(uninterrupted) == 12 - save_at
+            assert str(resumed) == str(uninterrupted)
+    assert len({step.loss_scale for step in uninterrupted}) > 1
 
 
 @pytest.mark.parametrize("text", ["dp=2,zero=1", "dp=2", "mbs=1", "pp=2", "pp=2,schedule=zbv"])

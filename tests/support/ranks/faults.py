@@ -149,14 +149,14 @@ def skipped_step(spec: ModelSpec, layout: Layout, poison: float) -> dict[str, An
     trainer.optimizer.collect_gradients = collect  # type: ignore[method-assign]
     if trainer.loss_scale is not None and other.loss_scale is not None:
         other.loss_scale.value = trainer.loss_scale.value
-    going_on = float(trainer.train_step(third).loss)
+    uninterrupted = float(trainer.train_step(third).loss)
     other.train_step(first)
     return {
         "skipped": skipped.skipped,
         "reason": reason,
         "untouched": all(torch.equal(before[name], after[name]) for name in before),
         "counts": (trainer.iteration, trainer.updates),
-        "losses": (going_on, float(other.train_step(third).loss)),
+        "losses": (uninterrupted, float(other.train_step(third).loss)),
         "in_a_row": trainer.guard.in_a_row if trainer.guard else None,
     }
 

@@ -79,10 +79,10 @@ def resumed_steps(
         step_of(first, spec, number)
     checkpoint.save(folder, first, spec, {})
     rest = range(save_at, options.train_iters)
-    going_on = [step_of(first, spec, number) for number in rest]
+    uninterrupted = [step_of(first, spec, number) for number in rest]
     second = Trainer(spec, layout, options, CPU)
     checkpoint.load(folder, second, spec, save_at)
-    return going_on, [step_of(second, spec, number) for number in rest]
+    return uninterrupted, [step_of(second, spec, number) for number in rest]
 
 
 def gradients_of(spec: ModelSpec, layout: Layout) -> dict[str, Tensor]:
