@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodels.spec.hardware import Device
-from costmodels.spec.layout import Optimizer
+from costmodels.spec.layout import MuonMode, Optimizer
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import OPTIMIZERS, Bools, Floats, LayoutTable
 
@@ -80,22 +80,104 @@ def orthogonal_rows(table: LayoutTable) -> Bools:
     return result
 
 
-def newton_schulz_flops(model: ModelSpec) -> float:
-    """FLOPs for each parameter of a layer to make its update orthogonal.
+class Matrix(NamedTuple):
+    """Matrices of one shape in a layer."""
 
-    Five steps, each of three products: 4 n m^2 + 2 m^3 for a matrix of n x m with m <= n
-    (kellerjordan.github.io/posts/muon, on the runtime). The mean of the matrices of one layer, with experts
-    if the model has some; latent attention is taken as plain attention.
+    outputs: int
+    inputs: int
+    number: int
+    splits_outputs: bool
+    """Whether tensor-parallel ranks split the outputs; they split the inputs elsewhere."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of all of them."""
+        return self.number * self.outputs * self.inputs
+
+
+def layer_matrices(model: ModelSpec) -> list[Matrix]:
+    """The matrices of one layer, with its experts if it has some.
+
+    They are the mean of the model's layers; latent attention is taken as plain attention.
     """
-    h = model.hidden
-    matrices = (2 + model.gated) * (model.experts or 1)
-    shapes = [(model.q_size, 2), (model.kv_size, 2), (model.expert_ffn or model.ffn, matrices)]
-    flops = parameters = 0.0
-    for width, count in shapes:
-        small, large = sorted((width, h))
-        flops += count * NEWTON_SCHULZ_STEPS * (4.0 * large * small**2 + 2.0 * small**3)
-        parameters += count * width * h
-    return flops / parameters
+    h, width, copies = model.hidden, model.expert_ffn or model.ffn, model.experts or 1
+    return [
+        Matrix(model.q_size, h, 1, True),
+        Matrix(model.kv_size, h, 2, True),
+        Matrix(h, model.q_size, 1, False),
+        Matrix(width, h, (1 + model.gated) * copies, True),
+        Matrix(h, width, copies, False),
+    ]
+
+
+def _steps(short: Floats | float, long: Floats | float) -> Floats | float:
+    """FLOPs of the Newton-Schulz steps: 4 n m^2 + 2 m^3 each for a matrix of n x m with m <= n."""
+    return NEWTON_SCHULZ_STEPS * (4.0 * long * short**2 + 2.0 * short**3)
+
+
+def matrix_flops(matrix: Matrix, mode: MuonMode, ranks: Floats) -> Floats:
+    """FLOPs of one rank to make the update of a matrix orthogonal, [n].
+
+    Five steps, each of three products (kellerjordan.github.io/posts/muon, on the runtime). Ranks that
+    distribute a matrix always work along the side that they do not split, though it be the longer one.
+
+    Args:
+        ranks: that split the matrix, [n].
+    """
+    one = np.ones_like(ranks)
+    short, long = sorted((matrix.outputs, matrix.inputs))
+    split, other = (
+        (matrix.outputs, matrix.inputs) if matrix.splits_outputs else (matrix.inputs, matrix.outputs)
+    )
+    if mode == "distributed":
+        parts = NEWTON_SCHULZ_STEPS * (4.0 * split / ranks * float(other) ** 2 + 2.0 * float(other) ** 3)
+        return np.where(ranks > 1, parts, _steps(short, long) * one)
+    if mode == "blockwise":
+        mine = split / ranks
+        return np.asarray(_steps(np.minimum(mine, other), np.maximum(mine, other)))
+    shares = ranks if mode == "layer_sharded" else one
+    return np.asarray(_steps(short, long) / shares)
+
+
+def newton_schulz_flops(
+    model: ModelSpec, mode: MuonMode = "duplicated", ranks: Floats | None = None
+) -> Floats:
+    """FLOPs of one rank for each parameter of the matrices of layers, [n]: the mean of `layer_matrices`.
+
+    Args:
+        ranks: that split a matrix, [n]; one unless given.
+    """
+    ranks = np.ones(1) if ranks is None else np.asarray(ranks, dtype=np.float64)
+    matrices = layer_matrices(model)
+    flops = sum((one.number * matrix_flops(one, mode, ranks) for one in matrices), np.zeros(()))
+    return np.asarray(flops / sum(one.parameters for one in matrices))
+
+
+def orthogonal_bytes(model: ModelSpec, mode: MuonMode, ranks: Floats) -> Floats:
+    """Bytes of tensors that the Newton-Schulz steps of the largest matrix take on one device, [n].
+
+    `newton_schulz_tp` (emerging_optimizers, muon_utils.py) makes the normalised matrix and the result in
+    fp32, both sides of a step in bf16, and its two squares. Ranks that duplicate have the parts that they
+    gathered and these joined besides; those of whole matrices have what was sent to them.
+
+    Args:
+        ranks: that split a matrix, [n].
+    """
+    found = np.zeros_like(ranks)
+    for one in layer_matrices(model):
+        whole, short = float(one.outputs * one.inputs), float(min(one.outputs, one.inputs))
+        side = short
+        if mode == "distributed":
+            side = float(one.inputs if one.splits_outputs else one.outputs)
+        gathered = {"duplicated": 8.0, "layer_sharded": 4.0}.get(mode, 0.0)
+        held = np.where(ranks > 1, whole if gathered else whole / ranks, whole)
+        found = np.maximum(found, held * (12.0 + gathered * (ranks > 1)) + 4.0 * side**2)
+    return found
+
+
+def largest_matrix(model: ModelSpec, ranks: Floats) -> Floats:
+    """Parameters of the largest matrix of a layer on one of the ranks that split it, [n]."""
+    return max(one.outputs * one.inputs for one in layer_matrices(model)) / ranks
 
 
 def newton_schulz_rate(device: Device) -> float:

@@ -582,6 +582,8 @@ def stage_memory(
     policy = engine.memory_policy(table.precision)
     if policy.stepping_whole or policy.stepping_cast:
         take_fuller_moment(parts, update_buffer_bytes(engine, table, *held_parameters))
+    if sizes.orthogonal_step.any():
+        take_fuller_moment(parts, sizes.orthogonal_step[:, None] * (ranks.layers > 0))
     lost = engine.allocator.fragmentation * dynamic_bytes(parts)
     lost = lost + gathering_reserve_bytes(engine, table, *held_parameters)
     if engine.allocator.score_reserve:

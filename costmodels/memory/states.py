@@ -116,6 +116,11 @@ def model_states(
     if casts := engine.memory_policy(table.precision).layer_casts:
         kept = casts * ~sharded_parameter_rows(table)[:, None]
         states[0] = states[0] + kept * (shared - end_parameters(sizes, ranks) + experts)
+    if engine.muon.layer_wise and sizes.largest_matrix.any():
+        # Whole matrices are shared out: some rank has the largest one.
+        per = engine.memory_policy(table.precision).optimizer - ADAM_STATE + layer_state(table)
+        least = per * sizes.largest_matrix * ~table.offload_optimizer
+        states[2] = np.maximum(states[2], least[:, None] * (ranks.layers > 0))
     more = end_state(table) - layer_state(table)
     if more.any():
         ends = end_parameters(sizes, ranks)

@@ -10,6 +10,7 @@ from costmodels.layers import quantised
 from costmodels.layers.adapters import block_parameters
 from costmodels.layers.mtp import joining_bytes, joining_parameters
 from costmodels.layers.operators import padded_vocabulary
+from costmodels.layers.optimizer import largest_matrix, orthogonal_bytes, orthogonal_rows
 from costmodels.layers.shapes import element_bytes, loss_chunks, tokens
 from costmodels.memory.activations import activation_bytes, output_gradient_bytes
 from costmodels.memory.dispatch_buffers import dispatch_buffer_bytes
@@ -56,6 +57,10 @@ class UnitSizes:
     dense_plain_activations: Floats
     """Bytes of layers that recompute nothing while others do."""
     moe_plain_activations: Floats
+    largest_matrix: Floats
+    """Parameters of the largest matrix of a layer, where updates are of whole matrices; 0 else."""
+    orthogonal_step: Floats
+    """Bytes of tensors that the update of that matrix takes, where the engine's are known; 0 else."""
     dense_plain_recomputation: Floats
     """Bytes beside these activations in the backward pass of a layer that recomputes nothing."""
     moe_plain_recomputation: Floats
@@ -241,6 +246,8 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         logits = shown / chunks * (e + copy) + kept_logits
     waits = e * vocabulary * h / tp if engine.loss.chunked else 0.0
     head_input = e * t * h / (part if engine.activations.regathers_sequence else 1)
+    orthogonal = orthogonal_rows(table)
+    mode = engine.runs.muon_modes[0] if table.muon_mode == "default" else table.muon_mode
     return UnitSizes(
         dense_layer=dense_layer,
         moe_layer=moe_layer,
@@ -269,6 +276,8 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         moe_plain_recomputation=moe_plain_working,
         dense_plain_offload=dense_plain_offload,
         moe_plain_offload=moe_plain_offload,
+        largest_matrix=orthogonal * largest_matrix(model, tp),
+        orthogonal_step=orthogonal * (engine.muon.gathered is not None) * orthogonal_bytes(model, mode, tp),
         output_gradients=model.mean(
             lambda spec, _: output_gradient_bytes(spec, table), leading=not model.routed_layers
         ),

@@ -2,7 +2,14 @@
 
 from typing import Literal, get_args
 
-from costmodels.spec.layout import ContextParallelForm, Fp8Recipe, Recompute, RecomputeModule, Schedule
+from costmodels.spec.layout import (
+    ContextParallelForm,
+    Fp8Recipe,
+    MuonMode,
+    Recompute,
+    RecomputeModule,
+    Schedule,
+)
 from costmodels.spec.record import Record
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -80,6 +87,8 @@ class Abilities(Record):
     """Kinds that recompute the first layers of each stage alone, too (`recompute_method` block)."""
     fp8_recipes: tuple[Fp8Recipe, ...] = get_args(Fp8Recipe)
     """Scales of products in fp8 that may be asked for; what it does otherwise is the first of them."""
+    muon_modes: tuple[MuonMode, ...] = ("duplicated",)
+    """Ways in which ranks share Muon's work that may be asked for; what it does otherwise is the first."""
     fp8_param_gather: bool = True
     """ZeRO gathers weights in fp8."""
     expert_halves: bool = False

@@ -374,6 +374,15 @@ class ExpertConstants(Constants):
     """A token travels once to each node that has experts of its, not once to each expert."""
 
 
+class MuonConstants(Constants):
+    """The step of Muon, whose updates are of whole matrices."""
+
+    layer_wise: bool = False
+    """ZeRO shares out whole matrices: a rank updates its own ones, and gathers no momentum for them."""
+    gathered: Positive | None = None
+    """Bytes of an element of momentum on its way between ranks; those of the activations' format if None."""
+
+
 class CheckpointConstants(Constants):
     """Memory of saving and reading checkpoints; None where nobody has looked how the engine does it."""
 

@@ -19,6 +19,7 @@ from costmodels.spec.constants import (
     HostConstants,
     LossConstants,
     MemoryRangeConstants,
+    MuonConstants,
     NetworkConstants,
     OverlapConstants,
     ShardingConstants,
@@ -108,6 +109,7 @@ class Engine(Record):
     `memory_range` tells all."""
     sharding: ShardingConstants = ShardingConstants()
     experts: ExpertConstants = ExpertConstants()
+    muon: MuonConstants = MuonConstants()
     checkpoints: CheckpointConstants = CheckpointConstants()
     measured_layers: tuple[MeasuredLayer, ...] = ()
     """Corrections of dense layers by their shape, for one device (`costmodels/time/measured_layers.py`)."""

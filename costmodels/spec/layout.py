@@ -102,6 +102,16 @@ adam8bit: both moments in 8 bits (arXiv:2110.02861);
 came: the momentum, and two means for each row and column (arXiv:2307.02047).
 """
 
+MuonMode = Literal["default", "duplicated", "distributed", "blockwise", "layer_sharded"]
+"""How tensor-parallel ranks share the Newton-Schulz steps of Muon: Megatron-LM's `--muon-tp-mode`.
+
+default: what the engine does unless it is told;
+duplicated: each gathers the whole matrix, and computes all of it;
+distributed: each computes with its part, and each step sums a square matrix over the ranks;
+blockwise: each takes its part for a matrix, which is another update;
+layer_sharded: each computes whole matrices, of which others send it their parts.
+"""
+
 SHORT_NAMES = {
     "tp": "tensor_parallel",
     "sp": "sequence_parallel",
@@ -176,6 +186,7 @@ class Layout(Record):
     fp8_param_gather: bool = False
     """Where ZeRO gathers weights of products in fp8, it does so in fp8 (Megatron-LM's flag of the name)."""
     optimizer: Optimizer = "adam"
+    muon_mode: MuonMode = "default"
     expert_halves: bool = False
     """Tokens of a micro batch travel to experts in halves, one while experts compute the other."""
     cuda_graphs: bool = False
@@ -241,6 +252,8 @@ class Layout(Record):
         conflict = conflict or fp8_conflict(self.precision, self.fp8_recipe, self.fp8_param_gather)
         if conflict is not None:
             raise ValueError(conflict)
+        if self.muon_mode != "default" and self.optimizer != "muon":
+            raise ValueError(f"muon_mode {self.muon_mode} needs optimizer muon, not {self.optimizer}")
         return self
 
     @property
@@ -310,6 +323,8 @@ class Layout(Record):
             parts.append("fp8_param_gather")
         if self.optimizer != "adam":
             parts.append(f"optimizer={self.optimizer}")
+        if self.muon_mode != "default":
+            parts.append(f"muon_mode={self.muon_mode}")
         parts += [name for name in ("expert_halves", "cuda_graphs") if getattr(self, name)]
         return " ".join(parts)
 

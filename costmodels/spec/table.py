@@ -18,6 +18,7 @@ from costmodels.spec.layout import (
     Fp8Recipe,
     GradientReduction,
     Layout,
+    MuonMode,
     Optimizer,
     Recompute,
     RecomputeMethod,
@@ -119,6 +120,7 @@ class LayoutTable:
     gradient_reduction: GradientReduction = "fp32"
     fp8_recipe: Fp8Recipe = "default"
     fp8_param_gather: bool = False
+    muon_mode: MuonMode = "default"
 
     def __len__(self) -> int:
         return len(self.tensor_parallel)
@@ -240,8 +242,8 @@ class LayoutTable:
         kinds = {shared_fields(layout) for layout in layouts}
         if len(kinds) != 1:
             raise ValueError(
-                "a table holds one precision and one gradient reduction, and fp8 of one kind (fp8_recipe, "
-                f"fp8_param_gather), not {sorted(kinds)}"
+                "a table holds one precision and one gradient reduction, fp8 of one kind (fp8_recipe, "
+                f"fp8_param_gather) and one muon_mode, not {sorted(kinds)}"
             )
         formats: dict[str, Any] = dict(zip(FORMATS, kinds.pop(), strict=True))
         splits, places = numbered_splits(layout.layers_per_stage for layout in layouts)
@@ -255,8 +257,8 @@ class LayoutTable:
         return cls(**columns, splits=splits, **formats)
 
 
-FORMATS = ("precision", "gradient_reduction", "fp8_recipe", "fp8_param_gather")
-"""Fields of `Layout` that all rows of a table share: number formats."""
+FORMATS = ("precision", "gradient_reduction", "fp8_recipe", "fp8_param_gather", "muon_mode")
+"""Fields of `Layout` that all rows of a table share: number formats, and how ranks share Muon's work."""
 
 
 def shared_fields(layout: Layout) -> tuple[Any, ...]:

@@ -13,6 +13,10 @@ from typing import Any
 import numpy as np
 
 from costmodels.layers.optimizer import (
+    NEWTON_SCHULZ_STEPS,
+    Matrix,
+    layer_matrices,
+    matrix_flops,
     newton_schulz_flops,
     newton_schulz_rate,
     orthogonal_rows,
@@ -20,9 +24,10 @@ from costmodels.layers.optimizer import (
 )
 from costmodels.layers.shapes import element_bytes
 from costmodels.memory.states import MASTER, copied_rows, reduction_element_bytes, sharded_gradient_rows
-from costmodels.network.collectives import all_gather, all_reduce, group, reduce_scatter
+from costmodels.network.collectives import Group, all_gather, all_reduce, group, reduce_scatter
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster, Device
+from costmodels.spec.layout import MuonMode
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable
 
@@ -254,8 +259,10 @@ def orthogonal_seconds(
 ) -> Floats:
     """Seconds in which Muon's updates become orthogonal on one device, [n]; 0 for other optimizers.
 
-    The ranks that share a matrix gather its momentum, and each runs the Newton-Schulz steps of the whole
-    (kellerjordan.github.io/posts/muon). ZeRO shares out whole experts where it can.
+    Tensor-parallel ranks share the work by `Layout.muon_mode`. Of ranks that hold the same matrices each
+    takes some whole ones where the engine's ZeRO shares out matrices (`MuonConstants.layer_wise`): the one
+    with the most work has its share at least, and one matrix at least. Elsewhere ranks gather the momentum
+    over ZeRO's shards, and each does all; of experts it takes whole ones where it can.
 
     Args:
         shared: parameters of layers on one device outside routed experts.
@@ -264,18 +271,57 @@ def orthogonal_seconds(
     chosen = orthogonal_rows(table)
     if not chosen.any():
         return np.zeros(len(table))
+    mode = engine.runs.muon_modes[0] if table.muon_mode == "default" else table.muon_mode
     tp, ep, etp = table.tensor_parallel, table.expert_parallel, table.expert_tensor_parallel
-    shards = table.expert_shards
-    whole = (model.experts // ep) % shards == 0
-    own = experts / np.where(whole, shards, 1)
     rate = newton_schulz_rate(cluster.device) * engine.gemm.efficiency
-    seconds = (shared * tp + own * etp) * newton_schulz_flops(model) / rate
-    element = element_bytes(table.precision)
-    for count, split, over, stride in (
-        (shared, tp, table.zero_shards, tp),
-        (own, etp, np.where(whole, 1, shards), ep * etp),
+    element = engine.muon.gathered or element_bytes(table.precision)
+    matrices = layer_matrices(model)
+    seconds = np.zeros(len(table))
+    for held, split, shards, stride, held_whole in (
+        (shared, tp, table.zero_shards, tp, np.zeros(len(table), dtype=np.bool_)),
+        (experts, etp, table.expert_shards, ep * etp, (model.experts // ep) % table.expert_shards == 0),
     ):
-        within = group(cluster, engine, over, stride)
+        if not held.any():
+            continue
+        ranks = split.astype(np.float64)
+        whole = held * split
+        work = whole * newton_schulz_flops(model, mode, ranks) / rate
+        own = held / np.where(held_whole | engine.muon.layer_wise, shards, 1)
+        if engine.muon.layer_wise:
+            largest = np.max([matrix_flops(one, mode, ranks) for one in matrices], axis=0) / rate
+            work = np.where(shards > 1, np.maximum(work / shards, np.minimum(largest, work)), work)
+        else:
+            work = work / np.where(held_whole, shards, 1)
+            within = group(cluster, engine, np.where(held_whole, 1, shards), stride)
+            work = work + all_gather(within, own * element)
         across = group(cluster, engine, split, 1)
-        seconds = seconds + all_gather(within, count * element) + all_gather(across, count * split * element)
+        seconds = seconds + work + _muon_exchange(mode, across, matrices, own, ranks, element)
     return np.where(chosen, seconds, 0.0)
+
+
+def _muon_exchange(
+    mode: MuonMode, across: Group, matrices: list[Matrix], own: Floats, ranks: Floats, element: float
+) -> Floats:
+    """Seconds of what tensor-parallel ranks exchange of the matrices that one of them updates, [n].
+
+    Args:
+        own: parameters of its parts of them, [n].
+    """
+    if mode == "blockwise":
+        return np.zeros(len(own))
+    if mode == "duplicated":
+        return all_gather(across, own * ranks * element)
+    if mode == "layer_sharded":
+        # Parts go to the rank that has the matrix, and parts of the update come back.
+        return 2 * all_gather(across, own * element)
+    each = sum(one.parameters for one in matrices)
+    layers = own * ranks / each
+    squares = sum(one.number * (one.inputs if one.splits_outputs else one.outputs) ** 2 for one in matrices)
+    calls = layers * sum(one.number for one in matrices)
+    # Each step sums its square matrix in the format of the products; the norm is a number.
+    summed = all_reduce(across, layers * squares * SQUARE * NEWTON_SCHULZ_STEPS, calls * NEWTON_SCHULZ_STEPS)
+    return summed + all_reduce(across, np.zeros(len(own)), calls)
+
+
+SQUARE = 2.0
+"""Bytes of an element of the square matrices of Newton-Schulz steps, which are in bf16."""

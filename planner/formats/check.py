@@ -261,6 +261,7 @@ def _kept(layout: Layout | None) -> dict[str, object]:
         return {}
     return {
         "optimizer": layout.optimizer,
+        "muon_mode": layout.muon_mode,
         "gradient_reduction": layout.gradient_reduction,
         "fp8_recipe": layout.fp8_recipe,
         "fp8_param_gather": layout.fp8_param_gather,

@@ -15,6 +15,7 @@ from costmodels.spec.layout import (
     Fp8Recipe,
     GradientReduction,
     Layout,
+    MuonMode,
     Optimizer,
     Recompute,
     RecomputeMethod,
@@ -70,6 +71,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "gradient_reduction": get_args(GradientReduction),
     "fp8_recipe": get_args(Fp8Recipe),
     "optimizer": get_args(Optimizer),
+    "muon_mode": get_args(MuonMode),
 }
 
 _SYNONYMS = {("optimizer", "adamw"): "adam"}

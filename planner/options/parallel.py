@@ -10,7 +10,7 @@ from costmodels.catalogue import engine_names
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.hardware import NARROW, Precision
-from costmodels.spec.layout import Fp8Recipe, Layout, Optimizer, RecomputeMethod, Schedule
+from costmodels.spec.layout import Fp8Recipe, Layout, MuonMode, Optimizer, RecomputeMethod, Schedule
 from costmodels.spec.model import ModelSpec
 from costmodels.spelling import or_nearest
 from planner.inputs.engine import DEFAULT_ENGINE
@@ -165,6 +165,13 @@ class ParallelOptions(AcceptedFlags):
         None,
         f"Fix optimizer: {', '.join(get_args(Optimizer))}; adam unless given.",
         values=lambda: get_args(Optimizer),
+    )
+    muon_tp_mode: str | None = flag(
+        None,
+        "How tensor-parallel ranks share the work of --optimizer muon: "
+        f"{', '.join(get_args(MuonMode)[1:])}; the engine's own way unless given.",
+        degree="muon_mode",
+        values=lambda: get_args(MuonMode)[1:],
     )
     grad_reduce_in_bf16: bool = flag(False, "Fix gradient_reduction=bf16.", degree="gradient_reduction")
     bf16: bool = flag(False, "Train in bf16; the device's usual format unless one is given.")

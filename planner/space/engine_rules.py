@@ -84,6 +84,11 @@ def check_formats(engine: Engine, precision: Precision, pins: Pins) -> None:
     if recipe not in ("default", *able):
         others = ", ".join(able) or "no recipe to choose"
         raise InputError(f"pin fp8_recipe={recipe}: engine {engine.name} has {others} ({COMMAND})")
+    mode, modes = str(pins.get("muon_mode", "default")), engine.runs.muon_modes
+    if mode != "default" and pins.get("optimizer") != "muon":
+        raise InputError(f"pin muon_mode={mode}: needs optimizer muon; also pin optimizer=muon")
+    if mode not in ("default", *modes):
+        raise InputError(f"pin muon_mode={mode}: engine {engine.name} has {', '.join(modes)} ({COMMAND})")
     for name in ("fp8_param_gather", "expert_halves", "cuda_graphs"):
         if pins.get(name) is True and not getattr(engine.runs, name):
             raise InputError(

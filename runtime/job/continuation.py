@@ -148,6 +148,7 @@ def _kept(layout: Layout, training: TrainingOptions, has_experts: bool) -> Pins:
     """What the losses depend on."""
     pins: Pins = {
         "optimizer": layout.optimizer,
+        "muon_mode": layout.muon_mode,
         "gradient_reduction": layout.gradient_reduction,
         "fp8_recipe": layout.fp8_recipe,
         "fp8_param_gather": layout.fp8_param_gather,

@@ -54,6 +54,10 @@ def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
         raise InputError(
             f"fp8_recipe {layout.fp8_recipe}: the runtime has {' or '.join(RECIPES[1:])}; pin one of them"
         )
+    if layout.muon_mode not in ("default", "duplicated"):
+        raise InputError(
+            f"muon_mode {layout.muon_mode}: the runtime has duplicated; pin that or leave it out"
+        )
     check_precision(spec, layout.precision)
     broken = first_violation(spec, layout)
     if broken is not None:

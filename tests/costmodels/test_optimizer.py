@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
+import planner
+from costmodels import ModelSpec
 from costmodels.catalogue import load_device
+from costmodels.errors import InputError
 from costmodels.layers.optimizer import newton_schulz_flops, newton_schulz_rate
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import unit_sizes
 from costmodels.pricing import estimate
 from costmodels.ranks.rank_layers import all_ranks, ranks_entry
+from costmodels.spec.layout import Layout, MuonMode
 from costmodels.spec.table import LayoutTable
+from planner.inputs.cluster import resolve_cluster
+from planner.inputs.engine import resolve_engine
 
 KINDS = ("adam", "sgd", "adafactor", "muon", "adam8bit", "came")
 
@@ -97,3 +106,98 @@ def test_muon_shares_out_whole_experts(mixture, a100, cluster, engine, layout):
 def test_muon_runs_in_bf16_only_where_there_is_bf16():
     assert "bf16" not in load_device("ascend-910").peak_flops
     assert newton_schulz_rate(load_device("ascend-910")) == 256e12
+
+
+def test_muons_modes_share_out_the_products_of_newton_schulz(gpt):
+    h = gpt.hidden
+
+    def steps(n, m):
+        """Five steps of X X^T, A A and B X for a matrix of m rows and n columns."""
+        return 5 * (2 * m * n * m + 2 * m * m * m + 2 * m * m * n)
+
+    # 4 x [h, h] of attention, [4 h, h] and [h, 4 h], over 4 ranks.
+    matrices = 12 * h * h
+    whole = 4 * steps(h, h) + 2 * steps(4 * h, h)
+    parts: dict[MuonMode, float] = {
+        "duplicated": whole,
+        "layer_sharded": whole / 4,
+        # Of [h, h / 4] with h rows, and of [h, h] with h.
+        "distributed": 4 * steps(h / 4, h) + 2 * steps(h, h),
+        # Of [h, h / 4] with h / 4 rows, and of [h, h].
+        "blockwise": 4 * steps(h, h / 4) + 2 * steps(h, h),
+    }
+    for mode, flops in parts.items():
+        assert newton_schulz_flops(gpt, mode, np.array([4.0])) * matrices == pytest.approx(flops), mode
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_megatrons_ways_of_muon_are_as_fast_as_measured_in_order(zero):
+    """NVIDIA/Megatron-LM issue 6676: 632, 356 and 157 ms of duplicated, distributed and layer-sharded Muon.
+
+    They are of 32 GB300, where 16 ranks split dense matrices and 2 those of experts; here 8 ranks split all.
+    """
+    model = ModelSpec(
+        name="m", layers=16, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, vocab=32000, seq=4096
+    )
+    machine = resolve_cluster("gb300", 32, local_world_size=32)
+    engine = resolve_engine("megatron", machine.device)
+    times = {}
+    for mode in ("default", "duplicated", "distributed", "layer_sharded", "blockwise"):
+        one = Layout(
+            tensor_parallel=8,
+            data_parallel=4,
+            zero_stage=zero,
+            global_batch_size=4,
+            layers_per_stage=(16,),
+            optimizer="muon",
+            muon_mode=mode,
+        )
+        times[mode] = estimate(model, machine, engine, one).time.optimizer
+    sgd = one.model_copy(update={"optimizer": "sgd", "muon_mode": "default"})
+    without = estimate(model, machine, engine, sgd).time.optimizer
+    more = {mode: seconds - without for mode, seconds in times.items()}
+    assert more["default"] == more["duplicated"]
+    assert more["duplicated"] > more["distributed"] > more["layer_sharded"] > more["blockwise"] > 0
+    # Measured: 0.56 and 0.25.
+    assert 0.3 < more["distributed"] / more["duplicated"] < 0.8
+    assert 0.1 < more["layer_sharded"] / more["duplicated"] < 0.4
+
+
+def test_layer_wise_zero_shares_out_whole_matrices(gpt, a100, cluster, engine, layout):
+    plain = engine("megatron", gemm_efficiency=1.0, network_efficiency=1.0, devices={})
+
+    def more(size, **degrees):
+        muon, sgd = (
+            estimate(gpt, cluster(size), plain, layout(gpt, optimizer=kind, **degrees)).time.optimizer
+            for kind in ("muon", "sgd")
+        )
+        return muon - sgd
+
+    # Nothing is gathered: a part of the work, and at least one matrix of it.
+    assert more(8, dp=8, zero=1) == pytest.approx(more(1) / 8)
+    assert more(8, dp=8, zero=0) == pytest.approx(more(1))
+    largest = 5 * (4 * 4 * gpt.hidden**3 + 2 * gpt.hidden**3) / a100.peak_flops["bf16"]
+    assert more(4096, dp=4096, zero=1, gbs=4096) == pytest.approx(largest)
+    states = {
+        name: held(gpt, cluster(4096), engine(name), layout(gpt, dp=4096, zero=1, gbs=4096, optimizer="muon"))
+        for name in ("megatron", "bundled")
+    }
+    # One rank has the whole state of a matrix: its master copy and its momentum.
+    assert states["megatron"] >= 8 * 4 * gpt.hidden**2 > states["bundled"]
+
+
+def test_a_mode_of_muon_needs_muon_and_an_engine_that_has_it():
+    with pytest.raises(ValueError, match="muon_mode distributed needs optimizer muon, not adam"):
+        Layout(layers_per_stage=(4,), global_batch_size=8, muon_mode="distributed")
+    job: Any = {"world_size": 8, "device": "h100", "global_batch_size": 64}
+    with pytest.raises(InputError, match="pin muon_mode=distributed: needs optimizer muon"):
+        planner.suggest("llama3-8b", pin=["muon_mode=distributed"], engine="megatron", **job)
+    with pytest.raises(InputError, match="engine bundled has duplicated"):
+        planner.suggest("llama3-8b", pin=["optimizer=muon", "muon_mode=distributed"], **job)
+    plan = planner.suggest(
+        "llama3-8b", pin=["optimizer=muon", "muon_mode=distributed", "tp=4"], engine="megatron", **job
+    )
+    assert "optimizer=muon muon_mode=distributed" in plan.layout.describe()
+    assert planner.Plan.model_validate_json(plan.model_dump_json()).layout == plan.layout
+    told = planner.evaluate(plan.layout.describe(), model="llama3-8b", engine="megatron", **job)
+    assert told == plan.estimate

@@ -492,6 +492,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     "fp8_recipe": {"precision": "fp8", "fp8_recipe": "blockwise"},
     "fp8_param_gather": {"precision": "fp8", "fp8_recipe": "tensorwise", "fp8_param_gather": True},
     "optimizer": {"optimizer": "muon"},
+    "muon_mode": {"optimizer": "muon", "muon_mode": "distributed"},
     "expert_halves": {"expert_halves": True, "expert_parallel": 4},
     "cuda_graphs": {"cuda_graphs": True},
 }

@@ -266,13 +266,15 @@ def _formats(layout: Layout, mindspeed: bool, missing: list[str]) -> Flags:
         flags["--fp16"] = ""
     if layout.gradient_reduction == "bf16":
         flags["--grad-reduce-in-bf16"] = ""
-    lacks_bundled_features(missing, layout)
+    lacks_bundled_features(missing, layout, says_muon_mode=not mindspeed)
     if layout.optimizer not in OPTIMIZERS.values():
         missing.append(f"optimizer={layout.optimizer}: it has {', '.join(sorted({*OPTIMIZERS.values()}))}")
     elif layout.optimizer == "muon" and layout.zero_stage > 1 and not mindspeed:
         missing.append("optimizer=muon: Megatron-FSDP has adam and sgd")
     elif layout.optimizer != "adam":
         flags["--optimizer"] = layout.optimizer
+    if layout.muon_mode != "default" and not mindspeed:
+        flags["--muon-tp-mode"] = layout.muon_mode
     return flags
 
 

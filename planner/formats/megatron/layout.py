@@ -104,7 +104,10 @@ def _zero(job: Job, replicas: int) -> int:
         return SHARDING.get(strategy.text, 0)
     if job.is_given("--use-torch-fsdp2"):
         return 2 if job.is_given("--torch-fsdp2-no-reshard-after-forward") else 3
-    return int(job.is_given("--use-distributed-optimizer"))
+    optimizer = job.word("--optimizer")
+    # Megatron-LM's former name for Muon with whole matrices shared out over data-parallel ranks.
+    shares_out = optimizer is not None and optimizer.text == "dist_muon"
+    return int(job.is_given("--use-distributed-optimizer") or shares_out)
 
 
 def _deepspeeds_zero(job: Job) -> int:

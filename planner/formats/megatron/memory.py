@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from costmodels.errors import InputError, on_one_line
-from costmodels.spec.layout import RecomputeModule
+from costmodels.spec.layout import MuonMode, RecomputeModule
 from costmodels.spec.model import ModelSpec
 from planner.formats.facts.optimizers import optimizer_named
 from planner.formats.megatron.job import Job
@@ -63,6 +63,12 @@ def memory_degrees(job: Job, model: ModelSpec) -> dict[str, Any]:
     optimizer = job.word("--optimizer")
     if optimizer is not None:
         found["optimizer"] = optimizer_named(optimizer.text, problems, optimizer.name, optimizer.line)
+    mode = job.word("--muon-tp-mode")
+    if mode is not None and found.get("optimizer") == "muon" and mode.text in get_args(MuonMode)[1:]:
+        found["muon_mode"] = mode.text
+    elif mode is not None and found.get("optimizer") == "muon":
+        text = f"{mode.text}: expected one of {', '.join(get_args(MuonMode)[1:])}"
+        problems.add("illegal", text, mode.name, mode.line)
     return found
 
 

@@ -196,7 +196,12 @@ def _features(f: _Facts) -> Iterator[Fault]:
             "chunks of a pipeline need at least 2 pipeline ranks",
             f"raise {PP}, or leave it out",
         )
-    if f.has("--overlap-param-gather") and not f.has("--use-distributed-optimizer", "--use-megatron-fsdp"):
+    optimizer = f.given["--optimizer"].text if f.has("--optimizer") else "adam"
+    shards = f.has("--use-distributed-optimizer", "--use-megatron-fsdp") or optimizer == "dist_muon"
+    fsdp = next((one for one in ("--use-torch-fsdp2", "--use-megatron-fsdp") if f.has(one)), None)
+    if fsdp is not None and optimizer in ("muon", "dist_muon", "lion", "soap", "adaptive_muon"):
+        yield "illegal", fsdp, f"has adam and sgd, not {optimizer}", "leave it out"
+    if f.has("--overlap-param-gather") and not shards:
         yield "illegal", "--overlap-param-gather", "needs --use-distributed-optimizer", "add it"
     elif f.has("--overlap-param-gather") and not f.has("--overlap-grad-reduce"):
         yield "illegal", "--overlap-param-gather", "needs --overlap-grad-reduce", "add it"

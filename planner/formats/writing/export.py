@@ -76,8 +76,14 @@ def lacks_fp8(missing: list[str], layout: Layout, why: str) -> None:
             lacks(missing, layout, name, why)
 
 
-def lacks_bundled_features(missing: list[str], layout: Layout) -> None:
-    """Add to `missing` what only the bundled runtime does, if a layout has it."""
+def lacks_bundled_features(missing: list[str], layout: Layout, says_muon_mode: bool = False) -> None:
+    """Add to `missing` what only the bundled runtime does, and how Muon is shared out, if a layout has it.
+
+    Args:
+        says_muon_mode: the software has words for that.
+    """
+    if layout.muon_mode != "default" and not says_muon_mode:
+        lacks(missing, layout, "muon_mode", "only Megatron-LM has words for how ranks share Muon's work")
     for name in ("expert_halves", "cuda_graphs"):
         if getattr(layout, name):
             lacks(missing, layout, name, "only the runtime that comes with the planner does this")

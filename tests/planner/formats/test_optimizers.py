@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from costmodels.errors import InputError
-from planner import check, convert_config
+from planner import check, convert_config, export
 from tests.planner.formats.test_objective import AXOLOTL, MEGATRON
 from tests.planner.test_public_files import NEMO
 
@@ -52,3 +52,24 @@ def test_the_optimizer_of_deepspeeds_file_counts(tmp_path: Path) -> None:
         path.write_text(text.format(name))
         found = check(path, device="h100", world_size=8, model="llama2-7b")
         assert found.legal and [one.flag for one in found.unknown] == unknown
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "distributed", "blockwise", "layer_sharded"])
+def test_modes_of_muon_are_read_and_written(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    words = f"pretrain_gpt.py --optimizer dist_muon --muon-tp-mode {mode}"
+    path.write_text(MEGATRON.format(words))
+    found = check(path, device="h100", world_size=8)
+    assert found.legal and found.plan is not None and not found.unknown
+    layout = found.plan.layout
+    assert (layout.optimizer, layout.muon_mode, layout.zero_stage) == ("muon", mode, 1)
+    written = export(found.plan, to="megatron")
+    assert f"--muon-tp-mode {mode}" in written.text and "--use-distributed-optimizer" in written.text
+    again = tmp_path / "again.sh"
+    again.write_text(f"torchrun pretrain_gpt.py {' '.join(written.text.split())}")
+    back = check(again, device="h100", world_size=8)
+    assert back.plan is not None and back.plan.layout == layout
+    path.write_text(MEGATRON.format(words.replace(mode, "sharded")))
+    assert "expected one of duplicated" in str(check(path, device="h100", world_size=8).problems)
+    path.write_text(MEGATRON.format(f"{words} --use-torch-fsdp2"))
+    assert "has adam and sgd, not dist_muon" in str(check(path, device="h100", world_size=8).problems)
