@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from typing import Any, ClassVar
 
 from costmodels.dataclass import dataclass
@@ -242,7 +243,12 @@ def _leading_dense(text: str, layers: int) -> int:
 
 
 def list_of_layers(text: str) -> list[int] | None:
-    """The list that an expression of lists of whole numbers, + and * makes; None for anything else."""
+    """The list that an expression of lists of whole numbers, + and * makes; None for anything else.
+
+    A list of a YAML file comes as its numbers with blanks between them.
+    """
+    if re.fullmatch(r"\s*[0-9]{1,9}(\s+[0-9]{1,9})+\s*", text):
+        return [int(word) for word in text.split()]
     try:
         result = _evaluated(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):

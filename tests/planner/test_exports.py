@@ -298,6 +298,19 @@ def any_plans(draw: st.DrawFn, target: str) -> Plan:
     return base.model_copy(update={"model": model, "layout": built})
 
 
+@pytest.mark.parametrize("feature", ["mixed layers", "dense layers"])
+def test_lists_of_layers_with_experts_come_back_from_yaml(feature: str, tmp_path: Path) -> None:
+    base = found(ENGINES["megatron-bridge"], LLAMA, 60.0).best
+    assert base is not None
+    mixture = next(model for model in MODELS if model.experts)
+    model = ModelSpec.model_validate(mixture.model_dump() | EXPERT_FEATURES[feature])
+    plan = base.model_copy(update={"model": model, "layout": LAYOUT})
+    reading = read_again(export_plan(plan, to="megatron-bridge"), plan, tmp_path)
+    assert reading.model is not None and reading.layout is not None, reading.problems
+    kinds = [[one.layer_kind(layer) for layer in range(one.layers)] for one in (reading.model, model)]
+    assert kinds[0] == kinds[1]
+
+
 @pytest.mark.parametrize("target", READ)
 @given(data=st.data())
 @settings(parent=DRAWS, max_examples=60)
