@@ -19,8 +19,8 @@ from planner.ranking.result import Listed, SearchResult
 from planner.solve.bounds import floor_of
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.fit import Fit, fit
-from planner.solve.further import further_space
-from planner.solve.offload import offload_space, solved_within_host, within_host
+from planner.solve.further import further_space, lists_plain_alone
+from planner.solve.offload import offload_space, overfull_host, solved_within_host, within_host
 from planner.solve.solutions import solutions, worth_of_further
 from planner.space.grid import Space
 
@@ -43,7 +43,8 @@ def rank(
     if offload and not result.feasible:
         resort = offload_space(problem, space)
         if resort is not None:
-            result = _ranked(problem, *resort, started)
+            every, listed, overfull = resort
+            result = _ranked(problem, every, listed, started, overfull=overfull)
             return replace(result, offloads=result.feasible > 0)
     return result
 
@@ -54,11 +55,13 @@ def _ranked(
     space: Space,
     started: float,
     known: Listed | None = None,
+    overfull: Space | None = None,
 ) -> SearchResult:
     """`rank` of the layouts of one space.
 
     Args:
         pinned: the problem, or the same with what is offloaded pinned: whose layouts those of `space` are.
+        overfull: layouts that would have to recompute to leave enough of the host's memory.
     """
     model, cluster, engine = problem.model, problem.cluster, problem.constants
     found = fit_of(problem, space, None if known is None else known.peaks)
@@ -67,6 +70,8 @@ def _ranked(
     floor = floor_of(model, cluster, engine, space, problem.objective)
     rows, prices = contenders(problem, space, every, floor)
     added = solved_within_host(problem, solutions(problem, space, found, floor, prices))
+    if overfull is not None:
+        added += _recomputing(problem, overfull, [prices, *added], plain_alone=False)
     for one in pinned:
         added += _further(one, space, found, [prices, *added])
     if len(rows) < len(every):
@@ -106,6 +111,7 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
     """
     model, cluster, engine = problem.model, problem.cluster, problem.constants
     added: list[Prices] = []
+    plain_alone = lists_plain_alone(problem)
     # What the enumerated micro batches find leaves fewer of the others to look at.
     for anything, usual in ((False, True), (True, True), (True, False)):
         so_far = [part for part in (*known, *added) if len(part)]
@@ -116,15 +122,38 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
         if space is None:
             continue
         if problem.pins.get("offload_activations") or problem.pins.get("offload_optimizer"):
+            added += _recomputing(problem, overfull_host(problem, space), so_far, plain_alone)
             space = within_host(problem, space)
         fits = fit_of(problem, space)
         floor = floor_of(model, cluster, engine, space, problem.objective)
         rows = floor.rows_below(np.flatnonzero(fits.rows), worth.last)
         prices = price(model, cluster, engine, space.table.take(rows))
-        solved = solved_within_host(problem, solutions(problem, space, fits, floor, prices, so_far))
+        solved = solved_within_host(
+            problem, solutions(problem, space, fits, floor, prices, so_far, plain_alone)
+        )
         prices = prices.take(worth(prices.table, prices.step_time_s))
         added += [part for part in (prices, *solved) if len(part)]
     return added
+
+
+def _recomputing(problem: Problem, overfull: Space, known: list[Prices], plain_alone: bool) -> list[Prices]:
+    """Prices of what is solved for layouts that keep too much on the host unless they recompute.
+
+    Args:
+        known: prices of layouts that fit.
+        plain_alone: layouts that recompute are not listed.
+    """
+    if not len(overfull.table) or problem.cluster.parts:
+        return []
+    found = fit_of(problem, overfull)
+    none = np.zeros(len(overfull.table), dtype=np.bool_)
+    floor = floor_of(problem.model, problem.cluster, problem.constants, overfull, problem.objective)
+    empty = price(
+        problem.model, problem.cluster, problem.constants, overfull.table.take(np.flatnonzero(none))
+    )
+    return solved_within_host(
+        problem, solutions(problem, overfull, replace(found, rows=none), floor, empty, known, plain_alone)
+    )
 
 
 def fit_of(problem: Problem, space: Space, known: Floats | None = None) -> Fit:

@@ -123,11 +123,12 @@ def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: Lay
 
     A step takes no less than its slowest pipeline rank computes, and that no less than their mean: what one
     micro batch takes on all stages together, over pp, for each micro batch; and `least_step` more in 1F1B.
-    Layers that recompute in a part of a stage only count as if they recomputed nothing.
+    Layers that recompute in a part of a stage only count as if they recomputed nothing, and what is offloaded
+    as if it were moved at once: layers that recompute more move less.
     """
     shapes, shape = distinct_shapes(table)
     units = unit_passes(model, cluster, engine.for_device(cluster.device), shapes)
-    whole = _whole(model, units, PARTS)[shape]
+    whole = _whole(model, units, ANYWAY)[shape]
     return least_step_seconds(table, whole, whole / table.pipeline_parallel)
 
 

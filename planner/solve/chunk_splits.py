@@ -122,12 +122,13 @@ def _pairs(layout: Layout) -> Iterator[tuple[int, int]]:
     split, pipeline = layout.layers_per_stage, layout.pipeline_parallel
     places = {rank: layout.stages_of(rank) for rank in range(pipeline)}
     ends = (0, len(split) - 1)
-    # The first and the last stage have work of their own.
+    # The first and the last stage have work of their own. A longer stage holds up least just before the last.
     largest = {
         rank: max(own, key=lambda stage: (split[stage], stage in ends)) for rank, own in places.items()
     }
     smallest = {
-        rank: min(own, key=lambda stage: (split[stage], stage in ends)) for rank, own in places.items()
+        rank: min(own, key=lambda stage: (split[stage], stage in ends, -stage))
+        for rank, own in places.items()
     }
     apart = max(1, -(-pipeline // RANKS))
     sources = sorted({*range(0, pipeline, apart), pipeline - 1})

@@ -10,9 +10,10 @@ import numpy as np
 
 from costmodels.memory.host import host_bytes
 from costmodels.pricing import Prices
-from costmodels.spec.table import Bools, LayoutTable
+from costmodels.spec.table import NONE, Bools, LayoutTable
 from planner.problem import Problem
 from planner.solve.concatenation import concatenate_tables
+from planner.solve.recompute import recompute_kinds, with_most_recompute
 from planner.space.grid import Space
 from planner.space.grid_table import Places
 
@@ -30,8 +31,9 @@ OFFLOAD_REASON = "nothing fits without offloading; "
 """What the reason of a plan begins with that offloads because nothing else fits."""
 
 
-def offload_space(problem: Problem, space: Space) -> tuple[list[Problem], Space] | None:
-    """The problem with what is offloaded pinned, and the layouts of `space` with those that offload.
+def offload_space(problem: Problem, space: Space) -> tuple[list[Problem], Space, Space] | None:
+    """The problem with what is offloaded pinned, the layouts of `space` with those that offload, and the
+    layouts that would have to recompute (`overfull_host`).
 
     None where pins decide that, or the device is its host.
     """
@@ -45,24 +47,43 @@ def offload_space(problem: Problem, space: Space) -> tuple[list[Problem], Space]
         or (len(offloaded) == 1 and not offloaded.keys() <= fixed.keys())
     ]
     pinned = [replace(problem, pins={**problem.pins, **offloaded}) for offloaded in left]
-    further = [within_host(problem, each.space()) for each in pinned]
-    further = [other for other in further if len(other.table)]
-    return (pinned, union([space, *further])) if pinned else None
+    if not pinned:
+        return None
+    spaces = [each.space() for each in pinned]
+    held = [within_host(problem, each) for each in spaces]
+    within = union([space, *(each for each in held if len(each.table))])
+    return pinned, within, union([overfull_host(problem, each) for each in spaces])
 
 
 def within_host(problem: Problem, space: Space) -> Space:
     """`space` without the layouts whose share of the host's memory is too small for what they keep there."""
     held = _fits_host(problem, space.table)
-    rows = np.flatnonzero(held)
-    if len(rows) == len(held):
+    if held.all():
         return space
     return replace(
-        space,
-        table=space.table.take(rows),
-        states=space.states[rows],
-        work=space.work[rows],
-        illegal={**space.illegal, HOST_MEMORY: len(held) - len(rows)},
+        _taken(space, held), illegal={**space.illegal, HOST_MEMORY: len(held) - np.count_nonzero(held)}
     )
+
+
+def overfull_host(problem: Problem, space: Space) -> Space:
+    """The layouts of `space` without recomputation that keep too much on the host unless they recompute.
+
+    These are no answers themselves, but recomputation is solved for them.
+    """
+    table = space.table
+    kinds = recompute_kinds(problem.pins, problem.engine)
+    plain = table.offload_activations & (table.recompute == NONE) & bool(kinds)
+    plain = plain & ~_fits_host(problem, table) if plain.any() else plain
+    rows = np.flatnonzero(plain)
+    most = with_most_recompute(problem.model, problem.engine, table.take(rows), kinds)
+    plain[rows] = _fits_host(problem, most)
+    return _taken(space, plain)
+
+
+def _taken(space: Space, held: Bools) -> Space:
+    """Some of the layouts of `space`."""
+    rows = np.flatnonzero(held)
+    return replace(space, table=space.table.take(rows), states=space.states[rows], work=space.work[rows])
 
 
 def solved_within_host(problem: Problem, solved: Sequence[Prices]) -> list[Prices]:

@@ -2,7 +2,8 @@
 
 Recomputing more layers of a stage takes longer and keeps less, so that of one set of modules the fewest
 layers that fit are the fastest. They are found by bisection, for every set and for whole layers, and the
-fastest of them is the answer.
+fastest of them is the answer. Where activations are offloaded, layers that recompute also move less: there
+the fastest is either the fewest layers that fit or all of them.
 """
 
 from __future__ import annotations
@@ -85,28 +86,31 @@ def least_recompute(
         fewer: a step may have fewer micro batches.
     """
     table = space.table
-    bases = np.flatnonzero(found.states & ~found.rows)
+    # Of what moves activations to the host, layouts that fit may be faster where they recompute instead.
+    bases = np.flatnonzero(found.states & (~found.rows | table.offload_activations))
     bases = bases[table.column("recompute", bases) == NONE]
     if not len(bases) or not {"selective", "full"} & set(kinds):
         return None
     plain = table.take(rows_worth(model, cluster, engine, table, bases, worth, floor))
     # What is enumerated has the most micro batches.
-    groups = [(plain, plain_alone)]
+    groups = [(plain, plain_alone, False)]
     if fewer:
-        groups.append((with_fewest_micro_batches(plain), True))
+        groups.append((with_fewest_micro_batches(plain), True, True))
     priced: list[Prices] = []
-    for some, usual in groups:
+    for some, usual, new in groups:
         if len(some) <= FEW:
             # Few are priced in less time than it takes to find out which could fit.
-            some = some.take(worth(some, price(model, cluster, engine, some).step_time_s))
+            seconds = price(model, cluster, engine, some).step_time_s
+            some = some.take(worth(some, seconds) | some.offload_activations)
         some = some.take(_able(model, cluster, engine, some, kinds))
         if not len(some):
             continue
         prices = price(model, cluster, engine, some)
         good = worth(some, prices.step_time_s)
         fit = good & (prices.peak_memory_bytes <= cluster.memory_bytes)
-        priced.append(prices.take(fit))
-        solved = some.take(good & ~fit)
+        if new:
+            priced.append(prices.take(fit))
+        solved = some.take(some.offload_activations | (good & ~fit))
         priced.append(fastest_that_fit(model, cluster, engine, solved, kinds, usual)[1])
     return concatenate_prices(priced) if priced else None
 
@@ -181,6 +185,30 @@ def with_recompute(
     )
 
 
+def with_each_recompute(
+    model: ModelSpec,
+    engine: Engine,
+    plain: LayoutTable,
+    kinds: Collection[Recompute],
+    usual: bool = True,
+) -> tuple[Ints, LayoutTable]:
+    """Rows of `plain` with every set of modules in all layers, and with whole layers, and the row of `plain`
+    that each is of.
+
+    Args:
+        usual: with what is enumerated, whole layers and core attention.
+    """
+    sets = recompute_sets(model, engine, kinds)
+    if not usual:
+        sets = [(kind, modules) for kind, modules in sets if kind != FULL and modules != USUAL]
+    base = np.tile(np.arange(len(plain)), len(sets))
+    # Without a set, NumPy would take the numbers of none for floats.
+    kind, modules = np.array(sets, dtype=np.int64).reshape(-1, 2).repeat(len(plain), axis=0).T
+    able = ~(plain.runs(*SPLIT_BACKWARD)[base] & (kind == FULL))
+    base, kind, modules = base[able], kind[able], modules[able]
+    return base, with_recompute(plain.take(base), kind, modules)
+
+
 def with_most_recompute(
     model: ModelSpec, engine: Engine, table: LayoutTable, kinds: Collection[Recompute]
 ) -> LayoutTable:
@@ -206,15 +234,10 @@ def _fewest_layers(
     usual: bool,
 ) -> tuple[Ints, LayoutTable]:
     """The fewest layers that fit, for each row of `plain` and each set of modules, and the row that each
-    number is of."""
-    sets = recompute_sets(model, engine, kinds)
-    base = np.tile(np.arange(len(plain)), len(sets))
-    # Without a set, NumPy would take the numbers of none for floats.
-    kind, modules = np.array(sets, dtype=np.int64).reshape(-1, 2).repeat(len(plain), axis=0).T
-    apart = plain.runs(*SPLIT_BACKWARD)[base]
-    some = ~(apart & (kind == FULL))
-    base, kind, modules = base[some], kind[some], modules[some]
-    held = _peak(model, cluster, engine, with_recompute(plain.take(base), kind, modules))
+    number is of; of rows that offload activations, all layers too."""
+    base, every_layer = with_each_recompute(model, engine, plain, kinds)
+    kind, modules = every_layer.recompute, every_layer.recompute_modules
+    held = _peak(model, cluster, engine, every_layer)
     fits = held <= cluster.memory_bytes
     base, kind, modules, held = base[fits], kind[fits], modules[fits], held[fits]
     table = plain.take(base)
@@ -231,6 +254,12 @@ def _fewest_layers(
     layers[part] = _fewest(
         lambda rows, layers: peak(part[rows], layers), deepest[part], held[part], cluster.memory_bytes
     )
+    more = np.flatnonzero(table.offload_activations & (layers < deepest))
+    base, kind, modules, deepest = (
+        np.concatenate([array, array[more]]) for array in (base, kind, modules, deepest)
+    )
+    layers = np.concatenate([layers, deepest[len(layers) :]])
+    table = plain.take(base)
     every = layers == deepest
     new = usual | ~(every & ((kind == FULL) | (modules == USUAL)))
     # Whole layers that all recompute keep nothing to offload; without offload they are another row.

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import numpy as np
 
 from costmodels.pricing import Prices, peak_memory, price
-from costmodels.spec.table import SCHEDULES, UNIFORM, LayoutTable
+from costmodels.spec.layout import Recompute
+from costmodels.spec.table import NONE, SCHEDULES, UNIFORM, LayoutTable
 from planner.objective import Objective, slowness
 from planner.problem import Problem
-from planner.solve.bounds import Floor, Worth, least_peak, rows_worth
+from planner.solve.bounds import Floor, Worth, least_peak, least_seconds
 from planner.solve.chunk_splits import moved_layers
-from planner.solve.concatenation import concatenate_prices
+from planner.solve.concatenation import concatenate_prices, concatenate_tables
 from planner.solve.fit import Fit
-from planner.solve.further import lists_plain_alone
-from planner.solve.recompute import first_of_each, least_recompute, recompute_kinds
+from planner.solve.recompute import (
+    first_of_each,
+    least_recompute,
+    recompute_kinds,
+    with_each_recompute,
+)
 from planner.solve.replicas import hybrid_candidates, hybrid_solutions
 from planner.solve.splits import balanced_splits
 from planner.space.grid import Space
@@ -36,7 +41,8 @@ def solutions(
     found: Fit,
     floor: Floor,
     prices: Prices,
-    others: Sequence[Prices] | None = None,
+    others: Sequence[Prices] = (),
+    plain_alone: bool = False,
 ) -> list[Prices]:
     """Further layouts, legal ones that fit and beat the listed ones that they are like.
 
@@ -46,10 +52,10 @@ def solutions(
         floor: what none of them can beat.
         prices: of those that fit; at least of all that would be in the first `FIRST` places if replicas
             exchanged nothing.
-        others: of other layouts that fit, which leave fewer places, where `space` is a further one.
+        others: of other layouts that fit, which leave fewer places.
+        plain_alone: `space` lists layouts that recompute nothing alone.
     """
     fewer = problem.batch.maximum and problem.objective in ("throughput", "cost")
-    plain_alone, others = others is not None and lists_plain_alone(problem), others or ()
     where = problem.model, problem.cluster, problem.constants
     kinds = recompute_kinds(problem.pins, problem.engine)
     own = []
@@ -66,7 +72,9 @@ def solutions(
     every: list[Prices | None] = [*own]
     every.append(least_recompute(*where, space, found, kinds, worth, floor, plain_alone, fewer))
     if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
-        every.append(_balanced(problem, space.table, found, worth, floor))
+        solved = [some for some in every if some is not None]
+        worth = worth_among(problem.objective, [prices, *solved, *others])
+        every.append(_balanced(problem, space.table, found, kinds, worth, floor, plain_alone))
     best = [some.take(worth(some.table, some.step_time_s)) for some in every if some is not None]
     if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
         worth = worth_among(problem.objective, [prices, *best, *others])
@@ -98,8 +106,19 @@ def worth_of_further(objective: Objective, parts: Sequence[Prices]) -> Worth:
     return worth_among(objective, parts, max(1, min(FURTHER, count)))
 
 
-def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth, floor: Floor) -> Prices | None:
-    """Layouts with the split that is best, of those that the even split makes slower or too big."""
+def _balanced(
+    problem: Problem,
+    table: LayoutTable,
+    found: Fit,
+    kinds: Collection[Recompute],
+    worth: Worth,
+    floor: Floor,
+    plain_alone: bool,
+) -> Prices | None:
+    """Layouts with the split that is best, of those that the even split makes slower or too big.
+
+    All layers recompute the same: what `table` lists, or any other set of modules.
+    """
     where = problem.model, problem.cluster, problem.constants
     # Unequal chunks stall the schedules of several chunks at the longest one in every round.
     rows = np.flatnonzero(found.mean)
@@ -107,19 +126,30 @@ def _balanced(problem: Problem, table: LayoutTable, found: Fit, worth: Worth, fl
     rows = rows[table.column("schedule", rows) == SCHEDULES.index("1f1b")]
     whole = table.column("recompute_method", rows) == UNIFORM
     rows = rows[whole & (table.column("recompute_num_layers", rows) == 1)]
-    rows = rows_worth(*where, table, rows, worth, floor)
-    if len(rows):
-        possible = least_peak(*where, table.take(rows)) <= problem.cluster.memory_bytes
-        rows = rows[found.rows[rows] | possible]
-    row, splits = balanced_splits(*where, table.take(rows), found.rows[rows], worth)
+    rows = floor.rows_below(rows, worth.last)
+    even, fits = table.take(rows), found.rows[rows]
+    plain = np.flatnonzero(~fits & (even.recompute == NONE)) if kinds else np.zeros(0, dtype=np.int64)
+    if len(plain):
+        _, other = with_each_recompute(problem.model, problem.engine, even.take(plain), kinds, plain_alone)
+        even, fits = concatenate_tables([even, other]), np.append(fits, np.zeros(len(other), dtype=np.bool_))
+    listed = np.arange(len(even)) < len(rows)
+    some = (
+        np.flatnonzero(worth(even, least_seconds(*where, even))) if len(even) else np.zeros(0, dtype=np.int64)
+    )
+    even, fits, listed = even.take(some), fits[some], listed[some]
+    if len(even):
+        fits[~listed] = peak_memory(*where, even.take(~listed)) <= problem.cluster.memory_bytes
+        possible = fits | (least_peak(*where, even) <= problem.cluster.memory_bytes)
+        even, fits = even.take(possible), fits[possible]
+    row, splits = balanced_splits(*where, even, fits, worth)
     if problem.engine.runs.stages_alike:
         told = [less_layers(split, 1) is not None for split in splits.splits]
         own = np.array(told, dtype=np.bool_)[splits.split]
         row, splits = row[own], splits.take(own)
     if not len(splits):
         return None
-    fits = peak_memory(*where, splits) <= problem.cluster.memory_bytes
-    row, prices = rows[row[fits]], price(*where, splits.take(fits))
-    before = np.where(found.rows[row], price(*where, table.take(row)).step_time_s, np.inf)
+    within = peak_memory(*where, splits) <= problem.cluster.memory_bytes
+    row, prices = row[within], price(*where, splits.take(within))
+    before = np.where(fits[row], price(*where, even.take(row)).step_time_s, np.inf)
     first = first_of_each(row, prices.step_time_s)
     return prices.take(first[prices.step_time_s[first] < before[first]])

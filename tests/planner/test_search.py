@@ -221,6 +221,34 @@ def test_a_search_where_nothing_fits_keeps_the_closest_plans() -> None:
     assert re.search(r"needs .* GiB of .* lacks", closest[0].reason)
 
 
+@pytest.mark.parametrize(
+    ("model", "job", "rival"),
+    [
+        (
+            "mindformers-gpt-70b",
+            {"world_size": 13, "local_world_size": 13, "device": "h100", "max_global_batch_size": 96},
+            "dp=13 zero=3 mbs=7 x 1 recompute=selective(core_attention+mlp+norm)/block:77 "
+            "offload=activations+optimizer",
+        ),
+        (
+            "korthikanti-175b",
+            {"world_size": 17, "local_world_size": 1, "device": "tpu-v5p", "global_batch_size": 256},
+            "pp=17 mbs=1 x 256 recompute=selective(mlp)/block:5 offload=activations+optimizer",
+        ),
+    ],
+)
+def test_recomputation_may_leave_less_on_a_host_that_is_too_small(
+    model: str, job: dict[str, Any], rival: str
+) -> None:
+    # Without recomputation these keep more activations on the host than it has memory.
+    where = {name: job[name] for name in ("world_size", "local_world_size", "device")}
+    other = evaluate(rival, model=model, **where)
+    result = search(model, prefer="fastest", pin=["tp=1"], **job)
+    assert other.peak_memory_bytes <= result.problem.cluster.memory_bytes
+    assert result.best is not None
+    assert result.best.estimate.tokens_per_s >= other.tokens_per_s
+
+
 def test_offloading_is_searched_where_nothing_fits_without_it() -> None:
     job: dict[str, Any] = {"model": "gpt-22b", "world_size": 2, "max_global_batch_size": 16}
     # Which plans tie with the fastest depends on what is searched besides.
