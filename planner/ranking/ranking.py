@@ -17,7 +17,7 @@ from planner.ranking.first_plans import Ranking, order, simulated
 from planner.ranking.preferred import preferred_first
 from planner.ranking.result import Listed, SearchResult
 from planner.solve.bounds import floor_of
-from planner.solve.concatenation import concatenate_prices
+from planner.solve.concatenation import concatenate_prices, without_repeats
 from planner.solve.fit import Fit, fit
 from planner.solve.further import further_space, lists_plain_alone
 from planner.solve.offload import offload_space, overfull_host, solved_within_host, within_host
@@ -74,6 +74,7 @@ def _ranked(
         added += _recomputing(problem, overfull, [prices, *added], plain_alone=False)
     for one in pinned:
         added += _further(one, space, found, [prices, *added])
+    added = without_repeats(added)
     if len(rows) < len(every):
         first = first_prices(problem.objective, prices)
         rows, prices = rows[first], prices.take(first)

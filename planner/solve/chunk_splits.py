@@ -13,13 +13,15 @@ from dataclasses import replace
 import numpy as np
 
 from costmodels.pricing import Prices, price
-from costmodels.spec.layout import Layout
-from costmodels.spec.table import Bools, Ints, LayoutTable, numbered_splits
+from costmodels.spec.layout import V_SCHEDULES, Layout, even_split
+from costmodels.spec.table import NONE, UNIFORM, Bools, Floats, Ints, LayoutTable, numbered_splits
 from planner.objective import slowness
 from planner.problem import Problem
 from planner.solve.bounds import Worth
 from planner.solve.concatenation import concatenate_prices
-from planner.solve.recompute import first_of_each
+from planner.solve.further import lists_plain_alone
+from planner.solve.recompute import first_of_each, with_recompute
+from planner.space.rules import LONGEST_CHUNK, RULES
 from planner.space.shared_stages import shared_splits
 
 ROWS = 12
@@ -33,6 +35,9 @@ RANKS = 8
 
 NEAR = 1.3
 """How many times slower than the last of the first places a plan may be: seldom do moves gain more."""
+
+FREED = 3
+"""Plans that are tried without recomputation, too."""
 
 GAIN = 1e-4
 """Relative gain below which no layer is moved."""
@@ -50,8 +55,8 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
     first = _best(problem, concatenate_prices(parts), NEAR * worth.last)
     if not len(first):
         return None
-    before, now = first.step_time_s, first
-    open_rows = np.arange(len(first))
+    now, least, before = _starts(problem, first)
+    open_rows = np.arange(len(now))
     for _ in range(MOVES):
         row, splits = moves(now.table, open_rows)
         if not len(row):
@@ -62,17 +67,80 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
             prices.peak_memory_bytes <= problem.cluster.memory_bytes, prices.step_time_s, np.inf
         )
         order = first_of_each(row, seconds)
-        better = order[seconds[order] < now.step_time_s[row[order]] * (1 - GAIN)]
+        better = order[seconds[order] < least[row[order]] * (1 - GAIN)]
         open_rows = row[better]
         if not len(open_rows):
             break
+        least[open_rows] = seconds[better]
         moved = np.zeros(len(now), dtype=np.bool_)
         moved[open_rows] = True
         kept = np.flatnonzero(~moved)
         back = np.argsort(np.concatenate([kept, open_rows]))
         now = concatenate_prices([now.take(kept), prices.take(better)]).take(back)
-    found = (now.step_time_s < before) & worth(now.table, now.step_time_s)
+    found = (least < before) & worth(now.table, now.step_time_s)
     return now.take(found) if found.any() else None
+
+
+def _starts(problem: Problem, first: Prices) -> tuple[Prices, Floats, Floats]:
+    """Plans whose layers are moved, the seconds that a move has to beat, and those that a result has to.
+
+    Besides `first` these are its plans with other chunks, and without recomputation, which need not fit.
+    """
+    known = first.step_time_s
+    if problem.engine.runs.stages_alike:
+        return first, known, known.copy()
+    parts, least, before = [first], [known], [known]
+    others = _other_chunks(problem, first)
+    if others is not None:
+        parts.append(others)
+        least.append(others.step_time_s)
+        before.append(np.full(len(others), np.inf))
+    if lists_plain_alone(problem):
+        # With fewer layers on the fullest rank, a layout may fit without recomputation.
+        table = first.table
+        some = np.flatnonzero((table.recompute != NONE) & (table.virtual_pipeline_parallel > 1))[:FREED]
+        plain = with_recompute(table.take(some), NONE, 0)
+        parts.append(price(problem.model, problem.cluster, problem.constants, plain))
+        least.append(np.full(len(some), np.inf))
+        before.append(least[-1])
+    return concatenate_prices(parts), np.concatenate(least), np.concatenate(before)
+
+
+def _other_chunks(problem: Problem, first: Prices) -> Prices | None:
+    """The plans of `first` that another number of unequal chunks makes faster, each with its best number.
+
+    Such chunks are neither enumerated nor listed later where equal ones are near in number. Between these,
+    messages are fewer or the bubble is less.
+    """
+    table, layers = first.table, problem.model.layers
+    rows = np.flatnonzero(
+        (table.virtual_pipeline_parallel > 1)
+        & ~table.runs(*V_SCHEDULES)
+        & (table.recompute_method == UNIFORM)
+        & (2 * table.pipeline_parallel <= layers)
+    )
+    if "virtual_pipeline_parallel" in problem.pins or not len(rows):
+        return None
+    most = layers // table.pipeline_parallel[rows]
+    row = rows.repeat(most - 1)
+    chunks = np.concatenate([np.arange(2, each + 1) for each in most.tolist()])
+    stages = chunks * table.pipeline_parallel[row]
+    splits, split = numbered_splits([even_split(layers, each) for each in stages.tolist()])
+    own = table.virtual_pipeline_parallel[row]
+    other = replace(table.take(row), virtual_pipeline_parallel=chunks, splits=splits, split=split)
+    new = (chunks != own) & (-(-layers // stages) * stages > LONGEST_CHUNK * layers)
+    for rule in (*RULES, *problem.further):
+        if not rule.redundant:
+            new &= ~np.broadcast_to(rule.broken(problem.model, other), new.shape)
+    row, other = row[new], other.take(new)
+    if not len(row):
+        return None
+    prices = price(problem.model, problem.cluster, problem.constants, other)
+    fits = prices.peak_memory_bytes <= problem.cluster.memory_bytes
+    best = first_of_each(row, np.where(fits, prices.step_time_s, np.inf))
+    better = prices.step_time_s[best] < first.step_time_s[row[best]] * (1 - GAIN)
+    best = best[fits[best] & better]
+    return prices.take(best) if len(best) else None
 
 
 def has_movable_layers(problem: Problem, table: LayoutTable) -> Bools:

@@ -39,3 +39,19 @@ def concatenate_prices(parts: Sequence[Prices]) -> Prices:
         simulated=np.concatenate([part.simulated for part in parts]),
         table=concatenate_tables([part.table for part in parts]),
     )
+
+
+def without_repeats(parts: Sequence[Prices]) -> list[Prices]:
+    """The parts without layouts that an earlier one, or an earlier row, has."""
+    known: set[tuple[Any, ...]] = set()
+    found: list[Prices] = []
+    for part in parts:
+        table = part.table
+        columns = [getattr(table, name).tolist() for name in ARRAY_FIELDS if name != "split"]
+        splits = [table.splits[split] for split in table.split.tolist()]
+        keys = list(zip(*columns, splits, strict=True))
+        first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
+        new = sorted(place for key, place in first.items() if key not in known)
+        known |= first.keys()
+        found.append(part if len(new) == len(part) else part.take(np.array(new, dtype=np.int64)))
+    return [part for part in found if len(part)]
