@@ -221,32 +221,67 @@ def test_a_search_where_nothing_fits_keeps_the_closest_plans() -> None:
     assert re.search(r"needs .* GiB of .* lacks", closest[0].reason)
 
 
-@pytest.mark.parametrize(
-    ("model", "job", "rival"),
-    [
-        (
-            "mindformers-gpt-70b",
-            {"world_size": 13, "local_world_size": 13, "device": "h100", "max_global_batch_size": 96},
-            "dp=13 zero=3 mbs=7 x 1 recompute=selective(core_attention+mlp+norm)/block:77 "
-            "offload=activations+optimizer",
-        ),
-        (
-            "korthikanti-175b",
-            {"world_size": 17, "local_world_size": 1, "device": "tpu-v5p", "global_batch_size": 256},
-            "pp=17 mbs=1 x 256 recompute=selective(mlp)/block:5 offload=activations+optimizer",
-        ),
-    ],
-)
-def test_recomputation_may_leave_less_on_a_host_that_is_too_small(
-    model: str, job: dict[str, Any], rival: str
-) -> None:
-    # Without recomputation these keep more activations on the host than it has memory.
-    where = {name: job[name] for name in ("world_size", "local_world_size", "device")}
+OVERLOOKED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "fits on the host with recomputation only, and a micro batch that divides nothing": (
+        "mindformers-gpt-70b",
+        {"world_size": 13, "local_world_size": 13, "device": "h100", "max_global_batch_size": 96},
+        "dp=13 zero=3 mbs=7 x 1 recompute=selective(core_attention+mlp+norm)/block:77 "
+        "offload=activations+optimizer",
+    ),
+    "fits on the host with recomputation only, and stages": (
+        "korthikanti-175b",
+        {"world_size": 17, "local_world_size": 1, "device": "tpu-v5p", "global_batch_size": 256},
+        "pp=17 mbs=1 x 256 recompute=selective(mlp)/block:5 offload=activations+optimizer",
+    ),
+    "fits with recomputation and unequal stages together": (
+        "llama3-70b",
+        {"world_size": 24, "local_world_size": 8, "device": "gaudi3", "global_batch_size": 512},
+        "pp=12 dp=2 zero=1 mbs=1 x 256 recompute=selective(mlp+norm) "
+        "layers_per_stage=6,7,7,7,7,7,7,7,7,7,6,5",
+    ),
+    "a longer chunk just before the last": (
+        "llama3-8b",
+        {"world_size": 128, "local_world_size": 4, "device": "a100-40g", "max_global_batch_size": 20},
+        "tp=4+sp pp=2 vpp=8 schedule=interleaved_zb cp=2 cp_form=all_gather dp=8 zero=1 mbs=1 x 2 "
+        "layers_per_stage=2,2,2,2,2,2,2,2,2,2,2,2,2,2,3,1",
+    ),
+    "unequal chunks, of a number between those of equal ones": (
+        "gpt3-13b",
+        {
+            "world_size": 16,
+            "local_world_size": 8,
+            "device": "rtx-4090",
+            "max_global_batch_size": 96,
+            "memory_margin_gib": 6.0,
+            "pin": ["zero=1"],
+        },
+        "tp=2+sp pp=2 vpp=8 dp=4 zero=1 mbs=5 x 2 recompute=full",
+    ),
+    "chunks that fit without recomputation where the last is short": (
+        "qwen3-8b",
+        {
+            "world_size": 8,
+            "local_world_size": 8,
+            "device": "a100-40g",
+            "max_global_batch_size": 1000,
+            "pin": ["schedule=zbv"],
+        },
+        "tp=4+sp pp=2 vpp=2 schedule=zbv dp=1 mbs=2 x 500 layers_per_stage=8,10,10,8",
+    ),
+}
+"""Rivals that random draws had found ahead of the first plan."""
+
+
+@pytest.mark.parametrize("name", OVERLOOKED)
+def test_no_layout_that_was_once_overlooked_is_faster(name: str) -> None:
+    model, job, rival = OVERLOOKED[name]
+    names = ("world_size", "local_world_size", "device", "memory_margin_gib")
+    where = {each: job[each] for each in names if each in job}
     other = evaluate(rival, model=model, **where)
-    result = search(model, prefer="fastest", pin=["tp=1"], **job)
+    result = search(model, prefer="fastest", **job)
     assert other.peak_memory_bytes <= result.problem.cluster.memory_bytes
     assert result.best is not None
-    assert result.best.estimate.tokens_per_s >= other.tokens_per_s
+    assert result.best.estimate.tokens_per_s >= other.tokens_per_s * (1 - 1e-9)
 
 
 def test_offloading_is_searched_where_nothing_fits_without_it() -> None:
