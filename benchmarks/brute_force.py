@@ -343,8 +343,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"{given.questions} questions, seed {given.seed}: {given.questions - len(answers)} have no legal "
             f"layout, {unanswered} none that fits; of {len(answers)} answers {len(beaten)} were beaten by "
-            f"more than {BEATEN:.0%} and {len(ahead) - len(beaten)} by {BETTER:.1%} to {BEATEN:.0%} by one of "
-            f"{layouts:,} legal layouts ({time.perf_counter() - started:.0f} s)"
+            f"more than {BEATEN:.0%} and {len(ahead) - len(beaten)} by {BETTER:.1%} to {BEATEN:.0%} "
+            f"by one of {layouts:,} legal layouts ({time.perf_counter() - started:.0f} s)"
         )
     return 1 if beaten else 0
 
