@@ -1,9 +1,9 @@
-"""Host time of a layer and micro batch: `python -m benchmarks.host_time [--only TEXT] [--json]`.
+"""Host time of a layer and microbatch: `python -m benchmarks.host_time [--only TEXT] [--json]`.
 
 Tensors are of next to no size, so that what is left is what the host does for each layer, forward and
-backward: on a GPU that is fast enough, a small model waits for it. Models of two depths train the same micro
-batches, and the difference of their times is that of the layers between. Time is that of the processor in the
-training thread alone: waiting for other ranks, and what else runs on the machine, do not count.
+backward: on a GPU that is fast enough, a small model waits for it. Models of two depths train the same
+microbatches; the difference of their times is that of the layers between. Time is that of the processor in
+the training thread alone: waiting for other ranks, and what else runs on the machine, do not count.
 
 Beside each layout stands plain PyTorch around the same layers: a loop with autocast on one rank, DDP for
 ZeRO 0, FSDP2 for ZeRO 1 to 3, and PyTorch's own tensor parallelism. Compiled, the loop and DDP have one graph
@@ -75,7 +75,7 @@ def layout_of(spec: ModelSpec, text: str, layers: int) -> tuple[ModelSpec, Layou
 
 
 class Times(NamedTuple):
-    """Milliseconds of a layer and micro batch on one rank."""
+    """Milliseconds of a layer and microbatch on one rank."""
 
     ours: float
     plain: float | None
@@ -100,7 +100,7 @@ def host_times(block: str, text: str, compiled: bool, rounds: int) -> Times:
 
 
 def per_layer_ms(steps: list[Step], rounds: int) -> list[float]:
-    """Milliseconds of the training thread for a layer and micro batch, of each contestant.
+    """Milliseconds of the training thread for a layer and microbatch, of each contestant.
 
     Args:
         steps: of models of two depths, contestant after contestant; all take turns.
@@ -241,7 +241,7 @@ def host_time(
     rounds: Annotated[int, typer.Option(help="Steps of each model that are timed.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time what the host does for a layer and micro batch."""
+    """Time what the host does for a layer and microbatch."""
     forms = {"compiled": [True], "eager": [False], "both": [True, False]}.get(form)
     if forms is None:
         raise InputError(f"--form {form}: it is compiled, eager or both")
@@ -267,7 +267,7 @@ def line(one: Row) -> str:
     """A row as text."""
     name = f"{one.block} {one.layout} {'compiled' if one.compiled else 'eager'}"
     plain = "" if one.plain_ms is None else f", plain PyTorch {one.plain_ms:.3f}, {one.ratio:.2f} x"
-    return f"{name}: {one.host_ms:.3f} ms a layer and micro batch{plain}"
+    return f"{name}: {one.host_ms:.3f} ms a layer and microbatch{plain}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What PyTorch's profiler sees the host do for a layer and micro batch: `python -m benchmarks.host_trace`.
+"""What PyTorch's profiler sees the host do for a layer and microbatch: `python -m benchmarks.host_trace`.
 
 Models of two depths train on one CPU rank, with tensors of next to no size; what the deeper one does more
 often is that of the layers between, forward and backward. A kernel is an operator of PyTorch that computes
@@ -138,7 +138,7 @@ def host_trace(
     other: Annotated[Path | None, typer.Option("--against", help="A checkout of another commit.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Count kernels and calls of the host for a layer and micro batch."""
+    """Count kernels and calls of the host for a layer and microbatch."""
     for name in block:
         if name not in BLOCKS:
             raise InputError(f"--block {name}: it is one of {', '.join(BLOCKS)}")
@@ -163,7 +163,7 @@ def _show(block: str, here: Calls, there: Calls | None) -> None:
     """Print the calls of a block, those of the other checkout beside it."""
     columns = [here] if there is None else [here, there]
     heads = ["here", "there"][: len(columns)]
-    print(f"{block + ', a layer and micro batch':<44}" + "".join(f"{head:>8}" for head in heads))
+    print(f"{block + ', a layer and microbatch':<44}" + "".join(f"{head:>8}" for head in heads))
     names = {name for column in columns for name in column}
     single = sorted(names - set(SUMMARY), key=lambda name: (-sum(one.get(name, 0) for one in columns), name))
     for name in [*SUMMARY, *single]:

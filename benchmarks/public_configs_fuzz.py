@@ -186,7 +186,7 @@ def outcome(trial: Trial, folder: Path) -> str:
         return "what another file says"
     layout = reading.layout
     if trial.field == "gbs" and layout is not None and layout.micro_batches == 1:
-        return "a documented default"  # One micro batch of each replica.
+        return "a documented default"  # One microbatch of each replica.
     return _fault(trial, read, old)
 
 

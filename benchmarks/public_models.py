@@ -58,7 +58,7 @@ BESIDE: dict[str, Callable[[ModelSpec], int]] = {
     ),
 }
 """What files hold beside the weights of a language model: tied embeddings once more, buffers (causal masks,
-rotary frequencies, biases that follow loads), layers that predict further tokens, scales of blocks of
+rotary frequencies, biases that follow loads), MTP layers, scales of blocks of
 128 x 128 (fp8) or of groups of 32 (int4, MXFP4). `vision` is counted by transformers. Where two elements of
 four bits are stored as one of eight, half of the experts is missing (`experts in pairs`)."""
 

@@ -81,7 +81,7 @@ def race(spec: ModelSpec, layouts: dict[str, Layout], rounds: int, steps: int) -
 
 
 def _ddp(spec: ModelSpec) -> Step:
-    """A plain PyTorch loop: DDP, two micro batches, clipping and fused AdamW."""
+    """A plain PyTorch loop: DDP, two microbatches, clipping and fused AdamW."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

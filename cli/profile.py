@@ -36,7 +36,7 @@ class ProfileOptions:
 def profile(options: ProfileOptions) -> None:
     """Run one rank of a plan for real on one device, and say what its seconds go to, beside the plan.
 
-    Its computation is exact, with fewer micro batches; no other rank exists, so that communication and the
+    Its computation is exact, with fewer microbatches; no other rank exists, so that communication and the
     bubble are the plan's.
     """
     if options.plan is None:
@@ -65,7 +65,7 @@ def _print(plan: Plan, found: RankProfile) -> None:
     counts = " and ".join(map(str, found.micro_batches))
     screen.print(
         f"rank {found.rank} of {plan.layout.world_size} (pipeline rank {found.pipeline_rank}) on "
-        f"{found.device}, {layers} layers: steps of {counts} of {plan.layout.micro_batches} micro batches"
+        f"{found.device}, {layers} layers: steps of {counts} of {plan.layout.micro_batches} microbatches"
     )
     rows = [
         _row(TERMS[name].split(",")[0], found.predicted[name], found.measured[name])

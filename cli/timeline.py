@@ -43,7 +43,7 @@ def timeline(
         typer.Option("--out", metavar="FILE", help="Write a trace for chrome://tracing or ui.perfetto.dev."),
     ] = None,
 ) -> None:
-    """Show when the pipeline ranks of a plan run each micro batch of one step."""
+    """Show when the pipeline ranks of a plan run each microbatch of one step."""
     loaded = Plan.load(plan)
     found = loaded.timeline()
     if out is not None:
@@ -59,13 +59,11 @@ def print_timeline(plan: Plan, found: Timeline) -> None:
     screen.print(f"[bold]{plan.model.name}[/bold]: {layout.describe()}")
     ranks = f"{found.ranks} pipeline rank{'s' * (found.ranks > 1)}"
     screen.print(
-        f"{layout.micro_batches} micro batch{'es' * (layout.micro_batches > 1)} on {ranks}, schedule "
+        f"{layout.micro_batches} microbatch{'es' * (layout.micro_batches > 1)} on {ranks}, schedule "
         f"{layout.schedule}: {found.seconds:.4g} s of a step of {step:.4g} s"
     )
     used = [kind for kind in KINDS if any(event.kind == kind for event in found.passes)]
-    screen.print(
-        ", ".join(f"{kind} {KINDS[kind]}" for kind in used) + "; a number is that of its micro batch"
-    )
+    screen.print(", ".join(f"{kind} {KINDS[kind]}" for kind in used) + "; a number is that of its microbatch")
     shown = _ranks_to_show(found.ranks)
     label = len(str(found.ranks - 1)) + 1
     for rank, line in zip(shown, timeline_lines(found, shown, screen.width - label), strict=True):

@@ -20,7 +20,7 @@ from costmodels.time.simulation import StageSeconds, pipeline_seconds
 def stage_seconds(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> list[StageSeconds]:
-    """Seconds of one micro batch on each stage of each row, adding up its gradients included.
+    """Seconds of one microbatch on each stage of each row, adding up its gradients included.
 
     Args:
         engine: its constants; `Engine.for_device` is applied here.
@@ -70,7 +70,7 @@ def _send_seconds(costs: RankCosts) -> Floats:
 
 
 def rank_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Floats:
-    """Seconds that each pipeline rank computes for one micro batch, [pp].
+    """Seconds that each pipeline rank computes for one microbatch, [pp].
 
     Args:
         engine: as `costmodels.pricing.price` takes it.

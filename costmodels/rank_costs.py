@@ -118,7 +118,7 @@ class RankCosts:
 
     @cached_property
     def summation(self) -> dict[int, Floats]:
-        """Seconds in which a micro batch adds up its gradients on each site, [n, k]."""
+        """Seconds in which a microbatch adds up its gradients on each site, [n, k]."""
         shared, experts = self.parameters
         count = shared + experts
         return {code: count * each[:, None] for code, (each, _) in self.accumulation.items()}
@@ -192,7 +192,7 @@ class RankCosts:
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """Seconds of one micro batch on some ranks, which an index of arrays of shape [n, k] selects."""
+    """Seconds of one microbatch on some ranks, which an index of arrays of shape [n, k] selects."""
 
     costs: RankCosts
     index: Any
@@ -212,7 +212,7 @@ class RankSeconds:
 
     @property
     def summation(self) -> Floats:
-        """Seconds in which the micro batch adds up its gradients, as the last thing of its backward pass."""
+        """Seconds in which the microbatch adds up its gradients, as the last thing of its backward pass."""
         return site_values(self.site, self.costs.codes, lambda code: self.costs.summation[code][self.index])
 
     @property
@@ -231,7 +231,7 @@ UNITS = ("dense", "moe", "first", "last")
 
 
 def unit_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
-    """Seconds of one micro batch in each of `UNITS` on each kind of node, [n, kinds, units].
+    """Seconds of one microbatch in each of `UNITS` on each kind of node, [n, kinds, units].
 
     Gradients are added up; on nodes of two kinds the last of the kinds is `MIXED`.
     """

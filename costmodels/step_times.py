@@ -75,7 +75,7 @@ def tied_seconds(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, vocabulary: Floats
 ) -> Floats:
     """Seconds to sum the gradients of both copies of an embedding, on the first and the last stage, [n]: of a
-    tied one, or of one that modules which predict further tokens read.
+    tied one, or of one that MTP modules read.
 
     Args:
         vocabulary: `padded_vocabulary` of each row.
@@ -104,7 +104,7 @@ def _after_backward(
 
     Args:
         layers: of the slowest rank, [n].
-        forward, backward: seconds of a micro batch on it, [n], which the exchange hides behind.
+        forward, backward: seconds of a microbatch on it, [n], which the exchange hides behind.
     """
     found = np.full((3, len(costs.table)), -np.inf)
     shared, experts = costs.parameters

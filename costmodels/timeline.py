@@ -158,20 +158,20 @@ class Timeline:
 
 
 def timeline(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Timeline:
-    """The timeline of one step of a layout; without pipeline parallelism, of its micro batches on one rank.
+    """The timeline of one step of a layout; without pipeline parallelism, of its microbatches on one rank.
 
     Args:
         engine: its constants; `Engine.for_device` is applied here.
 
     Raises:
-        InputError: the schedule does not run the layout's number of micro batches, there are more than
+        InputError: the schedule does not run the layout's number of microbatches, there are more than
             `MOST_PASSES` passes, or the device or the engine does not know the precision.
     """
     passes, micro_batches = 2 * len(layout.layers_per_stage), layout.micro_batches
     if passes * micro_batches > MOST_PASSES:
         raise InputError(
-            f"timeline of {layout.describe()}: {micro_batches} micro batches are too many to draw; "
-            f"use a batch of at most {MOST_PASSES // passes} micro batches"
+            f"timeline of {layout.describe()}: {micro_batches} microbatches are too many to draw; "
+            f"use a batch of at most {MOST_PASSES // passes} microbatches"
         )
     [seconds] = stage_seconds(model, cluster, engine, LayoutTable.of([layout]))
     pipeline, chunks = layout.pipeline_parallel, layout.virtual_pipeline_parallel

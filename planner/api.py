@@ -104,7 +104,7 @@ def evaluate(
     """Seconds of a step and bytes of each pipeline rank of one layout, whether or not it is searched.
 
     The layout may be a text such as `"tp=4+sp pp=2 mbs=1 x 4"`: `world_size`
-    decides the data parallelism that it does not name, `global_batch_size` the number of micro batches, and
+    decides the data parallelism that it does not name, `global_batch_size` the number of microbatches, and
     `precision` is the device's usual one unless given. `world_size` is the layout's own when not given; the
     others are as in `search`. Raises
     `InputError` for a layout that breaks a rule, with the rule's numbers and what would be right. Whether it

@@ -130,7 +130,7 @@ class Plan(Record):
     def timeline(self) -> "Timeline":
         """The seconds at which each forward and backward pass and each message of one step runs, simulated.
 
-        Raises `InputError` where the schedule does not run the plan's micro batches, or they are too many.
+        Raises `InputError` where the schedule does not run the plan's microbatches, or they are too many.
         """
         from costmodels.timeline import timeline  # Ranks read plans, and never price them.
 

@@ -61,7 +61,7 @@ class Problem:
         return self._built()
 
     def further_space(self, micro_batches: MicroBatches, admit: Admit) -> Space:
-        """The legal layouts with other micro batches, and those in reserve, that `admit` lets in."""
+        """The legal layouts with other microbatches, and those in reserve, that `admit` lets in."""
         return self._built(micro_batches, admit)
 
     def _built(self, micro_batches: MicroBatches | None = None, admit: Admit | None = None) -> Space:
@@ -87,7 +87,7 @@ class JobKeywords(TypedDict, total=False):
     engine: Engine | str | None
     """Who executes the layout, or its catalogue name."""
     precision: str | None
-    """The number format of matrix products."""
+    """The number format of GEMMs."""
     pin: PinInput
     """Degrees that are fixed (`tp=8`) or narrowed (`tp=2..8`)."""
     forbid: PinInput
@@ -104,7 +104,7 @@ class JobKeywords(TypedDict, total=False):
     lora: Lora | None
     """Adapters to train in the place of the model."""
     mtp: MultiTokenPrediction | None
-    """Modules to train with the model, which predict further tokens."""
+    """MTP modules to train with the model."""
 
 
 class SearchKeywords(JobKeywords, ClusterKeywords, total=False):

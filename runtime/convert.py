@@ -59,7 +59,7 @@ MAX_SHARD_SIZE = "5GB"
 
 EXPERT_BIAS = "router.expert_bias"
 FURTHER = "mtp."
-"""What names of modules that predict further tokens begin with here."""
+"""What names of MTP modules begin with here."""
 
 LAYER = re.compile(r"model\.layers\.\d+\.")
 

@@ -25,7 +25,7 @@ LARGEST = 0.35
 """Logarithm beyond which something else than layers was slow: such a shape is left alone."""
 
 Shape = tuple[int, int, int]
-"""Hidden size, tensor-parallel ranks and tokens of a micro batch on a device."""
+"""Hidden size, tensor-parallel ranks and tokens of a microbatch on a device."""
 
 
 def _shape(measurement: Measurement) -> Shape:

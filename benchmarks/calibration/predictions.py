@@ -3,7 +3,7 @@
 A row whose layout is published is priced as `planner suggest` prices the plans that it shows: its pipeline
 is simulated. One with blanks may have had several layouts: it is priced at the geometric mean of those that
 fit into memory, and its range is as much wider as they differ. Only those count that recompute least: nobody
-computes again what there is room for. With ZeRO 3 those with the largest micro batch that fits count, since
+computes again what there is room for. With ZeRO 3 those with the largest microbatch that fits count, since
 each one gathers all parameters anew.
 """
 
@@ -226,7 +226,7 @@ RECOMPUTE_ORDER = ("none", "selective", "full")
 def _needless(candidates: Sequence[_Candidate], over: Floats) -> Bools:
     """Candidates that recompute although their row fits into memory with less, [n].
 
-    With ZeRO 3, where a larger micro batch may be worth it, with a micro batch of the same size.
+    With ZeRO 3, where a larger microbatch may be worth it, with a microbatch of the same size.
     """
     alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     for place, each in enumerate(candidates):
@@ -242,7 +242,7 @@ def _needless(candidates: Sequence[_Candidate], over: Floats) -> Bools:
 
 
 def _too_small(candidates: Sequence[_Candidate], over: Floats) -> Bools:
-    """Candidates of ZeRO 3 of whose row one fits with a larger micro batch, recomputing as much, [n]."""
+    """Candidates of ZeRO 3 of whose row one fits with a larger microbatch, recomputing as much, [n]."""
     largest: defaultdict[tuple[int, str], int] = defaultdict(int)
     for each, size in zip(candidates, over, strict=True):
         if size <= 1:

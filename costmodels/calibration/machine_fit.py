@@ -156,9 +156,9 @@ def _start(plain: Device, engine: Engine, found: Measurements) -> tuple[Device, 
 def _product_constants(
     plain: Device, engine: Engine, found: Measurements
 ) -> tuple[dict[Precision, float], dict[str, Any]]:
-    """Peak FLOP/s of the format that was measured, and the constants of products.
+    """Peak FLOP/s of the format that was measured, and the constants of GEMMs.
 
-    On a CPU the peak is that of the fastest product, elsewhere the data sheet's.
+    On a CPU the peak is that of the fastest GEMM, elsewhere the data sheet's.
     """
     if not found.products:
         return {}, {}
@@ -166,7 +166,7 @@ def _product_constants(
     forward = np.array([row.forward_s for row in found.products])
     backward = np.array([row.backward_s for row in found.products])
     reference = plain.peak_flops[found.precision]
-    # Seconds of a product and its gradients are 3 flops / rate + 3 launches: all rows in relative terms.
+    # Seconds of a GEMM and its gradients are 3 flops / rate + 3 launches: all rows in relative terms.
     total, work = forward + backward, 3.0 * flops / reference
     columns = np.stack([work / total, 3.0 / total], axis=1)
     slope, launch = np.linalg.lstsq(columns, np.ones(len(total)), rcond=None)[0]

@@ -9,7 +9,7 @@ from costmodels.spec.record import Count, CountOrZero, NonNegative, Positive, Re
 
 
 class ProductTime(Record):
-    """Seconds of a matrix product of [m, k] by [k, n]."""
+    """Seconds of a GEMM of [m, k] by [k, n]."""
 
     m: Count
     k: Count

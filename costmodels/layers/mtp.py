@@ -38,7 +38,7 @@ def joining_parameters(model: ModelSpec) -> int:
 
 
 def joining_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Bytes that a module keeps of a micro batch besides its layer and the loss.
+    """Bytes that a module keeps of a microbatch besides its layer and the loss.
 
     Inputs of its three norms, both inputs side by side, and the input of the head, gathered.
     """

@@ -1,4 +1,4 @@
-"""What one layer of one micro batch does on one device: matrix products, attention, bytes, collectives.
+"""What one layer of one microbatch does on one device: GEMMs, attention, bytes, collectives.
 
 Shapes are those of Megatron-LM (Narayanan et al., arXiv:2104.04473, section 2.3; Korthikanti et al.,
 arXiv:2205.05198, section 4). All functions take a `LayoutTable` of n rows; sizes are per row.
@@ -29,17 +29,17 @@ from costmodels.spec.model_parts import MlpKind
 from costmodels.spec.table import ALL_GATHER, ALL_TO_ALL, RING, Floats, LayoutTable
 
 BACKWARD_GEMM = 2.0
-"""Backward work of a matrix product over its forward work: gradients of the input and of the weight."""
+"""Backward work of a GEMM over its forward work: gradients of the input and of the weight."""
 
 BACKWARD_FLASH = 2.5
-"""Backward over forward work of flash attention: five products instead of two.
+"""Backward over forward work of flash attention: five GEMMs instead of two.
 
 Dao, arXiv:2307.08691, section 3.1.2.
 """
 
 
 class Gemm(NamedTuple):
-    """`times` matrix products of [m, k] by [k, n]."""
+    """`times` GEMMs of [m, k] by [k, n]."""
 
     m: Floats
     k: Floats
@@ -57,11 +57,11 @@ class Operators:
 
     gemms: tuple[Gemm, ...]
     mlp_gemms: tuple[Gemm, ...]
-    """Products of the MLP or the experts among `gemms`, without their router."""
+    """GEMMs of the MLP or the experts among `gemms`, without their router."""
     shared_gemms: tuple[Gemm, ...]
-    """Products of shared experts among `gemms`: tokens travel to the routed ones meanwhile."""
+    """GEMMs of shared experts among `gemms`: tokens travel to the routed ones meanwhile."""
     last_gemms: tuple[Gemm, ...]
-    """Products among `gemms` after which nothing is kept for backward: the one that ends a dense layer."""
+    """GEMMs among `gemms` after which nothing is kept for backward: the one that ends a dense layer."""
     seq: int
     """Tokens that attention runs over."""
     head_dim: int
@@ -79,7 +79,7 @@ class Operators:
     attention_bytes: Floats
     """Input of attention, its queries, keys and values, and its output: what it keeps for backward."""
     sequence_bytes: Floats
-    """Activations of a micro batch in full width: what a tensor-parallel collective moves."""
+    """Activations of a microbatch in full width: what a tensor-parallel collective moves."""
     gathers_forward: Floats
     """All-gathers or reduce-scatters of `sequence_bytes`; an all-reduce is two of them."""
     gathers_backward: Floats
@@ -102,10 +102,10 @@ class Operators:
     expert_gather_bytes: Floats
     """Tokens that the ranks which share experts gather, and whose results they sum and scatter."""
     alternate_gemms: tuple[Gemm, ...] = ()
-    """Products among `gemms` that selective recomputation repeats where it saves every second one: of keys,
+    """GEMMs among `gemms` that selective recomputation repeats where it saves every second one: of keys,
     of attention's output, and the second of a gated MLP (`ActivationConstants.saves_alternate_products`)."""
     adapter_gemms: tuple[Gemm, ...] = ()
-    """Products of low-rank adapters; the others are then of frozen weights, which have no gradients."""
+    """GEMMs of low-rank adapters; the others are then of frozen weights, which have no gradients."""
     is_frozen: bool = False
     """`gemms` have no gradients of weights."""
     kernels: float = 1.0
@@ -172,7 +172,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
     """Forward work of one layer with the first layer's kind of attention and an MLP of kind `mlp`.
 
     Element-wise traffic per layer counts, forward, 6 tensors of width `hidden` (two norms, two residual
-    additions, fused) and a read and a write of what stands between matrix products; backward half as
+    additions, fused) and a read and a write of what stands between GEMMs; backward half as
     much again.
 
     A layer with experts (arXiv:2504.14960, section 3): each rank routes its own 1/tp of the tokens, takes
@@ -277,7 +277,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
 
 
 LAYER_KERNELS, ADAPTER_KERNELS, MATRIX_KERNELS = 20, 3, 1
-"""Kernels of the forward pass of a layer, roughly, of an adapter (two products and a scaled addition), and of
+"""Kernels of the forward pass of a layer, roughly, of an adapter (two GEMMs and a scaled addition), and of
 a matrix in 4 bits that is turned back."""
 
 
@@ -286,7 +286,7 @@ def _adapters(
 ) -> tuple[tuple[Gemm, ...], Floats, Floats, float]:
     """Costs of a layer's adapters: GEMMs, bytes of additions forward and backward, and `kernels`.
 
-    A base in 4 bits is read and written in the format that computes for each product, which is one in
+    A base in 4 bits is read and written in the format that computes for each GEMM, which is one in
     forward and one for the gradient of the input.
     """
     t, one, adapted = tokens(model, table), np.ones(len(table)), adapted_layers(model, mlp)

@@ -118,7 +118,7 @@ def _steps(short: Floats | float, long: Floats | float) -> Floats | float:
 def matrix_flops(matrix: Matrix, mode: MuonMode, ranks: Floats) -> Floats:
     """FLOPs of one rank to make the update of a matrix orthogonal, [n].
 
-    Five steps, each of three products (kellerjordan.github.io/posts/muon, on the runtime). Ranks that
+    Five steps, each of three GEMMs (kellerjordan.github.io/posts/muon, on the runtime). Ranks that
     distribute a matrix always work along the side that they do not split, though it be the longer one.
 
     Args:

@@ -19,7 +19,7 @@ BLOCK = 64
 """Weights that share a scale: neighbours among the inputs of one output."""
 
 GROUP = 256
-"""Scales that share a factor: those of the same inputs of neighbouring outputs."""
+"""Scales that share one fp32 scale: those of the same inputs of neighbouring outputs."""
 
 
 def quantised_layers(model: ModelSpec, mlp: MlpKind) -> list[LinearLayer]:

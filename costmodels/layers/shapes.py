@@ -1,4 +1,4 @@
-"""Sizes of a micro batch on one device: tokens, the widths of attention, and the rows of experts."""
+"""Sizes of a microbatch on one device: tokens, the widths of attention, and the rows of experts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MEAN_LOAD = 1.0
 """For time: rows of the busiest device's experts over those of an even load, as routers are trained for."""
 
 PEAK_LOAD = 1.25
-"""For memory: the same of the fullest micro batch.
+"""For memory: the same of the fullest microbatch.
 
 An assumption, which holds for balanced routers; one that nothing balances can be worse.
 """
 
 
 def element_bytes(precision: str) -> int:
-    """Bytes of one activation: 8-bit matrix products keep their activations in bf16."""
+    """Bytes of one activation: 8-bit GEMMs keep their activations in bf16."""
     return 4 if precision in ("fp32", "tf32") else 2
 
 
 def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Tokens of one micro batch on one context-parallel rank."""
+    """Tokens of one microbatch on one context-parallel rank."""
     return table.micro_batch_size * model.seq / table.context_parallel
 
 
@@ -45,7 +45,7 @@ def compiles_experts(model: ModelSpec) -> bool:
 def experts_are_whole(model: ModelSpec, layout: Layout) -> bool:
     """Whether the bundled runtime compiles layers with experts as one graph each.
 
-    No size in one depends on what routers choose, as long as one kernel makes the products of all experts;
+    No size in one depends on what routers choose, as long as one kernel makes the GEMMs of all experts;
     nothing wraps the experts apart, nothing in attention needs a graph of its own, and no backward pass runs
     all of a compiled layer again.
 
@@ -71,10 +71,10 @@ MOST_CHUNKS = 16
 
 
 def loss_chunks(of_micro_batch: Ints | int, tensor_parallel: Ints | int) -> Ints:
-    """Parts, a power of two, that the bundled runtime's loss splits the tokens of a micro batch into.
+    """Parts, a power of two, that the bundled runtime's loss splits the tokens of a microbatch into.
 
     As many as leave `CHUNK_TOKENS` to each, times the ranks that share the vocabulary: logits of a chunk then
-    take as much memory as on one rank, and small products are as seldom.
+    take as much memory as on one rank, and small GEMMs are as seldom.
     """
     found: Ints = np.ones_like(of_micro_batch)
     chunks = 2
@@ -164,7 +164,7 @@ def _spread_rows(model: ModelSpec, table: LayoutTable, loads: Callable[[int], fl
 def routed_rows(model: ModelSpec, table: LayoutTable, load: float = MEAN_LOAD) -> Floats:
     """Tokens that the experts of one device take in, each token once for each of its experts.
 
-    Every rank sends out tokens of its own, 1/tp of those of a micro batch; the experts of ep x etp ranks are
+    Every rank sends out tokens of its own, 1/tp of those of a microbatch; the experts of ep x etp ranks are
     spread over ep of them. `load` is that of the fullest device over the mean, where there are several and
     the model says nothing of it.
     """

@@ -1,4 +1,4 @@
-"""Bytes that one layer keeps of one micro batch from forward to backward, tensor by tensor.
+"""Bytes that one layer keeps of one microbatch from forward to backward, tensor by tensor.
 
 Korthikanti et al. (arXiv:2205.05198, sections 4 and 5), so counted that grouped queries, gated MLPs, flash
 attention, experts, context parallelism and 32-bit activations come out of the same lines.
@@ -31,7 +31,7 @@ CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
 
 
 NARROW_PRODUCTS = ("fp8", "mxfp8")
-"""Formats whose matrix products take operands in 8 bits."""
+"""Formats whose GEMMs take operands in 8 bits."""
 
 
 class KeptInputs(NamedTuple):
@@ -58,7 +58,7 @@ def kept_inputs(model: ModelSpec, mlp: MlpKind) -> KeptInputs:
 def activation_bytes(
     model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind
 ) -> tuple[Floats, Floats, Floats]:
-    """Bytes of one layer and micro batch: kept on the device, recomputed, and kept on the host.
+    """Bytes of one layer and microbatch: kept on the device, recomputed, and kept on the host.
 
     For a GPT layer of 16-bit activations with dropout this is s b h (10 + 24/t + 5 a s / (h t)), with
     sequence parallelism s b h / t (34 + 5 a s / h) (arXiv:2205.05198, equations 2 and 4); selective
@@ -153,7 +153,7 @@ def activation_bytes(
         mlp_input = mlp_input * (mlp == "dense")
     kept_casts: Floats | float = 0.0
     if compiled.any() and table.precision in NARROW_PRODUCTS and not moe:
-        # Compiled, what is cast to 8 bits for a matrix product is made again from what came before it: the
+        # Compiled, what is cast to 8 bits for a GEMM is made again from what came before it: the
         # activated half of the MLP, and normalised inputs, of which gathered ones are kept in 8 bits. Of
         # split matrices those with the weights' transpose in 8 bits are kept, but for queries and keys.
         narrow = np.where(sp & (tp > 1), 0.5, 0.0)
@@ -200,7 +200,7 @@ def activation_bytes(
     kept = np.where(table.recompute == FULL, e * streams * residual, chosen)
     working = whole - kept
     if engine.activations.inner_gradients:
-        # Of the products' inputs and outputs, and of the matrices that one compiled kernel writes together.
+        # Of the GEMMs' inputs and outputs, and of the matrices that one compiled kernel writes together.
         inputs = 1 + model.gated
         matrices = 2 * e * h * width / np.maximum(t if not moe else rows, 1.0)
         working = (
@@ -270,7 +270,7 @@ def _context_copies(model: ModelSpec, table: LayoutTable) -> Floats:
 
 
 def output_gradient_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Bytes of the gradients of the outputs of a layer's matrix products, for one micro batch.
+    """Bytes of the gradients of the outputs of a layer's GEMMs, for one microbatch.
 
     Split backward keeps them from the gradients of inputs to those of weights (arXiv:2401.10241,
     section 2.1); of a model with experts the larger of its two MLPs counts.

@@ -22,7 +22,7 @@ def host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
     """Bytes that one device keeps in its host's memory, on the fullest pipeline rank of each row, [n].
 
     An offloaded optimizer keeps master weights and state there, under FSDP2 (`CPUOffloadPolicy`) the fp32
-    shards of parameters and gradients too; offloaded activations are those of all micro batches in flight.
+    shards of parameters and gradients too; offloaded activations are those of all microbatches in flight.
 
     Raises:
         InputError: the engine does not know the precision of the table.

@@ -1,4 +1,4 @@
-"""Which moment of a step is the fullest: gradients appear while activations of micro batches go.
+"""Which moment of a step is the fullest: gradients appear while activations of microbatches go.
 
 PyTorch makes the gradients of a stage in its first backward pass, layer by layer from the last one. Before
 that pass all activations in flight are there without gradients. Engines with a buffer of gradients have both
@@ -18,7 +18,7 @@ from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 
 
 def passes_in_flight(table: LayoutTable, ranks: Ranks, flying: dict[str, Floats]) -> Floats:
-    """Micro batches of one chunk that are between forward and backward at most, over all chunks, [n, k].
+    """Microbatches of one chunk that are between forward and backward at most, over all chunks, [n, k].
 
     Args:
         flying: layers in flight, by kind, each [n, k].
@@ -37,7 +37,7 @@ class Held(NamedTuple):
     again: Floats
     """Bytes of the backward pass of one layer, while the activations of all others are there."""
     at_end: Floats
-    """Bytes of the backward pass of a stage's first layer, when nothing else of its micro batch is left."""
+    """Bytes of the backward pass of a stage's first layer, when nothing else of its microbatch is left."""
     logits: Floats
     late: Floats
     """The part of them that stays until backward has ended: gradients of what FSDP2 wraps as a whole."""
@@ -51,7 +51,7 @@ def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floa
     """Bytes of activations, logits and gradients that are there together at the fullest moment, [n, k] each.
 
     While forward passes remain, each backward pass frees what a forward pass makes. Backward passes go
-    through the chunks from the last one, in turns of pp micro batches. After the last forward pass they only
+    through the chunks from the last one, in turns of pp microbatches. After the last forward pass they only
     free.
 
     Three moments can be the fullest: the last one with all activations, the end of the backward pass after
@@ -59,7 +59,7 @@ def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floa
     of a layer are there for the first time when what its backward pass had besides has gone.
 
     Args:
-        flight: micro batches of one chunk in flight, over all chunks, [n, k].
+        flight: microbatches of one chunk in flight, over all chunks, [n, k].
     """
     chunks = table.virtual_pipeline_parallel[:, None]
     turn = np.where(chunks > 1, _turn(table)[:, None], 1)
@@ -92,15 +92,15 @@ def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floa
 
 
 def _turn(table: LayoutTable) -> Ints:
-    """Micro batches that a chunk takes before the next chunk has its turn, [n]."""
+    """Microbatches that a chunk takes before the next chunk has its turn, [n]."""
     result: Ints = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)
     return result
 
 
 def least_moment(table: LayoutTable, _: Floats, held: Held) -> tuple[Floats, Floats, Floats]:
-    """A lower bound of `fullest_moment` for any micro batches in flight and any split, bytes [n, k].
+    """A lower bound of `fullest_moment` for any microbatches in flight and any split, bytes [n, k].
 
-    Without chunks all are there from the micro batch on that follows the warm-up of the first rank.
+    Without chunks all are there from the microbatch on that follows the warm-up of the first rank.
     """
     gradients = held.gradients * least_gradient_share(table)[:, None]
     together = (table.virtual_pipeline_parallel == 1) & (table.micro_batches > table.pipeline_parallel)

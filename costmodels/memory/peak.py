@@ -37,7 +37,7 @@ from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
 from costmodels.spec.table import FULL, UNIFORM, Floats, LayoutTable
 
 Moment = Callable[[LayoutTable, Floats, Held], tuple[Floats, Floats, Floats]]
-"""A function of a table, its micro batches in flight and what comes and goes: the bytes of activations, of
+"""A function of a table, its microbatches in flight and what comes and goes: the bytes of activations, of
 logits and of gradients that are there together."""
 
 FETCHED_LAYERS = 2
@@ -62,7 +62,7 @@ def reduction_output_bytes(
 
     A tensor that another stream reads is free once that stream has passed (`torch.Tensor.record_stream`);
     until then the host, which runs ahead of the device, allocates more. It waits for messages of stages: held
-    is what one micro batch has on the last rank, and elsewhere those of the warm-up but for two (seen in the
+    is what one microbatch has on the last rank, and elsewhere those of the warm-up but for two (seen in the
     runs of the Ultra-Scale Playbook).
 
     Args:
@@ -277,7 +277,7 @@ def _first_recomputation(sizes: UnitSizes, ranks: Ranks) -> Floats:
 def _plain_recomputation(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
     """Bytes that backward has besides in layers that recompute nothing, and what of them has gone after that.
 
-    The last layers of a stage go backward first: nothing of theirs is left in a micro batch when the first
+    The last layers of a stage go backward first: nothing of theirs is left in a microbatch when the first
     ones recompute.
     """
     plain = _of_fullest_layer(
@@ -298,7 +298,7 @@ def _waiting_bytes(
 
     DualPipeV has whole backward passes while most is in flight; its halves come when half of that is gone.
     In ZB-V one pass of a chunk waits while most is in flight. At the end of its step rank r has 2 r + 1
-    of them, and pp + r micro batches of a chunk in flight, of 2 pp before.
+    of them, and pp + r microbatches of a chunk in flight, of 2 pp before.
     """
     each = sizes.output_gradients[:, None]
     waits = np.where(table.runs("dualpipev")[:, None], 0.0, backlog * each)
@@ -357,7 +357,7 @@ def end_reduction_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ra
     """Bytes that come and go while the gradients of embedding and head are reduced, [n, k]: no activations.
 
     FSDP2 wraps both together. Their sums are copied for the collective, and come out as shards; with ZeRO 3
-    layers are not gathered then. In one turn of micro batches most stages are reduced before or after.
+    layers are not gathered then. In one turn of microbatches most stages are reduced before or after.
     """
     wraps = ~table.keeps_whole & (table.replicas > 1)
     wraps = wraps & ((table.virtual_pipeline_parallel == 1) | (table.micro_batches > table.pipeline_parallel))
@@ -391,7 +391,7 @@ def take_end_reduction(parts: dict[str, Floats], gradients: Floats, reduction: F
 
 
 def passing_logits(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Bytes of logits of one micro batch that are gone once the backward pass has come to the layers, [n, k].
+    """Bytes of logits of one microbatch that are gone once the backward pass has come to the layers, [n, k].
 
     Of a loss in chunks these are all but the gradient of the output matrix, and what becomes that of the last
     layer's output.
@@ -509,7 +509,7 @@ def _layer_parameters(sizes: UnitSizes, ranks: Ranks) -> Floats:
 def least_state_bytes(
     cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
 ) -> Floats:
-    """Bytes on a device of each pipeline rank whatever the micro batch and its recomputation, [n, k]."""
+    """Bytes on a device of each pipeline rank whatever the microbatch and its recomputation, [n, k]."""
     held = rank_parameters(sizes, ranks)
     parameters, gradients, optimizer = model_states(engine, table, sizes, ranks, held)
     if engine.sharding.fully_sharded:

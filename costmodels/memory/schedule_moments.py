@@ -2,7 +2,7 @@
 
 At no moment is everything at its most: gradients appear as activations go, those of weights may come later
 than those of inputs, and stages are gathered and let go. The order of passes is run through once for each
-schedule, pipeline and number of micro batches. A few moments are left, of which none holds less of everything
+schedule, pipeline and number of microbatches. A few moments are left, of which none holds less of everything
 than another.
 """
 
@@ -26,14 +26,14 @@ from costmodels.spec.schedules import (
 from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, combined_key, distinct_numbers
 
 ROUNDS = 4
-"""Rounds of micro batches after which a step only repeats itself."""
+"""Rounds of microbatches after which a step only repeats itself."""
 
 
 class Alive(NamedTuple):
     """What a rank has at its fullest moment, in units of one stage, or bytes of such units; [n, k] each."""
 
     flights: Floats
-    """Micro batches between forward and the end of backward, over all stages."""
+    """Microbatches between forward and the end of backward, over all stages."""
     waits: Floats
     """Microbatches in flight whose weight gradients are still to come."""
     head_flights: Floats
@@ -88,7 +88,7 @@ def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools) -> Ali
 
 
 def few_micro_batches(table: LayoutTable) -> Ints:
-    """The fewest micro batches whose step passes through the same moments, [n]."""
+    """The fewest microbatches whose step passes through the same moments, [n]."""
     few = ROUNDS * table.pipeline_parallel
     whole = table.micro_batches % table.pipeline_parallel == 0
     result: Ints = np.where(whole, np.minimum(table.micro_batches, few), table.micro_batches)

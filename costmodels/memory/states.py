@@ -22,9 +22,9 @@ NARROW, MASTER = 2.0, 4.0
 def sharded_gradient_rows(engine: Engine, table: LayoutTable) -> Bools:
     """Rows that reduce gradients before they accumulate, and so keep a shard of them only.
 
-    A pipeline interleaves backward passes of micro batches, so it reduces after the last one. With one micro
-    batch nothing accumulates: FSDP2 and MindSpore's graphs, for which ZeRO 1 and 2 are then the same, free
-    what they have reduced.
+    A pipeline interleaves backward passes of microbatches, so it reduces after the last one. With one
+    microbatch nothing accumulates: FSDP2 and MindSpore's graphs, for which ZeRO 1 and 2 are then the same,
+    free what they have reduced.
     """
     eager = (table.zero_stage >= engine.sharding.eager_reduction_stage) & (table.pipeline_parallel == 1)
     least = 1 if engine.sharding.fully_sharded else engine.sharding.single_reduction_stage

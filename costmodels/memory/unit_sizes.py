@@ -27,7 +27,7 @@ from costmodels.spec.table import Floats, Ints, LayoutTable
 class UnitSizes:
     """Sizes of one layer, embedding and head on one device; arrays of shape [n].
 
-    Parameters are counts, of those that train; activations are bytes of one micro batch.
+    Parameters are counts, of those that train; activations are bytes of one microbatch.
     """
 
     dense_layer: Floats
@@ -39,7 +39,7 @@ class UnitSizes:
     embedding: Floats
     head: Floats
     """Parameters of final norm and output matrix; the matrix of a tied head counts with pp > 1 only. Of
-    modules that predict further tokens too, but for routed experts; with pp > 1 they read an embedding of
+    MTP modules too, but for routed experts; with pp > 1 they read an embedding of
     their own where no tied head is one."""
     mtp_experts: Floats
     """Parameters of the routed experts of all these modules."""

@@ -1,4 +1,4 @@
-"""What pipeline ranks hold: their layers, and the micro batches that each keeps in flight."""
+"""What pipeline ranks hold: their layers, and the microbatches that each keeps in flight."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ranks:
     last: Floats
     """1 with head and loss, else 0."""
     dense_in_flight: Floats
-    """Dense layers alive at most, times the micro batches each is alive for, with many micro batches; where
+    """Dense layers alive at most, times the microbatches each is alive for, with many microbatches; where
     one input is kept for several layers, they count as one."""
     moe_in_flight: Floats
     dense_plain_in_flight: Floats
@@ -98,10 +98,10 @@ WORK = FIELDS[1 : FIELDS.index("last") + 1]
 
 
 def _in_flight(rank: int, pipeline: int, chunks: int, schedule: Schedule) -> list[list[int]]:
-    """Micro batches that each chunk of a pipeline rank holds at moments that can be the fullest.
+    """Microbatches that each chunk of a pipeline rank holds at moments that can be the fullest.
 
     1F1B: pp - rank (arXiv:2104.04473, section 2.2.1). Interleaved: Megatron-LM's warm-up of
-    2 (pp - rank - 1) + (vpp - 1) pp slots and one more, chunks taking turns of pp micro batches.
+    2 (pp - rank - 1) + (vpp - 1) pp slots and one more, chunks taking turns of pp microbatches.
     With split backward, activations stay until the gradients of weights are computed: as many on every
     rank as on the first (ZB-H1, arXiv:2401.10241, section 2.3; ZB-V, section 6), and one chunk more in
     DualPipeV (arXiv:2412.19437, section 3.2.1, cut in half).
@@ -273,7 +273,7 @@ def critical_ranks(
 
 
 def in_flight(ranks: Ranks, micro_batches: Floats) -> dict[str, Floats]:
-    """Layers whose activations are alive at the peak, by their kind, for given micro batches.
+    """Layers whose activations are alive at the peak, by their kind, for given microbatches.
 
     The kinds are the fields of `Ranks` that count layers; those that no rank has are left out.
     """

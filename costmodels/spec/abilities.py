@@ -92,9 +92,9 @@ class Abilities(Record):
     fp8_param_gather: bool = True
     """ZeRO gathers weights in fp8."""
     expert_halves: bool = False
-    """Tokens may travel to experts in halves (`Layout.expert_halves`)."""
+    """Dispatch to experts may be split in two parts (`Layout.expert_halves`)."""
     cuda_graphs: bool = False
-    """Passes of a micro batch may be one CUDA graph (`Layout.cuda_graphs`)."""
+    """Passes of a microbatch may be one CUDA graph (`Layout.cuda_graphs`)."""
     offload: tuple[OffloadTarget, ...] = get_args(OffloadTarget)
     offload_optimizer_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     """Stages that go with an offloaded optimizer."""

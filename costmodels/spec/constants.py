@@ -13,7 +13,7 @@ class Constants(Record):
 
 
 class RecipeConstants(Record):
-    """Matrix products of one recipe of fp8, where they differ from what the engine does unless it is told."""
+    """GEMMs of one recipe of fp8, where they differ from what the engine does unless it is told."""
 
     efficiency: Fraction | None = None
     """`fp8_efficiency` of it."""
@@ -22,30 +22,30 @@ class RecipeConstants(Record):
 
 
 class GemmConstants(Constants):
-    """Matrix products."""
+    """GEMMs."""
 
     efficiency: Fraction
-    """Share of peak FLOP/s that a large matrix product reaches."""
+    """Share of peak FLOP/s that a large GEMM reaches."""
     whole_head_efficiency: Positive = 1.0
-    """Rate of the head's products where one device holds the whole vocabulary, relative to other products."""
+    """Rate of the head's GEMMs where one device holds the whole vocabulary, relative to other GEMMs."""
     launch: NonNegative = 5.5e-6
-    """Device seconds of a matrix product however small it is."""
+    """Device seconds of a GEMM however small it is."""
     wave: NonNegative = 0.05
-    """Share of a wave of tiles that the end of a matrix product leaves idle."""
+    """Share of a wave of tiles that the end of a GEMM leaves idle."""
     fp32_efficiency: Fraction | None = None
-    """`efficiency` of 32-bit products, tf32 too, which power limits less; the same when not given."""
+    """`efficiency` of 32-bit GEMMs, tf32 too, which power limits less; the same when not given."""
     fp8_efficiency: Fraction | None = None
-    """`efficiency` of 8-bit products; the same when not given."""
+    """`efficiency` of 8-bit GEMMs; the same when not given."""
     fp4_efficiency: Fraction | None = None
-    """`efficiency` of 4-bit products, with what it takes to cast their operands; `fp8_efficiency` if None."""
+    """`efficiency` of 4-bit GEMMs, with what it takes to cast their operands; `fp8_efficiency` if None."""
     fp8_half_width: NonNegative = 290.0
-    """Inner width k at which an 8-bit product runs at half of its rate: k / (k + half)."""
+    """Inner width k at which an 8-bit GEMM runs at half of its rate: k / (k + half)."""
     fp8_cast_bytes: NonNegative = 0.0
-    """Traffic of casting one element of an operand of an 8-bit product, for each product that reads it."""
+    """Traffic of casting one element of an operand of an 8-bit GEMM, for each GEMM that reads it."""
     fp8_recipes: dict[Fp8Recipe, RecipeConstants] = Field(default_factory=dict)
     """What differs by `Layout.fp8_recipe`."""
     fused_accumulation: bool = False
-    """Matrix products add the gradients of weights to those of earlier micro batches themselves."""
+    """GEMMs add the gradients of weights to those of earlier microbatches themselves."""
 
     def of_recipe(self, recipe: Fp8Recipe) -> "GemmConstants":
         """The constants where fp8 is computed by one recipe."""
@@ -187,11 +187,11 @@ class OverlapConstants(Constants):
     """Communication that computation hides."""
 
     tensor_parallel: Fraction = 0.0
-    """Share of tensor-parallel collectives that products of the same layer hide, chunk by chunk."""
+    """Share of tensor-parallel collectives that GEMMs of the same layer hide, chunk by chunk."""
     data_parallel: Fraction
     """Share of the data-parallel communication that can hide behind computation."""
     expert_parallel: Fraction = 0.0
-    """Share of the exchanges of experts that passes of another micro batch hide (Megatron-Core's
+    """Share of the exchanges of experts that passes of another microbatch hide (Megatron-Core's
     `--overlap-moe-expert-parallel-comm`)."""
     sharded: Fraction | None = None
     """Share that can hide with ZeRO 1 and above; as `data_parallel` when not given."""
@@ -225,21 +225,21 @@ class ActivationConstants(Constants):
     """Backward gathers layer inputs again with sequence parallelism, instead of keeping them whole."""
     saves_alternate_products: bool = False
     """Selective recomputation of a dense layer, unless modules are named, saves its input, the output of
-    attention and of every second matrix product: those of queries, values, the first of the MLP and its last
+    attention and of every second GEMM: those of queries, values, the first of the MLP and its last
     (torchtitan's policy `op`)."""
     recompute_stops_early: bool = False
-    """Recomputation ends with the last tensor that backward needs: a dense layer's last product and the
+    """Recomputation ends with the last tensor that backward needs: a dense layer's last GEMM and the
     collective after it are not repeated."""
     expert_outputs: bool = True
     """Outputs of experts are kept for the gradients of their probabilities; otherwise these scale what goes
-    into the last product."""
+    into the last GEMM."""
     drops_rows: bool = False
     """Experts of a limited capacity take in the rows that they get, not as many as they could."""
     row_copies: NonNegative = 0.0
     """Copies of the rows of routed experts on their way, and of their gradients, that are there besides what
     a layer keeps while it goes backward."""
     fp8_inputs: bool = False
-    """An fp8 recipe keeps the inputs of a layer's products in 8 bits, and none in the activations' format."""
+    """An fp8 recipe keeps the inputs of a layer's GEMMs in 8 bits, and none in the activations' format."""
     plain_delta_rule: bool = False
     """Linear attention runs in operators of its own in fp32, whose products of chunks backward keeps."""
     inner_gradients: bool = False
@@ -260,7 +260,7 @@ class LossConstants(Constants):
     apart: bool = False
     """The peaks of the loss and of a recomputed layer count as two moments, of which the fuller decides."""
     chunked: bool = False
-    """The head's product and the loss are one operation that works on a chunk of tokens at a time
+    """The head's GEMM and the loss are one operation that works on a chunk of tokens at a time
     (`costmodels.layers.shapes.loss_chunks`), and makes the gradients of tokens and matrix in forward."""
     gathers_logits: bool = False
     """Tensor-parallel ranks gather the logits, and each computes the whole loss."""
@@ -305,7 +305,7 @@ class MemoryRangeConstants(Constants):
     unusual_recompute: NonNegative = 0.0
     """Recomputation of blocks, or of several layers from one input."""
     further_tokens: NonNegative = 0.0
-    """Modules that predict further tokens."""
+    """MTP modules."""
     linear: NonNegative = 0.0
     """Layers with linear attention."""
     capped: NonNegative = 0.0
@@ -327,9 +327,9 @@ class ShardingConstants(Constants):
     """Sharding and reduction of data parallelism."""
 
     eager_reduction_stage: CountOrZero = 2
-    """Lowest ZeRO stage that reduces gradients after every micro batch and so keeps shards only."""
+    """Lowest ZeRO stage that reduces gradients after every microbatch and so keeps shards only."""
     single_reduction_stage: CountOrZero = 2
-    """Lowest stage that does so where a step has a single micro batch, and nothing accumulates."""
+    """Lowest stage that does so where a step has a single microbatch, and nothing accumulates."""
     fully_sharded: bool = False
     """Data parallelism is FSDP2's: what is gathered and reduced is copied out of and into the buffers of the
     collectives, gradients are freed as they are reduced, and fp32 shards are what is offloaded. Otherwise
@@ -352,7 +352,7 @@ class ExpertConstants(Constants):
     load: Annotated[float, Field(ge=1)] = 1.0
     """Tokens of the fullest expert-parallel rank over the mean, for which the others wait."""
     grouped: bool = False
-    """The products of all experts of a device are one kernel, not one each."""
+    """The GEMMs of all experts of a device are one kernel, not one each."""
     dispatch_rate: Positive = 1.0
     """Bandwidth of exchanges of experts relative to that of other collectives: kernels made for them come
     near the rate of the links."""
@@ -361,9 +361,9 @@ class ExpertConstants(Constants):
     write on either side of their way: more where they are padded, scaled and cast on it."""
     fused: bool = False
     """Grouped kernels activate, scale and cast their rows themselves, and exchanges leave copies of tokens in
-    the order of the experts: nothing passes through memory between them but what products read and write."""
+    the order of the experts: nothing passes through memory between them but what GEMMs read and write."""
     padding: NonNegative = 0.0
-    """Rows that each product of an expert computes for nothing: half a tile, on average."""
+    """Rows that each GEMM of an expert computes for nothing: half a tile, on average."""
     fp8: bool = True
     """An fp8 recipe computes routed experts in 8 bits too."""
     buffers: Literal["", "deepep", "hybridep"] = ""

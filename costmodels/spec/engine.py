@@ -33,13 +33,13 @@ class MemoryPolicy(Record):
     """Bytes that an engine keeps and sends for each parameter, for one number format."""
 
     parameters: NonNegative
-    """The copy that matrix products read; sharded by ZeRO 3."""
+    """The copy that GEMMs read; sharded by ZeRO 3."""
     gradients: NonNegative
     """Accumulated gradients; sharded by ZeRO 2 and 3."""
     gradients_alone: NonNegative | None = None
     """Accumulated gradients where no other rank holds the parameters; as `gradients` when not given."""
     layer_casts: NonNegative = 0.0
-    """Copies of the parameters of layers in the format of their products, kept for a step's micro batches."""
+    """Copies of the parameters of layers in the format of their products, kept for a step's microbatches."""
     optimizer: NonNegative
     """Master copy and optimizer moments; sharded by ZeRO 1 and above."""
     shard: NonNegative = 0.0
@@ -81,7 +81,7 @@ class MeasuredLayer(Record):
     hidden: Count
     tensor_parallel: Count
     tokens: Count
-    """Tokens of one micro batch on a device: sequences times their tokens."""
+    """Tokens of one microbatch on a device: sequences times their tokens."""
     factor: Positive
     """Measured over predicted time of a layer, forward and backward."""
     rows: Count = 1

@@ -11,7 +11,7 @@ class StepTime(Record):
     """Parts of one optimizer step on the critical path, in seconds; they add up to the step."""
 
     compute: NonNegative
-    """Matrix products of layers and head, forward and backward."""
+    """GEMMs of layers and head, forward and backward."""
     attention: NonNegative
     elementwise: NonNegative
     recompute: NonNegative
@@ -33,7 +33,7 @@ class StepTime(Record):
     data_parallel: NonNegative
     """Gradient reduction and parameter gathering that compute does not hide."""
     accumulation: NonNegative = 0.0
-    """Adding up the gradients of micro batches; copies to and from buffers of collectives."""
+    """Adding up the gradients of microbatches; copies to and from buffers of collectives."""
     optimizer: NonNegative
     """The optimizer step; with the optimizer in host memory, gradients and parameters on their way too."""
 

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from costmodels.spec.record import GIB, Count, Devices, Name, NonNegative, Positive, Record
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
-"""Number formats that matrix products run in; mxfp8 and nvfp4 have a factor for each 32 and 16 elements."""
+"""Number formats of GEMMs. MXFP8 has one scale per 32 elements, NVFP4 one per 16."""
 
 NARROW: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")
 """Number formats of fewer than 16 bits, which recipes use for the matrices of layers; all else is in bf16."""

@@ -36,13 +36,13 @@ class ScheduleTraits(NamedTuple):
     """Model chunks of a rank (`virtual_pipeline_parallel`), at least."""
     most_chunks: int | None = None
     in_rounds: bool = False
-    """Chunks take turns of a micro batch for each pipeline rank."""
+    """Chunks take turns of a microbatch for each pipeline rank."""
     in_v: bool = False
     """Two chunks of a rank are placed as a V: rank 0 has the first and the last stage."""
     splits_backward: bool = False
     """The gradients of weights run apart from those of inputs."""
     steady_passes: int = 2
-    """Passes of a micro batch on a stage while the pipeline is full; whole backward passes are one."""
+    """Passes of a microbatch on a stage while the pipeline is full; whole backward passes are one."""
     least_micro_batches: int = 0
     """For each pipeline rank: PyTorch refuses fewer."""
 
@@ -62,7 +62,7 @@ SPLIT_BACKWARD = tuple(name for name, traits in SCHEDULE_TRAITS.items() if trait
 """Schedules that run the gradients of weights apart from those of inputs."""
 
 IN_ROUNDS = tuple(name for name, traits in SCHEDULE_TRAITS.items() if traits.in_rounds)
-"""Schedules whose micro batches come in multiples of the pipeline ranks."""
+"""Schedules whose microbatches come in multiples of the pipeline ranks."""
 
 ContextParallelForm = Literal["all_gather", "all_to_all", "ring"]
 """How attention reaches tokens of other context-parallel ranks.
@@ -76,7 +76,7 @@ GradientReduction = Literal["fp32", "bf16"]
 """Number format in which data-parallel ranks sum gradients."""
 
 Fp8Recipe = Literal["default", "rowwise", "tensorwise", "rowwise_with_gw_hp", "delayed", "blockwise"]
-"""Scales of products in fp8: torchao's names, and Transformer Engine's by Megatron-LM's.
+"""Scales of GEMMs in fp8: torchao's names, and Transformer Engine's by Megatron-LM's.
 
 default: what the engine does unless it is told;
 rowwise: one for each row or column of an operand, by what it holds;
@@ -87,7 +87,7 @@ blockwise: one for each 128 elements of a row, and for each 128 x 128 of a weigh
 """
 
 WIDE_WEIGHT_GRADIENTS: tuple[Fp8Recipe, ...] = ("rowwise_with_gw_hp",)
-"""Recipes whose gradients of weights are products in 16 bits."""
+"""Recipes whose gradients of weights are GEMMs in 16 bits."""
 
 GATHERS_FP8: tuple[Fp8Recipe, ...] = ("tensorwise",)
 """Recipes whose weights data-parallel ranks can gather in fp8: whatever the rank, they have one scale."""
@@ -184,13 +184,13 @@ class Layout(Record):
     fp8_recipe: Fp8Recipe = "default"
     """The scaling recipe of precision fp8."""
     fp8_param_gather: bool = False
-    """Where ZeRO gathers weights of products in fp8, it does so in fp8 (Megatron-LM's flag of the name)."""
+    """Where ZeRO gathers weights of GEMMs in fp8, it does so in fp8 (Megatron-LM's flag of the name)."""
     optimizer: Optimizer = "adam"
     muon_mode: MuonMode = "default"
     expert_halves: bool = False
-    """Tokens of a micro batch travel to experts in halves, one while experts compute the other."""
+    """Dispatch of a microbatch to experts in two parts: one travels while experts compute the other."""
     cuda_graphs: bool = False
-    """Forward and backward of a micro batch are one CUDA graph, which the host launches at once."""
+    """Forward and backward of a microbatch are one CUDA graph, which the host launches at once."""
 
     @model_validator(mode="before")
     @classmethod
@@ -263,7 +263,7 @@ class Layout(Record):
 
     @property
     def micro_batches(self) -> int:
-        """Micro batches that each data-parallel rank runs in one step."""
+        """Microbatches that each data-parallel rank runs in one step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
 
     @property

@@ -161,7 +161,7 @@ class ModelSpec(Record):
     lora: Lora | None = None
     """Adapters that train while all else is frozen; `parameters` does not count them."""
     mtp: MultiTokenPrediction | None = None
-    """Modules after the layers that predict further tokens; `parameters` does not count them either."""
+    """MTP modules after the layers; `parameters` does not count them either."""
     published_parameters: CountOrZero = 0
     """Parameter count that the model's authors state; 0 when none is published."""
     source: Sentence = ""

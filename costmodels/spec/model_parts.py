@@ -111,7 +111,7 @@ class Lora(Record):
     targets: tuple[LoraTarget, ...] = LORA_TARGETS
     quantize_base: BaseFormat | None = None
     """Format of the frozen matrices of all layers that could have adapters (QLoRA, arXiv:2305.14314); that of
-    matrix products if None."""
+    GEMMs if None."""
 
     @model_validator(mode="after")
     def _check(self) -> "Lora":

@@ -53,11 +53,11 @@ def orders(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -
     """The order of each pipeline rank.
 
     Raises:
-        InputError: the schedule does not run this number of chunks or of micro batches.
+        InputError: the schedule does not run this number of chunks or of microbatches.
     """
     if not schedule_exists(schedule, pipeline, chunks, micro_batches):
         raise InputError(
-            f"schedule {schedule} does not run {micro_batches} micro batches on {pipeline} pipeline ranks of "
+            f"schedule {schedule} does not run {micro_batches} microbatches on {pipeline} pipeline ranks of "
             f"{chunks} chunks; {CHUNKS_OF_SCHEDULES}; interleaved ones take a multiple of the ranks, "
             "dualpipev at least twice the ranks"
         )
@@ -84,7 +84,7 @@ def passes_of_rank(
 def _passes(
     schedule: Schedule, rank: int, pipeline: int, chunks: int, micro_batches: int
 ) -> tuple[Ints, Ints, Ints]:
-    """Kinds, chunks and stages of passes, of which those of micro batches that are not there are to go."""
+    """Kinds, chunks and stages of passes, of which those of microbatches that are not there are to go."""
     if schedule in V_SCHEDULES:
         make = _zero_bubble_v if schedule == "zbv" else _dual_pipe_v
         kind, chunk = np.array(make(rank, pipeline, micro_batches), dtype=np.int64).reshape(-1, 2).T
@@ -94,7 +94,7 @@ def _passes(
 
 
 def _numbered(kind: Ints, chunk: Ints) -> Ints:
-    """The micro batch of each pass: every chunk takes them in turn, in each kind of pass."""
+    """The microbatch of each pass: every chunk takes them in turn, in each kind of pass."""
     number = np.empty_like(kind)
     backward = (kind == BACKWARD) | (kind == INPUTS)
     for each in range(int(chunk.max(initial=-1)) + 1):
@@ -112,7 +112,7 @@ def _in_rounds(
     """Kinds and chunks of 1F1B, of its interleaved form and of interleaved ZB-H1.
 
     After a warm-up of forward passes, forward and backward alternate (arXiv:2104.04473, section 2.2);
-    chunks take turns of one round of micro batches. ZB-H1 (arXiv:2401.10241, section 2.3) needs the shorter
+    chunks take turns of one round of microbatches. ZB-H1 (arXiv:2401.10241, section 2.3) needs the shorter
     warm-up of 1F1B, and rank r runs the gradients of weights r passes behind those of inputs.
     """
     split = schedule in SPLIT_BACKWARD
@@ -140,7 +140,7 @@ W0, W1 = (WEIGHTS, 0), (WEIGHTS, 1)
 
 
 def _zero_bubble_v(rank: int, pipeline: int, micro_batches: int) -> list[Pass]:
-    """ZB-V (arXiv:2401.10241, section 6), of at least 2 pp - 1 micro batches: `orders` drops the others."""
+    """ZB-V (arXiv:2401.10241, section 6), of at least 2 pp - 1 microbatches: `orders` drops the others."""
     filled = max(2 * pipeline - 1, micro_batches)
     rest = pipeline - rank
     return [

@@ -151,7 +151,7 @@ class LayoutTable:
 
     @cached_property
     def micro_batches(self) -> Ints:
-        """Micro batches of each data-parallel rank in one step."""
+        """Microbatches of each data-parallel rank in one step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
 
     @cached_property

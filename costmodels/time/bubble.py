@@ -34,7 +34,7 @@ def bubble_seconds(
     (sum of t - t of the slowest) / vpp, which for equal ranks is Narayanan et al.'s (pp - 1) t / vpp.
 
     Args:
-        rank_seconds: [n, k], what one micro batch takes on each rank while the pipeline fills and drains:
+        rank_seconds: [n, k], what one microbatch takes on each rank while the pipeline fills and drains:
             forward and backward, or less where the gradients of weights fill the bubble.
         count: [n, k], ranks that the entry stands for.
         chunks: [n], model chunks on each rank.
@@ -62,12 +62,12 @@ def uneven_bubble_seconds(
     """`bubble_seconds` of 1F1B, [n], where faster ranks lie behind the slowest one.
 
     Rank r waits twice for what is behind it: for its first gradient while it has W = pp - 1 - r forward
-    passes to do, and for its last one while it has W backward passes. With S seconds of a micro batch
+    passes to do, and for its last one while it has W backward passes. With S seconds of a microbatch
     behind it, it idles max(S, W f) - W f and max(S, W b) - W b, and fills what is before it once more.
     All others lie behind the first rank, and none behind the last one.
 
     Args:
-        rank_seconds: [n, k], forward and backward of one micro batch on each rank.
+        rank_seconds: [n, k], forward and backward of one microbatch on each rank.
         forward: [n], of the slowest rank.
         place: [n, k], a number that is larger of ranks that lie further behind.
     """
@@ -92,14 +92,14 @@ def split_bubble_seconds(
     costs f + max(i - w, 0) in ZB-H1 (arXiv:2401.10241, table 1: pp - 1 times f + i - w) and in DualPipeV,
     whose two directions also wait for each other where i > f; max(f, i, 2 (i - w)) in ZB-V (section 6,
     for times that differ). A rank of a V that is slower than all others, such as the one with the head,
-    makes up for most of it: it finds its input ready, micro batch by micro batch, until only max(i - w, 0)
+    makes up for most of it: it finds its input ready, microbatch by microbatch, until only max(i - w, 0)
     (DualPipeV) or w of all but one, less what its own is longer (ZB-V), is left of each other rank. What it
     could make up besides is spare: messages that take as long cost nothing. In ZB-H1 this is what the slowest
-    rank takes longer for f and i of the micro batches in flight. The forms are fitted to the orders that
+    rank takes longer for f and i of the microbatches in flight. The forms are fitted to the orders that
     PyTorch's schedules run.
 
     Args:
-        forward, inputs, weights: [n, k], seconds of one micro batch on each rank.
+        forward, inputs, weights: [n, k], seconds of one microbatch on each rank.
         count: [n, k], ranks that the entry stands for.
     """
     total = forward + inputs + weights
@@ -132,7 +132,7 @@ def split_bubble_seconds(
 
 
 def message_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
-    """Seconds of one message between stages: activations of a micro batch, or their gradients, [n].
+    """Seconds of one message between stages: activations of a microbatch, or their gradients, [n].
 
     Sequence parallelism sends its part of the sequence only; without it an engine may let every
     tensor-parallel rank send a part, which the receivers gather over their own links (arXiv:2104.04473,
@@ -152,7 +152,7 @@ def message_wait_seconds(
 ) -> Floats:
     """Seconds by which waiting for its own messages makes the slowest rank slower, [n].
 
-    For each micro batch and chunk a rank sends two, but the first and the last rank one less in all. That is
+    For each microbatch and chunk a rank sends two, but the first and the last rank one less in all. That is
     so in 1F1B, and with `waits` in interleaved schedules.
     """
     slower, chunks = np.zeros(len(table)), table.virtual_pipeline_parallel
@@ -175,19 +175,19 @@ def send_seconds(
 ) -> Floats:
     """Seconds that sending activations and their gradients between stages adds to one step, [n].
 
-    The first and the last micro batch wait for their messages through all stages; spare seconds hide some
+    The first and the last microbatch wait for their messages through all stages; spare seconds hide some
     of them. In the steady state the ranks of 1F1B wait for every message. Those of other schedules compute
     meanwhile: a message costs time where it takes longer than what the order leaves between sending and
     use, which is a forward pass of a chunk or half of both passes (interleaved), half of the gradients of
     weights (ZB-H1), those and a forward pass (ZB-V), a forward pass (DualPipeV); and all messages of a
-    micro batch take no less than their way out of a rank. The forms are those of the simulation with equal
+    microbatch take no less than their way out of a rank. The forms are those of the simulation with equal
     stages.
 
     Args:
         message: [n], seconds of one message.
         held: [n], `message_wait_seconds`.
         spare: [n], as `split_bubble_seconds` has it; of other schedules 0.
-        forward, backward, weights: [n], seconds of the slowest rank for one micro batch, all of its chunks.
+        forward, backward, weights: [n], seconds of the slowest rank for one microbatch, all of its chunks.
         waits: ranks of interleaved schedules wait for every message too.
     """
     pp, vpp = table.pipeline_parallel, table.virtual_pipeline_parallel

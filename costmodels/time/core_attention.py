@@ -16,12 +16,12 @@ CAUSAL_SHARE = 0.5
 
 
 BATCHED_GEMM_RATE = 0.7
-"""Small batched products of unfused attention, relative to large ones."""
+"""Small batched GEMMs of unfused attention, relative to large ones."""
 
 
 SCORE_PASSES = (4, 7)
-"""Reads and writes of the score matrix, forward and backward, when no kernel fuses product, softmax and
-product. Dropout reads and writes it once more each way, and one byte of mask."""
+"""Reads and writes of the score matrix, forward and backward, when no kernel fuses GEMM, softmax and
+GEMM. Dropout reads and writes it once more each way, and one byte of mask."""
 
 
 QUERY_BLOCK = 128

@@ -43,14 +43,14 @@ def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
 def accumulation_seconds(
     engine: Engine, device: Device, table: LayoutTable, has_experts: bool
 ) -> tuple[Floats, Floats]:
-    """Seconds per parameter to add up gradients and to copy them: for each micro batch, and once a step.
+    """Seconds per parameter to add up gradients and to copy them: for each microbatch, and once a step.
 
     With g bytes of a gradient as backward leaves it and a bytes of a sum, an addition is 2a + g bytes of
-    memory traffic; a matrix product that adds up its own result reads and writes a. FSDP2
+    memory traffic; a GEMM that adds up its own result reads and writes a. FSDP2
     (torch/distributed/fsdp/_fully_shard, `_fsdp_param.py` and `_fsdp_collectives.py`) casts the first
     gradient to the format of the sum (g + a), adds the others, and copies the sum into the buffer of the
-    reduction (2a, or g + a for the gradient of a single micro batch); gathering casts the fp32 shard and
-    copies what arrives out of a buffer (2g). Where it reduces every micro batch, only shards add up. The
+    reduction (2a, or g + a for the gradient of a single microbatch); gathering casts the fp32 shard and
+    copies what arrives out of a buffer (2g). Where it reduces every microbatch, only shards add up. The
     time once a step is less than zero where the first gradient needs no addition. What FSDP2 does not wrap
     (`plain_whole`) is cast once a step, and its first gradient goes right into the buffer of the reduction.
     """
@@ -137,7 +137,7 @@ def exchange_seconds(
         shared: parameters on one device outside routed experts.
         experts: parameters of routed experts on one device, which fewer ranks replicate.
         layers: layers on the device; each is one call.
-        forward: seconds of one micro batch's forward pass on a device.
+        forward: seconds of one microbatch's forward pass on a device.
         backward: the same of its backward pass.
         frozen: parameters besides that are gathered, and have no gradients, as `shared` and `experts`.
         inner: those of `shared` that are of layers, and gathered in fp8 where any are.
@@ -205,7 +205,7 @@ def exchange_seconds(
     overlap = np.where(table.cuda_graphs, 0.0, overlap)
     # Stage 3 gathers in every pass, the others in the first forward pass.
     once = np.minimum(stage, 1) * forward + reductions * backward
-    # Chunks of an interleaved pipeline are done one after the other, each with as many micro batches as there
+    # Chunks of an interleaved pipeline are done one after the other, each with as many microbatches as there
     # are ranks; only the last one has no more than its own last pass to hide behind.
     chunks = table.virtual_pipeline_parallel
     rounds = np.where(reductions > 1, 1, np.minimum(micro_batches, table.pipeline_parallel))
@@ -228,7 +228,7 @@ def optimizer_seconds(
     """Seconds of one step of the optimizer on one device, [n]: bytes through memory.
 
     Each rank updates its shard (from ZeRO 1 on) and, without FSDP2 (see `accumulation_seconds`), writes
-    the parameters that matrix products read and clears the gradients. With the optimizer in host memory the
+    the parameters that GEMMs read and clears the gradients. With the optimizer in host memory the
     shard's gradients go there and its parameters come back, and the update runs at the host's bandwidth
     (ZeRO-Offload, arXiv:2101.06840, section 4.1, without its delayed update). FSDP2 moves both in fp32,
     parameters for every gathering and gradients for every reduction, which add up on the host.

@@ -1,4 +1,4 @@
-"""Seconds of matrix products on one device: a roofline, waves of tiles, and a launch."""
+"""Seconds of GEMMs on one device: a roofline, waves of tiles, and a launch."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ TILE = 128 * 128
 
 
 def peak_flops(device: Device, precision: Precision) -> float:
-    """Data-sheet FLOP/s of matrix products in `precision`.
+    """Data-sheet FLOP/s of GEMMs in `precision`.
 
     Raises:
         InputError: the device does not compute in that format.
@@ -39,12 +39,12 @@ def wide_peak_flops(device: Device, precision: Precision) -> float:
 
 
 class GemmRates(NamedTuple):
-    """Rates of matrix products on one device, and what each takes besides."""
+    """Rates of GEMMs on one device, and what each takes besides."""
 
     flops: float
-    """FLOP/s that a large product reaches."""
+    """FLOP/s that a large GEMM reaches."""
     wide_flops: float
-    """FLOP/s of large products that an fp8 recipe leaves in 16 bits."""
+    """FLOP/s of large GEMMs that an fp8 recipe leaves in 16 bits."""
     bandwidth: float
     """Bytes per second of memory."""
     element: int
@@ -54,17 +54,17 @@ class GemmRates(NamedTuple):
     wave: float = 0.0
     """Elements of the output that are computed for nothing in the last wave of tiles."""
     half_width: float = 0.0
-    """Inner width k at which the rate is half of that of a wide product."""
+    """Inner width k at which the rate is half of that of a wide GEMM."""
     grouped: bool = False
-    """Several products of one shape, those of experts, are one kernel."""
+    """Several GEMMs of one shape, those of experts, are one kernel."""
     padding: float = 0.0
-    """Rows that each of several products of one shape computes for nothing."""
+    """Rows that each of several GEMMs of one shape computes for nothing."""
 
 
 def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
-    """Seconds of matrix products.
+    """Seconds of GEMMs.
 
-    sqrt(arithmetic^2 + traffic^2) + launch: products that are bound by neither alone are slower than the
+    sqrt(arithmetic^2 + traffic^2) + launch: GEMMs that are bound by neither alone are slower than the
     longer of both. Fitted to 44,000 kernels on A100 and H100 (Vidur's profiles, arXiv:2405.05465): median
     error 4 to 6 % for m of 256 and more, where the same shape measured twice differs by 4.6 %.
     """
@@ -86,7 +86,7 @@ def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
 def cast_elements(
     gemms: tuple[Gemm, ...], recipe: Fp8Recipe = "default", arrive: Bools | bool = False
 ) -> tuple[Floats | float, Floats | float]:
-    """Operands of matrix products in elements: of the forward ones, and of the two backward ones of each, or
+    """Operands of GEMMs in elements: of the forward ones, and of the two backward ones of each, or
     of the one that is in 8 bits.
 
     Args:
@@ -105,10 +105,10 @@ def cast_elements(
 def gemm_rates(
     device: Device, engine: Engine, precision: Precision, wide: bool, recipe: Fp8Recipe = "default"
 ) -> GemmRates:
-    """The rates of an engine's products on a device.
+    """The rates of an engine's GEMMs on a device.
 
     Args:
-        recipe: of products in fp8.
+        recipe: of GEMMs in fp8.
         wide: an fp8 recipe leaves them in 16 bits.
     """
     wide_peak = wide_peak_flops(device, precision)

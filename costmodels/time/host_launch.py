@@ -49,7 +49,7 @@ def chained_rows(work: Operators, table: LayoutTable) -> Bools:
     rings = (table.context_parallel > 1) & (table.context_parallel_form == RING)
     result: Bools = ~(units | rings | table.offload_activations)
     if work.top_k:
-        # `costmodels.layers.shapes.experts_are_whole`; in other formats each expert has products of its own.
+        # `costmodels.layers.shapes.experts_are_whole`; in other formats each expert has GEMMs of its own.
         grouped = table.precision in ("bf16", *NARROW)
         result = result & (table.expert_parallel == 1) & (work.whole and grouped)
     return result

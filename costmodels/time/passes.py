@@ -25,7 +25,7 @@ from costmodels.time.host_launch import launch_floor, launch_seconds
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of forward and backward of one unit for one micro batch; arrays of shape [n]."""
+    """Seconds of forward and backward of one unit for one microbatch; arrays of shape [n]."""
 
     compute: Floats
     attention: Floats
@@ -147,13 +147,13 @@ class _Unit:
 
     @cached_property
     def rates(self) -> GemmRates:
-        """Rates of its matrix products."""
+        """Rates of its GEMMs."""
         recipe = self.table.fp8_recipe
         return gemm_rates(self.device, self.engine, self.table.precision, self.wide, recipe)
 
     @property
     def cast(self) -> float:
-        """Seconds to cast one element of an operand for an 8-bit product."""
+        """Seconds to cast one element of an operand for an 8-bit GEMM."""
         casts = self.table.precision in NARROW and not self.wide
         constants = self.engine.gemm.of_recipe(self.table.fp8_recipe)
         return constants.fp8_cast_bytes / self.rates.bandwidth if casts else 0.0
@@ -170,12 +170,12 @@ class _Unit:
 
     @cached_property
     def adapters(self) -> Floats | float:
-        """Seconds of the products of adapters, each once."""
+        """Seconds of the GEMMs of adapters, each once."""
         return self.products(self.work.adapter_gemms)
 
     @cached_property
     def gemm_backward(self) -> Floats:
-        """Seconds of products for gradients: of inputs, and of the weights that train."""
+        """Seconds of GEMMs for gradients: of inputs, and of the weights that train."""
         if not self.work.is_frozen:
             if self.table.fp8_recipe in WIDE_WEIGHT_GRADIENTS and not self.wide:
                 rates = gemm_rates(self.device, self.engine, self.table.precision, wide=True)
@@ -185,7 +185,7 @@ class _Unit:
 
     @cached_property
     def gemm(self) -> Floats:
-        """Seconds of all products, each once."""
+        """Seconds of all GEMMs, each once."""
         seconds = np.zeros(len(self.table)) + self.products(self.work.gemms) + self.adapters
         rate = self.engine.gemm.whole_head_efficiency
         if self.repeats or rate == 1:
@@ -217,7 +217,7 @@ class _Unit:
 
     @cached_property
     def tensor(self) -> _Pair:
-        """Collectives of tensor parallelism that products do not hide."""
+        """Collectives of tensor parallelism that GEMMs do not hide."""
         tp, work = self.groups["tp"], self.work
         shown = 1 - self.engine.overlap.tensor_parallel
         gather = shown * all_gather(tp, work.sequence_bytes)
@@ -264,7 +264,7 @@ class _Unit:
         both = 2 * (exchange + np.where(work.expert_gather_bytes > 0, gathered, 0.0))
         forward = both - np.minimum(exchange, meanwhile)
         if self.table.expert_halves.any() and self.device.kind != "cpu":
-            # A half on its way to the experts, and one on its way back, hide behind products of the other.
+            # A half on its way to the experts, and one on its way back, hide behind GEMMs of the other.
             routed = self.table.expert_halves * (
                 self.products(work.mlp_gemms) - self.products(work.shared_gemms)
             )
@@ -273,7 +273,7 @@ class _Unit:
         share = self.engine.overlap.expert_parallel
         if not share or self.device.kind == "cpu":
             return _Pair(forward, both)
-        # Each pass hides behind one of the other direction, of another micro batch.
+        # Each pass hides behind one of the other direction, of another microbatch.
         hides = self.gemm_backward + self.attention.backward + self.elementwise.backward
         hides_back = self.gemm + self.attention.forward + self.elementwise.forward
         return _Pair(
@@ -398,7 +398,7 @@ def _repetition(unit: _Unit) -> _Repetition:
 
 
 def _alternates(unit: _Unit) -> Bools:
-    """Rows whose selective recomputation repeats every second product, and not attention."""
+    """Rows whose selective recomputation repeats every second GEMM, and not attention."""
     table, saves = unit.table, unit.engine.activations.saves_alternate_products
     if not (saves and unit.repeats and unit.work.alternate_gemms):
         return np.zeros(len(table), dtype=bool)

@@ -1,4 +1,4 @@
-"""How long a pipeline schedule really takes: every pass of every micro batch, played out.
+"""How long a pipeline schedule really takes: every pass of every microbatch, played out.
 
 Passes are the nodes of a graph. A pass starts when its rank has finished the pass before it and what it
 needs has arrived: a forward pass needs the activations of the stage before, a backward pass the gradients
@@ -33,12 +33,12 @@ MOST_PASSES = 65_536
 """Passes that `pipeline_seconds` plays out at most, in some 20 ms; the closed forms keep longer pipelines."""
 
 STEADY_BATCHES = 4
-"""Micro batches for each rank of the shortest schedule in which a steady state is looked for."""
+"""Microbatches for each rank of the shortest schedule in which a steady state is looked for."""
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one micro batch on each stage. Arrays of shape [stages], but for `send`."""
+    """Seconds of one microbatch on each stage. Arrays of shape [stages], but for `send`."""
 
     forward: Floats
     inputs: Floats
@@ -55,7 +55,7 @@ class StageSeconds:
         return replace(self, send=np.zeros_like(self.send))
 
     def slowest_rank(self, schedule: Schedule, pipeline: int) -> float:
-        """Seconds that the slowest rank computes for one micro batch, over all its chunks."""
+        """Seconds that the slowest rank computes for one microbatch, over all its chunks."""
         chunks = (self.forward + self.inputs + self.weights).reshape(-1, pipeline).copy()
         if schedule in V_SCHEDULES:
             chunks[1] = chunks[1, ::-1].copy()
@@ -109,7 +109,7 @@ class Simulation:
 
 
 def steady_period(schedule: Schedule, pipeline: int) -> int:
-    """Micro batches after which the order of a long schedule repeats itself."""
+    """Microbatches after which the order of a long schedule repeats itself."""
     return pipeline if schedule in IN_ROUNDS else 1
 
 
@@ -128,7 +128,7 @@ def graph(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) ->
     )
     stages, node = pipeline * chunks, np.arange(len(kind))
     forward, backward = kind == FORWARD, (kind == BACKWARD) | (kind == INPUTS)
-    # Where the forward and the backward pass of each stage and micro batch are.
+    # Where the forward and the backward pass of each stage and microbatch are.
     place = np.zeros((2, stages, micro_batches), dtype=np.int64)
     place[0, stage[forward], micro_batch[forward]] = node[forward]
     place[1, stage[backward], micro_batch[backward]] = node[backward]
@@ -222,7 +222,7 @@ def simulate(
         seconds: of the pipeline x chunks stages.
 
     Raises:
-        InputError: the schedule does not run this number of chunks or of micro batches.
+        InputError: the schedule does not run this number of chunks or of microbatches.
     """
     passes = graph(schedule, pipeline, chunks, micro_batches)
     took = _pass_seconds(passes, seconds)
@@ -278,8 +278,8 @@ def pipeline_seconds(
     Once all ranks take the same time for a period of their steady state, and so do their messages, they do so
     until the pipeline drains: when a pass starts is a maximum of sums of earlier moments and constants, so
     moments that are all later by the same time are followed by moments that are. What follows a period needs
-    nothing from before it, and more micro batches add whole periods to its end. So schedules of fewer micro
-    batches are played until two periods are alike, and the others are added.
+    nothing from before it, and more microbatches add whole periods to its end. So schedules of fewer
+    microbatches are played until two periods are alike, and the others are added.
     """
     if not schedule_exists(schedule, pipeline, chunks, micro_batches):
         return None

@@ -69,7 +69,7 @@ def unit_passes(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layou
 
 
 def part_seconds(units: dict[str, Passes], ranks: Ranks, row: Ints, part: str) -> Floats:
-    """Seconds of `part` for one micro batch on each rank; `row` says which row of `units` is meant."""
+    """Seconds of `part` for one microbatch on each rank; `row` says which row of `units` is meant."""
     total = np.zeros_like(ranks.dense)
     for held, unit in units.items():
         count, seconds = getattr(ranks, held), getattr(unit, part)

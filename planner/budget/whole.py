@@ -13,7 +13,7 @@ from costmodels.spec.model import ModelSpec
 from planner.budget.goodput import Beside, Failures, Goodput, Rates, Stored, goodput
 
 FORWARD = 1 / 3
-"""Share of the passes of a step that is forward: backward has two products for each one of forward."""
+"""Share of the passes of a step that is forward: backward has two GEMMs for each one of forward."""
 
 SHORT_TOKENS = 65_500
 """Vocabularies below this have tokens of 2 bytes in Megatron's `.bin` files, others of 4 bytes."""

@@ -62,7 +62,7 @@ def neighbours(result: SearchResult) -> list[Neighbour]:
         found += [_moved(result, best, {name: value}) for value in _others(result, best.layout, name)]
     kept = [one for one in found if one.layout or one.rule]
     if problem.batch.maximum:
-        # With another batch, other micro batches are what they are for.
+        # With another batch, other microbatches are what they are for.
         kept = [one for one in kept if one.layout or "batch" not in (one.rule or "")]
     sign = -1.0 if problem.objective == "throughput" else 1.0
     return sorted(

@@ -55,7 +55,7 @@ def target_of(engine: str) -> str | None:
 
 
 MTP_WORDS = ("--mtp-num-layers", "mtp_num_layers")
-"""The number of modules that predict further tokens, as a flag and as a field."""
+"""The number of MTP modules, as a flag and as a field."""
 
 
 def export(plan: Plan | str | Path, *, to: str) -> Export:

@@ -12,7 +12,7 @@ class StepParts(Record):
     """Seconds of one step on one rank by what took them; they add up to the step."""
 
     products: NonNegative = 0.0
-    """Matrix products."""
+    """GEMMs."""
     attention: NonNegative = 0.0
     elementwise: NonNegative = 0.0
     """All other kernels: norms, activations, copies, the loss."""
@@ -44,7 +44,7 @@ class StepParts(Record):
 
 
 TERMS = {
-    "products": "matrix products",
+    "products": "GEMMs",
     "attention": "attention",
     "elementwise": "element-wise work",
     "optimizer": "the optimizer",

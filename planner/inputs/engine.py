@@ -36,7 +36,7 @@ def check_runs_on(engine: Engine, cluster: Cluster) -> None:
 
 
 def resolve_precision(precision: str | None, device: Device, engine: Engine) -> Precision:
-    """The number format of matrix products: the device's default unless given."""
+    """The number format of GEMMs: the device's default unless given."""
     wanted = precision or device.default_precision
     able = [kind for kind in get_args(Precision) if kind in device.peak_flops and kind in engine.memory]
     for kind in get_args(Precision):

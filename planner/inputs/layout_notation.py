@@ -25,7 +25,7 @@ def degrees_in(text: str) -> Iterator[str]:
 
 
 def micro_batches_in(text: str) -> int | None:
-    """The micro batches of a step that a text names (`mbs=1 x 4`: 4); None where it names none."""
+    """The microbatches of a step that a text names (`mbs=1 x 4`: 4); None where it names none."""
     found = _MICRO_BATCHES.search(text)
     return None if found is None else int(found[1])
 
@@ -36,7 +36,7 @@ def _spelled(word: str) -> Iterator[str]:
     if name == "tp" and value.endswith("+sp"):
         yield from (f"tp={value.removesuffix('+sp')}", "sp=true")
     elif name == "mbs":
-        # The number of micro batches follows from the batch.
+        # The number of microbatches follows from the batch.
         yield f"mbs={re.sub(r' x [0-9]+$', '', value)}"
     elif name == "offload":
         yield from (f"offload_{what}=true" for what in value.split("+"))

@@ -47,6 +47,6 @@ def with_lora(spec: ModelSpec, lora: Lora) -> ModelSpec:
 
 
 def with_mtp(spec: ModelSpec, mtp: MultiTokenPrediction) -> ModelSpec:
-    """`spec` with modules that predict further tokens; raises `InputError` where it cannot have them."""
+    """`spec` with MTP modules; raises `InputError` where it cannot have them."""
     values = spec.model_dump() | {"mtp": mtp.model_dump()}
     return build(ModelSpec, values, f"multi-token prediction of {spec.name}")

@@ -55,7 +55,7 @@ def written_fields(
 
 
 def written_batch(text: str, world_size: int | None) -> int | None:
-    """The sequences of a step of a text that names its micro batches; None where it leaves them open.
+    """The sequences of a step of a text that names its microbatches; None where it leaves them open.
 
     `world_size` decides the data parallelism that the text does not name. Raises `InputError` where the text
     is no layout, and where its other degrees do not divide the devices.

@@ -15,13 +15,13 @@ from planner.options.limits import AT_LEAST_1, POSITIVE
 
 @dataclass(frozen=True)
 class MtpFlags:
-    """Modules after the model that predict further tokens (DeepSeek-V3)."""
+    """Multi-token prediction (MTP): modules after the model, as in DeepSeek-V3."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"mtp_num_layers": "Multi-token prediction"}
 
     mtp_num_layers: int | None = flag(
         None,
-        "Train modules that predict this many further tokens; without it those of a model are left out.",
+        "Train this many MTP modules; without it those of a model are left out.",
         within=AT_LEAST_1,
     )
     mtp_loss_scaling_factor: float | None = flag(
@@ -34,7 +34,7 @@ class MtpFlags:
             if self.mtp_loss_scaling_factor is not None:
                 raise InputError(
                     f"--mtp-loss-scaling-factor {self.mtp_loss_scaling_factor:g} needs --mtp-num-layers, the "
-                    "number of further tokens"
+                    "number of MTP modules"
                 )
             return spec
         given = {} if self.mtp_loss_scaling_factor is None else {"loss_factor": self.mtp_loss_scaling_factor}
@@ -44,8 +44,8 @@ class MtpFlags:
 def mtp_note(spec: ModelSpec) -> str:
     """What is trained besides a model, in words."""
     assert spec.mtp is not None
-    modules = "module predicts" if spec.mtp.depths == 1 else "modules predict"
+    modules = "MTP module" if spec.mtp.depths == 1 else "MTP modules"
     return (
-        f"{spec.mtp.depths} {modules} further tokens: {spec.mtp_parameters / 1e6:,.1f} M parameters besides "
+        f"{spec.mtp.depths} {modules}: {spec.mtp_parameters / 1e6:,.1f} M parameters besides "
         f"the {spec.parameters / 1e6:,.1f} M, their mean loss times {spec.mtp.loss_factor:g}"
     )

@@ -11,7 +11,7 @@ dp=16             16 replicas, each with its part of the batch
 zero=1            what is split over replicas: 0 nothing, 1 optimizer state,
                   2 gradients too, 3 parameters too
 zero_replicas=2   2 copies of what ZeRO splits (hybrid sharding)
-mbs=1 x 8         8 micro batches of 1 sequence in a replica's step: a global
+mbs=1 x 8         8 microbatches of 1 sequence in a replica's step: a global
                   batch of dp x 1 x 8
 recompute=full    what backward computes again: none, selective (core
                   attention, or the modules in brackets), or full layers

@@ -177,7 +177,7 @@ class ParallelOptions(AcceptedFlags):
     bf16: bool = flag(False, "Train in bf16; the device's usual format unless one is given.")
     fp16: bool = flag(False, "Train in fp16.")
     fp32: bool = flag(False, "Train in fp32.")
-    fp8: bool = flag(False, "Matrix products of the layers in fp8, all else in bf16.")
+    fp8: bool = flag(False, "GEMMs of the layers in fp8, all else in bf16.")
     fp8_recipe: str | None = flag(
         None,
         "Scales of --fp8: tensorwise, rowwise (here the default), rowwise_with_gw_hp, or other engines' own; "
@@ -189,12 +189,12 @@ class ParallelOptions(AcceptedFlags):
     nvfp4: bool = flag(False, "GEMMs of the layers in NVFP4 (one scale per 16 values); Blackwell only.")
     expert_halves: bool = flag(
         False,
-        "Send tokens to experts of other ranks in two halves, one of which travels while experts compute the "
+        "Dispatch the tokens of a microbatch to experts in two parts: one travels while experts compute the "
         "other.",
     )
     cuda_graphs: bool = flag(
         False,
-        "Launch forward and backward of a micro batch as one CUDA graph: small layers wait for the host no "
+        "Launch forward and backward of a microbatch as one CUDA graph: small layers wait for the host no "
         "longer. Without pipeline stages, ZeRO, exchanges of experts or rings.",
     )
     engine: str | None = flag(

@@ -28,7 +28,7 @@ LEAST: Pins = {
 LITTLE: Pins = {"recompute": "full", "schedule": Choice(("1f1b", "interleaved"))}
 """Degrees of other layouts that may need less memory.
 
-Short chunks accumulate gradients of few layers at a time, and a step of one micro batch accumulates none."""
+Short chunks accumulate gradients of few layers at a time, and a step of one microbatch accumulates none."""
 
 MOST_LEAST = 3000
 """Layouts with the degrees of `LEAST` up to which those of `LITTLE` are looked at: forty times as many."""
@@ -61,7 +61,7 @@ def _has_fitting(problem: Problem, space: Space, offload: bool) -> bool:
     """Whether one of some layouts fits, or what is solved for them."""
     if fit_of(problem, space).rows.any():
         return True
-    # Under a maximum a step may have fewer micro batches, and other recomputation than all layers is solved.
+    # Under a maximum a step may have fewer microbatches, and other recomputation than all layers is solved.
     if problem.batch.maximum or problem.pins.get("recompute") != "full":
         return rank(problem, space, 0.0, offload).feasible > 0
     resort = offload_space(problem, space) if offload else None

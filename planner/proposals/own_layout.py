@@ -15,7 +15,7 @@ SAVERS: Mapping[str, tuple[str, ...]] = {
     "recomputation": ("recompute", "recompute_modules", "recompute_method", "recompute_num_layers"),
     "ZeRO": ("zero_stage", "zero_replicas"),
     "offload": ("offload_activations", "offload_optimizer"),
-    "micro batches": ("micro_batch_size",),
+    "microbatches": ("micro_batch_size",),
     "sequence parallelism": ("sequence_parallel",),
 }
 """Degrees that save bytes and move no device, by what they are called."""

@@ -28,7 +28,7 @@ BITS: dict[Precision, int] = {
     "mxfp8": 8,
     "nvfp4": 4,
 }
-"""Bits of an element of matrix products."""
+"""Bits of an element of GEMMs."""
 
 SHORTEST = 256
 """Tokens of the shortest sequence that is proposed."""

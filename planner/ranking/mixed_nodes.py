@@ -18,7 +18,7 @@ from planner.space.grid import Space
 def rank_orders(problem: Problem, space: Space, started: float) -> SearchResult:
     """`rank` with either kind in front, of which the better one is returned.
 
-    The kind in front runs the first stages, which hold most micro batches and the embedding; the other runs
+    The kind in front runs the first stages, which hold most microbatches and the embedding; the other runs
     the head.
     """
     found = [

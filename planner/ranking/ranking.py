@@ -113,7 +113,7 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
     model, cluster, engine = problem.model, problem.cluster, problem.constants
     added: list[Prices] = []
     plain_alone = lists_plain_alone(problem)
-    # What the enumerated micro batches find leaves fewer of the others to look at.
+    # What the enumerated microbatches find leaves fewer of the others to look at.
     for anything, usual in ((False, True), (True, True), (True, False)):
         so_far = [part for part in (*known, *added) if len(part)]
         if anything is not bool(so_far):

@@ -39,7 +39,7 @@ MOST_POINTS = 3000
 """Layouts of the chart of time against memory; of more, every n-th."""
 
 MOST_PASSES = 20_000
-"""Passes that a browser draws without delay; of a longer pipeline the first and the last micro batches."""
+"""Passes that a browser draws without delay; of a longer pipeline the first and the last microbatches."""
 
 
 @dataclass(frozen=True)

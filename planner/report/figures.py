@@ -124,7 +124,7 @@ def memory(plan: Plan) -> Figure:
 
 
 def _some_passes(timeline: Timeline) -> list[Event]:
-    """All passes, or those of the first and of the last micro batches."""
+    """All passes, or those of the first and of the last microbatches."""
     passes = timeline.passes
     if len(passes) <= MOST_PASSES:
         return passes
@@ -134,7 +134,7 @@ def _some_passes(timeline: Timeline) -> list[Event]:
 
 
 def pipeline(timeline: Timeline) -> Figure:
-    """When each rank computes which micro batch; hover names a pass."""
+    """When each rank computes which microbatch; hover names a pass."""
     shown = _some_passes(timeline)
     scale, unit = time_unit(event.end_s for event in shown)
     result = empty_figure(
@@ -156,7 +156,7 @@ def pipeline(timeline: Timeline) -> Figure:
             for event in part:
                 start, end = scale * event.start_s, scale * event.end_s
                 label = (
-                    f"{event.name}: {name}, micro batch {event.micro_batch}, stage {event.stage}<br>"
+                    f"{event.name}: {name}, microbatch {event.micro_batch}, stage {event.stage}<br>"
                     f"{start:.4g} to {end:.4g} {unit}"
                 )
                 # A point in the middle catches the pointer between the ends.

@@ -29,7 +29,7 @@ TITLES = {
     ),
     "pipeline": (
         "The pipeline",
-        "One step, every micro batch, as simulated; drag to zoom, double-click to go back.",
+        "One step, every microbatch, as simulated; drag to zoom, double-click to go back.",
     ),
     "range": (
         "How sure this is",
@@ -90,7 +90,7 @@ def page(contents: Contents, script: str) -> str:
         if name == "range":
             caption = f"{caption} {range_basis(plan)}"
         if contents.timeline is not None and len(contents.timeline.passes) > MOST_PASSES:
-            caption = caption.replace("every micro batch", "the first and the last micro batches")
+            caption = caption.replace("every microbatch", "the first and the last microbatches")
         sections.append(
             f'<section><h2>{title}</h2><p class="caption">{html.escape(caption).replace(" %", "&nbsp;%")}</p>'
             f'<div class="figure" id="{name}" role="img" aria-label="{html.escape(title)}"></div>'

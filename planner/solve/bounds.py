@@ -83,7 +83,7 @@ def first_rows(number: Places) -> tuple[Ints, Bools]:
 def least_units(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> tuple[Floats, Floats]:
-    """Seconds of `ANYWAY` of one micro batch on all pipeline ranks together, and of one layer, [n]."""
+    """Seconds of `ANYWAY` of one microbatch on all pipeline ranks together, and of one layer, [n]."""
     first, shape = distinct_rows(
         [
             table.tensor_parallel,
@@ -122,7 +122,7 @@ def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: Lay
     """Seconds that a step of each row takes at least, whatever the layers of its stages, [n].
 
     A step takes no less than its slowest pipeline rank computes, and that no less than their mean: what one
-    micro batch takes on all stages together, over pp, for each micro batch; and `least_step` more in 1F1B.
+    microbatch takes on all stages together, over pp, for each microbatch; and `least_step` more in 1F1B.
     Layers that recompute in a part of a stage only count as if they recomputed nothing, and what is offloaded
     as if it were moved at once: layers that recompute more move less.
     """
@@ -133,7 +133,7 @@ def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: Lay
 
 
 def _layer(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]) -> Floats:
-    """Seconds of parts of one micro batch in the quickest kind of layer, [n]."""
+    """Seconds of parts of one microbatch in the quickest kind of layer, [n]."""
     kinds = ["dense"] * (model.leading_layers > 0) + ["moe"] * (model.routed_layers > 0)
     every = [sum((getattr(units[kind], part) for part in parts), np.zeros(())) for kind in kinds]
     least: Floats = np.minimum.reduce(every)
@@ -141,7 +141,7 @@ def _layer(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]
 
 
 def _whole(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]) -> Floats:
-    """Seconds of parts of one micro batch on all pipeline ranks together, [n]."""
+    """Seconds of parts of one microbatch on all pipeline ranks together, [n]."""
     count = {"dense": model.leading_layers, "moe": model.routed_layers, "first": 1, "last": 1}
     whole: Floats = np.zeros(())
     for kind, number in count.items():
@@ -157,8 +157,8 @@ def least_step_seconds(table: LayoutTable, whole: Floats, slowest: Floats) -> Fl
     In interleaved schedules the bubble is that of all ranks but the slowest, over their chunks.
 
     Args:
-        whole: seconds of one micro batch on all pipeline ranks together, [n].
-        slowest: seconds of one micro batch on the slowest rank, or less, [n].
+        whole: seconds of one microbatch on all pipeline ranks together, [n].
+        slowest: seconds of one microbatch on the slowest rank, or less, [n].
     """
     chunks, seconds = table.virtual_pipeline_parallel, slowest * table.micro_batches
     seconds = np.where(table.runs("interleaved"), seconds + (whole - slowest) / chunks, seconds)
@@ -194,8 +194,8 @@ def least_step(table: LayoutTable, whole: Floats, slowest: Floats) -> Floats:
     (S - B - A) + max(2 A - W B, 0), which is least for A = W B / 2, and that for W = pp - 1.
 
     Args:
-        whole: S, seconds of one micro batch on all ranks together, [n].
-        slowest: B, seconds of one micro batch on the slowest rank, or less, [n].
+        whole: S, seconds of one microbatch on all ranks together, [n].
+        slowest: B, seconds of one microbatch on the slowest rank, or less, [n].
     """
     half = (table.pipeline_parallel - 1) / 2
     least: Floats = whole + (table.micro_batches - 1 - half) * slowest
@@ -206,7 +206,7 @@ def least_peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layout
     """Bytes that the fullest device of each 1F1B row holds at least, whatever the layers of its stages, [n].
 
     Bytes are sums and maxima of what grows in proportion to what a stage holds, so that the fullest stage
-    holds no less than one with the mean of all would. Stage s of pp keeps pp - s micro batches of each layer,
+    holds no less than one with the mean of all would. Stage s of pp keeps pp - s microbatches of each layer,
     which is least if all but one layer of each stage are on the last one. Leading dense layers of a model
     with experts are left out.
     """

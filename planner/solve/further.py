@@ -1,12 +1,12 @@
-"""Layouts beyond the enumerated ones that could be among the first: other micro batches, and unequal chunks.
+"""Layouts beyond the enumerated ones that could be among the first: other microbatches, and unequal chunks.
 
-Under a maximum batch any micro batch is legal, and any number of them. To enumerate them all takes as many
+Under a maximum batch any microbatch is legal, and any number of them. To enumerate them all takes as many
 times longer as there are, and few are any good. A lower bound of what each takes is cheap, as it depends on a
 few shapes alone: whatever stays below the last of the first places is a layout like any other, and nothing
 that is left out could be among them.
 
-Of micro batches of one size a step has the most that the batch holds: tokens per second grow with their
-number. So does memory, from one micro batch to two, or from one round of interleaved chunks to two, so that
+Of microbatches of one size a step has the most that the batch holds: tokens per second grow with their
+number. So does memory, from one microbatch to two, or from one round of interleaved chunks to two, so that
 fewer are a way to make layouts fit (`planner.solve.recompute.with_fewest_micro_batches`).
 """
 
@@ -51,10 +51,10 @@ KNOTS, ALL_BELOW = 1.1, 16
 microbatch is, the less each of its sequences takes."""
 
 EVERY, FINE = 512, 1.005
-"""Sizes of micro batches up to the first number are all looked at, larger ones this many times the last."""
+"""Sizes of microbatches up to the first number are all looked at, larger ones this many times the last."""
 
 MANY = 256
-"""Sizes of micro batches beyond which it is worth finding out which are too large for any device."""
+"""Sizes of microbatches beyond which it is worth finding out which are too large for any device."""
 
 SHAPE = (
     "tensor_parallel",
@@ -63,7 +63,7 @@ SHAPE = (
     "expert_parallel",
     "expert_tensor_parallel",
 )
-"""Columns of the pairs of mesh and chunks that decide what a micro batch takes, besides the schedule."""
+"""Columns of the pairs of mesh and chunks that decide what a microbatch takes, besides the schedule."""
 
 RESERVE = [rule for rule in RULES if rule.reserve]
 
@@ -76,9 +76,9 @@ def further_space(
     Args:
         space: the enumerated layouts.
         found: which of them fit.
-        anything: some layout fits. Where none does, small micro batches alone are looked at: larger ones fit
+        anything: some layout fits. Where none does, small microbatches alone are looked at: larger ones fit
             no better.
-        usual: those with the enumerated micro batches, which have unequal chunks; else those with others.
+        usual: those with the enumerated microbatches, which have unequal chunks; else those with others.
     """
     if problem.objective == "memory" and anything:
         return None  # What holds least is enumerated.
@@ -102,10 +102,10 @@ def lists_plain_alone(problem: Problem) -> bool:
 def _micro_batches(
     problem: Problem, space: Space, found: Fit, anything: bool, wants_usual: bool
 ) -> MicroBatches:
-    """Sizes of micro batches, and whether a step has the most of them or the fewest."""
+    """Sizes of microbatches, and whether a step has the most of them or the fewest."""
     usual = np.array(micro_batch_sizes(problem.batch, problem.pins), dtype=np.int64)
     if not anything:
-        # Fewer micro batches hold no more.
+        # Fewer microbatches hold no more.
         sizes = usual[:1]
         return MicroBatches(sizes, np.full(len(sizes), problem.batch.maximum))
     if wants_usual:
@@ -123,7 +123,7 @@ def _micro_batches(
 
 
 def _largest(problem: Problem, space: Space, found: Fit, usual: Ints) -> int:
-    """A number of sequences of a micro batch which none that fits exceeds."""
+    """A number of sequences of a microbatch which none that fits exceeds."""
     most, table = problem.batch.size, space.table
     if most <= MANY:
         return most
@@ -139,7 +139,7 @@ def _largest(problem: Problem, space: Space, found: Fit, usual: Ints) -> int:
             *where, with_most_recompute(problem.model, problem.engine, table.take(rows), kinds)
         )
         if not (held <= problem.cluster.memory_bytes).any():
-            # The fewest micro batches hold no less than half of what the most do.
+            # The fewest microbatches hold no less than half of what the most do.
             return min(most, 2 * int(size))
     return most
 
@@ -168,7 +168,7 @@ def _admitted(
     kept, places = np.flatnonzero(most >= size.min()), np.flatnonzero(size <= most.max())
     part = degrees.map(lambda array: _taken(array, kept, places))
     admitted = np.zeros((len(kept), 1, len(places), degrees.shape[3], 1, 1), dtype=np.bool_)
-    # Pairs that can have as large micro batches are looked at together.
+    # Pairs that can have as large microbatches are looked at together.
     order = np.argsort(most[kept], kind="stable")
     start = 0
     while start < len(order):
@@ -191,7 +191,7 @@ def _admitted(
 
 def _least_pace(problem: Problem, degrees: OpenGrid) -> Floats:
     """Seconds of a sequence that each pair takes at least, of a step where it is about steps, [pairs]: each
-    pipeline rank computes its share of the largest micro batches, whose sequences take least."""
+    pipeline rank computes its share of the largest microbatches, whose sequences take least."""
     pairs, _, sizes, splits, _, zero = degrees.shape
     columns = [*(getattr(degrees, name) for name in SHAPE), degrees.runs(*SPLIT_BACKWARD)]
     first, shape = distinct_rows([np.broadcast_to(column.ravel(), (pairs,)) for column in columns])
@@ -209,7 +209,7 @@ def _least_pace(problem: Problem, degrees: OpenGrid) -> Floats:
 
 
 def _most_worth(problem: Problem, degrees: OpenGrid, worth: Worth, units: _Units, most: Ints) -> Ints:
-    """Sequences of the largest micro batch of each pair that could be worth it, by `KNOTS` alone, [pairs]."""
+    """Sequences of the largest microbatch of each pair that could be worth it, by `KNOTS` alone, [pairs]."""
     pairs, _, _, splits, _, _ = degrees.shape
     size = degrees.micro_batch_size.ravel()
     knots = np.flatnonzero(_knots(size))
@@ -238,14 +238,14 @@ def _knots(size: Ints) -> Bools:
 
 
 def _taken(array: Ints | Bools, rows: Ints, places: Ints) -> Ints | Bools:
-    """Some of the pairs of mesh and chunks, and of the micro batches."""
+    """Some of the pairs of mesh and chunks, and of the microbatches."""
     for axis, some in ((0, rows), (2, places)):
         array = array.take(some, axis=axis) if array.shape[axis] > 1 else array
     return array
 
 
 def _most_sequences(problem: Problem, degrees: OpenGrid) -> Ints:
-    """Sequences of a micro batch at most, so that they fill the pipeline of each pair, [pairs]."""
+    """Sequences of a microbatch at most, so that they fill the pipeline of each pair, [pairs]."""
     least = degrees.pipeline_parallel * np.where(degrees.runs(*V_SCHEDULES), 2, 1) * degrees.data_parallel
     most: Ints = np.broadcast_to(problem.batch.size // least, (degrees.shape[0], 1, 1, 1, 1, 1)).ravel()
     return most
@@ -275,7 +275,7 @@ def _is_covered(problem: Problem, degrees: OpenGrid) -> Bools:
 
 @dataclass(frozen=True)
 class _Units:
-    """What one micro batch takes and keeps at least; arrays of [shapes, sizes, 2 at most] but for `shape` and
+    """What one microbatch takes and keeps at least; arrays of [shapes, sizes, 2 at most] but for `shape` and
     `rank`."""
 
     shape: Ints
@@ -376,7 +376,7 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
         own = problem.constants.for_device(problem.cluster.device)
         kept = whole_of(kept_bytes(problem.model, own, at(every)))
         kept = np.where(kept < NEVER, kept, 0.0)
-        # Products take the least for each sequence in large micro batches, hosts in small ones.
+        # GEMMs take the least for each sequence in large microbatches, hosts in small ones.
         ends = np.array(
             sorted({int(degrees.micro_batch_size.argmin()), int(degrees.micro_batch_size.argmax())})
         )
@@ -406,7 +406,7 @@ def _most_zero(problem: Problem, degrees: OpenGrid) -> Ints:
 
 
 def _slowest(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints) -> Floats:
-    """Seconds of one micro batch on the slowest pipeline rank at least, with the axes of a grid; `NEVER`
+    """Seconds of one microbatch on the slowest pipeline rank at least, with the axes of a grid; `NEVER`
     where nothing fits.
 
     Of equal chunks but for one layer, the first rank has the most layers: none computes for longer.
@@ -423,7 +423,7 @@ def _slowest(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Int
 
 
 def _recomputation_seconds(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints) -> Floats:
-    """Seconds of one micro batch that a pipeline rank recomputes at least to fit; `NEVER` where it cannot."""
+    """Seconds of one microbatch that a pipeline rank recomputes at least to fit; `NEVER` where it cannot."""
     chunks, pipeline, rank = part.virtual_pipeline_parallel, part.pipeline_parallel, units.rank
     flying = np.minimum(rank.in_flight, micro_batches * rank.layers)
     unfit = np.maximum(rank.states + flying * units.kept - problem.cluster.memory_bytes, 0.0)

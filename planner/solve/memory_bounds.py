@@ -35,7 +35,7 @@ class FullestRank:
 
     layers: Floats
     in_flight: Floats
-    """Layers alive at most, times the micro batches that each is alive for."""
+    """Layers alive at most, times the microbatches that each is alive for."""
     states: Floats
     """Bytes that it holds at least besides what layers keep for their backward pass."""
 
@@ -88,7 +88,7 @@ def _layers_in_flight(layers: int, pipeline: int, chunks: int, schedule: int) ->
 
 
 def kept_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
-    """Bytes that a layer keeps from forward to backward for one micro batch, [n]."""
+    """Bytes that a layer keeps from forward to backward for one microbatch, [n]."""
     sizes = unit_sizes(model, engine, table)
     kept: Floats = sizes.moe_activations if model.routed_layers else sizes.dense_activations
     return kept

@@ -3,10 +3,10 @@
 Looked for are the layers of each rank, which its chunks share evenly. With a bound on the seconds of a rank,
 each takes as many layers as the bound and its memory allow, and the bound can be met if and only if these are
 enough. The least bound is found by bisection. It and the next ones that let some rank have a layer more are
-tried: with few micro batches it pays to give the fast kind more than would keep both as busy, as every micro
-batch passes through all ranks. Of what a bound allows the faster kind takes all that it can, the slower one
-the rest, both evenly; or the ranks in front take all that they can, whose forward passes of further micro
-batches go on while the first one is under way behind them.
+tried: with few microbatches it pays to give the fast kind more than would keep both as busy, as every
+microbatch passes through all ranks. Of what a bound allows the faster kind takes all that it can, the slower
+one the rest, both evenly; or the ranks in front take all that they can, whose forward passes of further
+microbatches go on while the first one is under way behind them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLACK = 1e-9
 """Relative rounding error that sums of seconds may have."""
 
 FORWARD = 1 / 3
-"""Share of a micro batch's seconds that forward takes: backward has two products for each of its own."""
+"""Share of a microbatch's seconds that forward takes: backward has two GEMMs for each of its own."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Pipelines:
     """Ranks that the row has."""
     kind: Ints
     fixed: Floats
-    """Seconds of a micro batch on a rank without layers: of the embedding or of the head."""
+    """Seconds of a microbatch on a rank without layers: of the embedding or of the head."""
     each: Floats
     """Seconds of a layer."""
     micro_batches: Ints
@@ -70,7 +70,7 @@ class Pipelines:
         return full
 
     def seconds(self, count: Ints) -> Floats:
-        """Seconds of a micro batch on each rank, [n, ranks]."""
+        """Seconds of a microbatch on each rank, [n, ranks]."""
         return np.where(self.there, self.fixed + count * self.each, 0.0)
 
 
@@ -113,7 +113,7 @@ def _kinds(cluster: Cluster, table: LayoutTable, ranks: int) -> tuple[Ints, Bool
 
 
 def least_bound(some: Pipelines, caps: Ints | None = None) -> Floats:
-    """The least seconds of a micro batch on the slowest rank, [n]; infinite where no layers fit `caps`."""
+    """The least seconds of a microbatch on the slowest rank, [n]; infinite where no layers fit `caps`."""
     limits = np.broadcast_to(some.layers[:, None], some.kind.shape) if caps is None else caps
     low = np.where(some.there, some.fixed + some.chunks[:, None] * some.each, 0.0).max(axis=1)
     high = np.where(some.there, some.fixed + some.layers[:, None] * some.each, 0.0).max(axis=1)
@@ -155,7 +155,7 @@ def layers_of_ranks(
 def _took(some: Pipelines, count: Ints) -> Floats:
     """Seconds of a step with so many layers on each rank, [n].
 
-    The first micro batch passes through all ranks, a chunk at a time, before and after a rank works on all of
+    The first microbatch passes through all ranks, a chunk at a time, before and after a rank works on all of
     them without a pause; while it is behind that rank, this waits once it has nothing to go ahead with.
     """
     seconds = some.seconds(count)

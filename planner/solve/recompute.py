@@ -83,7 +83,7 @@ def least_recompute(
         worth: of the families, those that could be worth it are solved.
         floor: what no layout of the space can beat.
         plain_alone: the space lists layouts that recompute nothing alone.
-        fewer: a step may have fewer micro batches.
+        fewer: a step may have fewer microbatches.
     """
     table = space.table
     # Of what moves activations to the host, layouts that fit may be faster where they recompute instead.
@@ -92,7 +92,7 @@ def least_recompute(
     if not len(bases) or not {"selective", "full"} & set(kinds):
         return None
     plain = table.take(rows_worth(model, cluster, engine, table, bases, worth, floor))
-    # What is enumerated has the most micro batches.
+    # What is enumerated has the most microbatches.
     groups = [(plain, plain_alone, False)]
     if fewer:
         groups.append((with_fewest_micro_batches(plain), True, True))
@@ -137,7 +137,7 @@ def _able(
 
 
 def with_fewest_micro_batches(table: LayoutTable) -> LayoutTable:
-    """Rows that hold less in steps of as few micro batches as their schedule needs, with these."""
+    """Rows that hold less in steps of as few microbatches as their schedule needs, with these."""
     least = np.where(table.runs("interleaved"), table.pipeline_parallel, 1)
     rows = np.flatnonzero(
         ((table.pipeline_parallel == 1) | table.runs("interleaved")) & (table.micro_batches > least)

@@ -18,7 +18,7 @@ Broken = Callable[[ModelSpec, LayoutTable], Bools]
 
 
 GROUPED = ("bf16", "fp8", "mxfp8")
-"""Precisions in which products of all experts are one kernel, which reads on the device how many rows each
+"""Precisions in which GEMMs of all experts are one kernel, which reads on the device how many rows each
 gets."""
 
 

@@ -49,7 +49,7 @@ from planner.space.rules import RULES
 from planner.space.shared_stages import shared_splits
 
 AXES = 6
-"""Axes of the grid: mesh (tp, pp, cp and its form, dp, ep, etp), chunks and schedule, micro batch, sequence
+"""Axes of the grid: mesh (tp, pp, cp and its form, dp, ep, etp), chunks and schedule, microbatch, sequence
 parallel, recompute, ZeRO."""
 
 SINGLE_VALUES = {
@@ -91,12 +91,12 @@ class Space:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Values along the axis of the micro batch; arrays of [n]."""
+    """Values along the axis of the microbatch; arrays of [n]."""
 
     size: Ints
-    """Sequences of a micro batch."""
+    """Sequences of a microbatch."""
     fewest: Bools
-    """A step has no more micro batches than its schedule needs; else as many as the batch holds."""
+    """A step has no more microbatches than its schedule needs; else as many as the batch holds."""
 
 
 Admit = Callable[[OpenGrid], tuple[OpenGrid, Bools]]
@@ -243,7 +243,7 @@ def build(
     work = flat_places((*shape[:4], 1, 1), where)
     alone = degrees.micro_batches == 1
     if alone.any():
-        # With one micro batch gradients may be reduced before they are whole.
+        # With one microbatch gradients may be reduced before they are whole.
         states = 2 * states
         states += alone.ravel().take(flat_places(alone.shape, where))
     return Space(table, states, work, considered, illegal, reserve)
@@ -277,7 +277,7 @@ def _flattened(degrees: OpenGrid, legal: Bools) -> tuple[OpenGrid, Bools]:
 
 
 def _admitted(degrees: OpenGrid, legal: Bools, admit: Admit | None) -> tuple[OpenGrid, Bools]:
-    """The grid without pairs of mesh and chunks, and without micro batches, of which none is admitted."""
+    """The grid without pairs of mesh and chunks, and without microbatches, of which none is admitted."""
     if admit is None:
         return degrees, legal
     before = degrees
@@ -347,7 +347,7 @@ def _too_few_sequences(
     for rule, mask in zip(rules, broken, strict=True):
         if rule.name not in BATCH_RULES:
             legal &= ~mask
-    # A pipeline is full with as many micro batches as ranks.
+    # A pipeline is full with as many microbatches as ranks.
     needed = degrees.micro_batch_size * degrees.data_parallel * degrees.pipeline_parallel
     every = np.where(legal, np.broadcast_to(needed, legal.shape), np.iinfo(np.int64).max)
     least = int(every.min())

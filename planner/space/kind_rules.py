@@ -110,7 +110,7 @@ FLOAT8_RULE = Rule(
     lambda model, d: _splits_backward(d),
     lambda model, d: (
         f"schedule {SCHEDULES[int(d.schedule)]} splits backward passes, in which PyTorch "
-        f"{installed_version()} loses products in 8 bits; install PyTorch 2.13 or later, pin precision=bf16, "
+        f"{installed_version()} loses GEMMs in 8 bits; install PyTorch 2.13 or later, pin precision=bf16, "
         "or use schedule 1f1b or interleaved"
     ),
 )

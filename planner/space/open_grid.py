@@ -20,7 +20,7 @@ class OpenGrid(LayoutTable):
     columns: Mapping[str, Ints | Bools]
     """Arrays by the fields of `LayoutTable`, but for the batch and the split, and by `entries`, `layers` and
     `deepest` of it; `batch` and `batch_is_maximum` are the sequences of one step that are asked for, exactly
-    or at most, and `fewest` where a step has no more micro batches than its schedule needs."""
+    or at most, and `fewest` where a step has no more microbatches than its schedule needs."""
 
     @classmethod
     def on(cls, columns: Mapping[str, Ints | Bools]) -> OpenGrid:
@@ -47,7 +47,7 @@ class OpenGrid(LayoutTable):
     def _most_sequences(self) -> Ints:
         """Sequences of one step: the given ones, or the most under the maximum that the schedule can run.
 
-        Interleaved schedules need multiples of pp micro batches. Where not even that many fit, the multiple
+        Interleaved schedules need multiples of pp microbatches. Where not even that many fit, the multiple
         of the smaller unit (or the maximum) shows what is missing.
         """
         batch, unit = self.columns["batch"], self.micro_batch_size * self.data_parallel

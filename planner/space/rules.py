@@ -112,22 +112,22 @@ RULES: tuple[Rule, ...] = (
             f"use a multiple of {d.micro_batch_size * d.data_parallel}"
         ),
     ),
-    # torch.distributed.pipelining's Schedule1F1B refuses fewer micro batches than stages.
+    # torch.distributed.pipelining's Schedule1F1B refuses fewer microbatches than stages.
     Rule(
         "pipeline_micro_batches",
         lambda model, d: d.micro_batches < d.pipeline_parallel,
         lambda model, d: (
-            f"{d.micro_batches} micro batches do not fill pipeline_parallel {d.pipeline_parallel}; use a "
+            f"{d.micro_batches} microbatches do not fill pipeline_parallel {d.pipeline_parallel}; use a "
             f"global batch of at least {d.micro_batch_size * d.data_parallel * d.pipeline_parallel} "
             "or fewer stages"
         ),
     ),
-    # Interleaving runs the micro batches in rounds of one for each pipeline rank.
+    # Interleaving runs the microbatches in rounds of one for each pipeline rank.
     Rule(
         "interleaved_micro_batches",
         lambda model, d: d.runs(*IN_ROUNDS) & (d.micro_batches % d.pipeline_parallel != 0),
         lambda model, d: (
-            f"the {SCHEDULES[int(d.schedule)]} schedule needs micro batches in multiples of "
+            f"the {SCHEDULES[int(d.schedule)]} schedule needs microbatches in multiples of "
             f"pipeline_parallel {d.pipeline_parallel}, not {d.micro_batches}"
         ),
     ),
@@ -136,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         "v_micro_batches",
         lambda model, d: d.runs(*V_SCHEDULES) & (d.micro_batches < 2 * d.pipeline_parallel),
         lambda model, d: (
-            f"the {SCHEDULES[int(d.schedule)]} schedule needs a micro batch for each of its "
+            f"the {SCHEDULES[int(d.schedule)]} schedule needs a microbatch for each of its "
             f"{2 * d.pipeline_parallel} stages, not {d.micro_batches}; use a global batch of at least "
             f"{d.micro_batch_size * d.data_parallel * 2 * d.pipeline_parallel} or fewer stages"
         ),
@@ -170,14 +170,14 @@ RULES: tuple[Rule, ...] = (
             f"same experts; use {', '.join(map(str, divisors(int(d.expert_replicas))))}"
         ),
     ),
-    # Under a pipeline the gradients of all micro batches accumulate before they are reduced once, and what a
+    # Under a pipeline the gradients of all microbatches accumulate before they are reduced once, and what a
     # backward pass has gathered stays for the forward pass that comes next.
     Rule(
         "zero_pipeline",
         lambda model, d: (d.zero_stage >= 2) & (d.pipeline_parallel > 1),
         lambda model, d: (
             f"zero_stage {d.zero_stage} with pipeline_parallel {d.pipeline_parallel} keeps gradients and "
-            "parameters whole until the last micro batch, as zero_stage 1 does; use 1"
+            "parameters whole until the last microbatch, as zero_stage 1 does; use 1"
         ),
         redundant=True,
         lifted_by=(("zero_stage",),),

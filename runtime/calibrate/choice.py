@@ -83,7 +83,7 @@ class _Left:
     def take(self, told: set[object]) -> tuple[Layout, frozenset[object]]:
         """The layout that does most of what is not told, and then of what is not seen of this model.
 
-        Of as many the simplest, with one micro batch and with several in turns.
+        Of as many the simplest, with one microbatch and with several in turns.
         """
         best = max(
             self.signs,
@@ -102,7 +102,7 @@ class _Left:
 
 
 def _signs(layout: Layout) -> Iterator[object]:
-    """What a layout does that costs something of its own, alone and with several micro batches."""
+    """What a layout does that costs something of its own, alone and with several microbatches."""
     several = layout.micro_batches > 1
     features: list[object] = []
     if layout.tensor_parallel > 1:
@@ -118,7 +118,7 @@ def _signs(layout: Layout) -> Iterator[object]:
         features.append(("etp", layout.expert_tensor_parallel))
     replicas = layout.data_parallel * layout.context_parallel
     if replicas > 1:
-        # Stages 1 and 2 do the same where there is one micro batch, and nearly so with more.
+        # Stages 1 and 2 do the same where there is one microbatch, and nearly so with more.
         features.append(("zero", replicas, (0, 1, 1, 3)[layout.zero_stage]))
     if layout.data_parallel > 1:
         features.append(("dp", layout.data_parallel, min(layout.zero_stage, 1)))

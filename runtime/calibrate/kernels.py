@@ -82,7 +82,7 @@ def slowest_rate(rate: float, device: torch.device) -> float:
 
 
 def product_shapes(model: ModelSpec, engine: Engine, layouts: Sequence[Layout]) -> list[tuple[int, int, int]]:
-    """[m, k] by [k, n] of every product of a layer and of the head under `layouts`, each shape once."""
+    """[m, k] by [k, n] of every GEMM of a layer and of the head under `layouts`, each shape once."""
     table = LayoutTable.of(layouts)
     works: list[Operators] = [head(model, engine, padded_vocabulary(model, table), table)]
     for routed in (False, True)[: 1 + (model.routed_layers > 0)]:
@@ -97,7 +97,7 @@ def product_shapes(model: ModelSpec, engine: Engine, layouts: Sequence[Layout]) 
 
 
 def measure_product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> ProductTime:
-    """A product as a layer has it, and the two of its backward pass."""
+    """A GEMM as a layer has it, and the two of its backward pass."""
     m, k, n = shape
     left, right, gradient = (
         torch.randn(*size, device=device, dtype=dtype) for size in ((m, k), (n, k), (m, n))

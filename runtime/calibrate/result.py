@@ -22,7 +22,7 @@ from planner.inputs.engine import DEFAULT_ENGINE
 from planner.version import version
 
 SHOWN = (
-    ("gemm.efficiency", "share of peak that products reach"),
+    ("gemm.efficiency", "share of peak that GEMMs reach"),
     ("attention.efficiency", "share of peak that attention reaches"),
     ("elementwise.passes", "traffic of element-wise work, in passes"),
     ("host.layer_overhead", "host seconds of a layer's pass"),

@@ -4,7 +4,7 @@ Dynamo, AOTAutograd and Inductor's passes and partitioner run as for the device,
 the compiled one does. Code is not generated. Each graph runs node by node and makes the buffers that
 Inductor's code would:
 
-- matrix products, attention, collectives and all else that Inductor calls as a kernel of its own read and
+- GEMMs, attention, collectives and all else that Inductor calls as a kernel of its own read and
   write buffers;
 - element-wise operations are computed where they are read, and have a buffer only if such a kernel reads them
   or the graph returns them; so do copies and casts;
@@ -36,7 +36,7 @@ from runtime.dryrun.repeats import repeats_of_compilers
 from runtime.dryrun.tracker import COLLECTIVES, Tracker
 
 SETTINGS = {
-    # Would try out matrix products on the device.
+    # Would try out GEMMs on the device.
     "shape_padding": False,
     # Looks for attention that is not written as such; takes seconds to get ready.
     "pattern_matcher": False,

@@ -66,7 +66,7 @@ def gpu_kernels(fake: FakeTensorMode) -> Iterator[None]:
 
 @contextmanager
 def cpu_kernels() -> Iterator[None]:
-    """Let fake tensors of a CPU take grouped products in any format, as real ones do."""
+    """Let fake tensors of a CPU take grouped GEMMs in any format, as real ones do."""
     grouped = F.grouped_mm
 
     def multiplied(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor, **kwargs: Any) -> Tensor:

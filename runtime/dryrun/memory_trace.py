@@ -90,7 +90,7 @@ class MemoryTrace:
     host_bytes: int
     """Most bytes that were in host memory at once; 0 on a CPU, whose memory is the device's."""
     micro_batches: int
-    """Micro batches that were traced: as many as the schedule needs to reach its steady state."""
+    """Microbatches that were traced: as many as the schedule needs to reach its steady state."""
     operations: int = field(default=0, compare=False)
     """PyTorch operations that were traced."""
 

@@ -54,7 +54,7 @@ class RankProfile:
     device: str
     compiled: bool
     micro_batches: tuple[int, ...]
-    """Numbers of micro batches with which it was measured."""
+    """Numbers of microbatches with which it was measured."""
     measured: dict[str, float]
     """Measured seconds of the whole step, by the name in `OWN`."""
     predicted: dict[str, float]
@@ -80,7 +80,7 @@ class RankProfile:
 def profile_rank(plan: Plan, rank: int) -> RankProfile:
     """Run a rank of a plan for real and time it.
 
-    A step of as few micro batches as its schedule runs, and one of twice as many, tell what a micro batch
+    A step of as few microbatches as its schedule runs, and one of twice as many, tell what a microbatch
     takes and what a step takes once. On a CPU it takes as many times as long as ranks share a core.
 
     Raises:
@@ -123,7 +123,7 @@ def profile_rank(plan: Plan, rank: int) -> RankProfile:
 
 
 def _micro_batches(layout: Layout) -> tuple[int, ...]:
-    """Micro batches of the steps to time: the fewest that the schedule runs, and twice as many."""
+    """Microbatches of the steps to time: the fewest that the schedule runs, and twice as many."""
     fewest = fewest_micro_batches(layout)
     return tuple(sorted({fewest, min(2 * fewest, layout.micro_batches)}))
 
@@ -158,7 +158,7 @@ def _device(plan: Plan, pipeline_rank: int) -> torch.device:
 
 
 def _step(trainer: Trainer, micro_batches: int, device: torch.device) -> StepParts:
-    """The parts of a step of so many micro batches, scaled to the median of those without a profiler."""
+    """The parts of a step of so many microbatches, scaled to the median of those without a profiler."""
     rows = micro_batches * trainer.layout.micro_batch_size
     samples = np.zeros((rows, trainer.spec.seq + 1), dtype=np.int64)
     seconds = []
@@ -177,7 +177,7 @@ def _step(trainer: Trainer, micro_batches: int, device: torch.device) -> StepPar
 
 
 def whole_step(measured: dict[int, StepParts], micro_batches: int) -> dict[str, float]:
-    """Seconds of a step of so many micro batches by the name in `OWN`, from steps of fewer.
+    """Seconds of a step of so many microbatches by the name in `OWN`, from steps of fewer.
 
     Collectives do nothing here; what it takes the host to call them is of the host.
     """

@@ -203,7 +203,7 @@ def _labelled_call(tracker: Tracker) -> type:
 def _tag_gradients(tracker: Tracker, group: Any, _: Any, *args: Any) -> None:
     for parameter in group.fsdp_params:
         tracker.tag(parameter.sharded_param.grad, "gradients")
-        # What is left to the next micro batch.
+        # What is left to the next microbatch.
         tracker.tag(parameter.unsharded_accumulated_grad, "gradients")
 
 

@@ -149,7 +149,7 @@ def dry_rank(
 
 
 PASSES_TO_CHAIN = 3
-"""Passes of a micro batch before compiled layers run as a chain (`runtime.parallel.layer_chain`)."""
+"""Passes of a microbatch before compiled layers run as a chain (`runtime.parallel.layer_chain`)."""
 
 
 def _run_steps(
@@ -185,7 +185,7 @@ def _run_steps(
 
 
 def short_layout(layout: Layout, pipeline_rank: int) -> Layout:
-    """`layout` with as few micro batches as its step needs to show its peak."""
+    """`layout` with as few microbatches as its step needs to show its peak."""
     per_rank = enough_micro_batches(layout, pipeline_rank)
     batch = per_rank * layout.micro_batch_size * layout.data_parallel
     return layout.model_copy(update={"global_batch_size": batch})
@@ -193,7 +193,7 @@ def short_layout(layout: Layout, pipeline_rank: int) -> Layout:
 
 @contextmanager
 def _rows_of(trainer: training.Trainer, micro_batches: int) -> Iterator[None]:
-    """Let a step run the first micro batches only of a batch that lies on the device as a whole."""
+    """Let a step run the first microbatches only of a batch that lies on the device as a whole."""
     rows = micro_batches * trainer.layout.micro_batch_size
     inputs = type(trainer)._inputs
 
@@ -206,7 +206,7 @@ def _rows_of(trainer: training.Trainer, micro_batches: int) -> Iterator[None]:
 
 @contextmanager
 def _held(losses: int, executor: Executor) -> Iterator[None]:
-    """Hold the losses of micro batches that are left out: the pipeline keeps one of each."""
+    """Hold the losses of microbatches that are left out: the pipeline keeps one of each."""
     train = executor.train
 
     def holding(tokens: Tensor, labels: Tensor) -> Tensor:

@@ -24,20 +24,20 @@ NEIGHBOURS = 2
 
 
 ROUNDS, SPLIT_ROUNDS, MANY_ROUNDS = 3, 4, 5
-"""Least rounds of micro batches where a rank has several stages, where their backward is split, and where a
+"""Least rounds of microbatches where a rank has several stages, where their backward is split, and where a
 rank has more stages than it gathers at a time: which ones follows from passes further ahead."""
 
 
 def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
-    """The fewest micro batches whose step passes through the same states as that of `layout`.
+    """The fewest microbatches whose step passes through the same states as that of `layout`.
 
-    Micro batches are alike, so what a rank holds around a pass follows from how many micro batches of each of
+    Microbatches are alike, so what a rank holds around a pass follows from how many microbatches of each of
     its stages are between forward and backward, how many wait for their gradients of weights, whether
     gradients are there, which passes come shortly before and after, and whether it is a stage's last backward
     pass. Two batches whose steps pass through the same set of such states have the same peak.
 
     With several stages on a rank, a message may come many passes before its use, by the pace of other ranks:
-    a few rounds of micro batches are taken then at least, in which all ranks come to keep pace.
+    a few rounds of microbatches are taken then at least, in which all ranks come to keep pace.
     """
     if layout.pipeline_parallel == 1:
         # The first makes gradients, others add to them, and the last reduces them.
@@ -87,7 +87,7 @@ def _states(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, 
     # Each pass with those around it; 0 before the first and after the last.
     numbers = np.pad(1 + kind * len(stages) + chunk, NEIGHBOURS)
     around = np.lib.stride_tricks.sliding_window_view(numbers, 2 * NEIGHBOURS + 1)
-    # Of each stage: micro batches between forward and backward, those that wait for gradients of weights, and
+    # Of each stage: microbatches between forward and backward, those that wait for gradients of weights, and
     # whether some are done.
     begun, done = forward.cumsum(axis=0), _before(ends)
     under_way = begun - _before(is_own & ~forward & ~weights)

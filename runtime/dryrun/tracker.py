@@ -34,7 +34,7 @@ STRENGTH = {
 """Which name wins when a storage has several roles.
 
 What forward saves is an activation although a collective made it, as a gathered input is; but parameters that
-FSDP2 gathers stay communication although every matrix product saves them. "message" is the weak form of
+FSDP2 gathers stay communication although every GEMM saves them. "message" is the weak form of
 communication: what a collective or the pipeline has delivered.
 """
 

@@ -56,8 +56,8 @@ class Activity(NamedTuple):
     """Seconds of this machine's monotonic clock."""
 
     def describe(self) -> str:
-        """The operation in words, such as `forward of micro batch 3 of iteration 12`."""
-        part = "" if self.micro_batch is None else f" of micro batch {self.micro_batch}"
+        """The operation in words, such as `forward of microbatch 3 of iteration 12`."""
+        part = "" if self.micro_batch is None else f" of microbatch {self.micro_batch}"
         return f"{self.operation}{part}" + (f" of {self.period}" if self.period else "")
 
 
@@ -71,7 +71,7 @@ _current = _Current()
 
 
 def set_operation(operation: str, micro_batch: int | None = None) -> None:
-    """Say what this rank starts to do; a micro batch counts from 1."""
+    """Say what this rank starts to do; a microbatch counts from 1."""
     now = _current
     now.activity = Activity(operation, micro_batch, now.period, now.iteration, now.in_step, time.monotonic())
 

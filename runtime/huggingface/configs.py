@@ -13,8 +13,8 @@ from planner.inputs.huggingface.keys import ACTIVATIONS, ATTENTION_KINDS, SCALIN
 from planner.inputs.huggingface.readers import model_fields
 
 FREE_FIELDS = ("name", "source", "published_parameters", "seq", "mtp_layers", "lora", "mtp")
-"""Fields of a model that none of its own weights and logits depends on; adapters, and modules that predict
-further tokens, are added to them."""
+"""Fields of a model that none of its own weights and logits depends on; adapters, and MTP modules, are
+added to them."""
 
 _SCALING_FIELDS = {
     "linear": ("factor",),

@@ -1,4 +1,4 @@
-"""The language model in files that hold more: encoders of images, or modules that predict further tokens."""
+"""The language model in files that hold more: encoders of images, or MTP modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONLY_PARTS = ("qwen3_vl_text", "qwen3_vl_moe_text")
 """Model types that transformers does not have by themselves."""
 
 FURTHER = re.compile(r"^(model\.)?mtp[._]")
-"""Names of modules that predict further tokens, which transformers leaves out too (Qwen3-Next, Qwen 3.5)."""
+"""Names of MTP modules, which transformers leaves out too (Qwen3-Next, Qwen 3.5)."""
 
 
 def language_config(config: Config) -> Config:

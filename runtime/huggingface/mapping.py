@@ -319,13 +319,13 @@ def _layer(
 
 
 FURTHER_TYPES = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")
-"""Model types whose files have layers after the last that predict further tokens; transformers skips them."""
+"""Model types whose files have MTP layers after the last; transformers skips them."""
 
 _FURTHER = {"token_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "norm": "shared_head.norm"}
 
 
 def _further(spec: ModelSpec, style: Style, interleaved: bool) -> Iterator[Entry]:
-    """Modules that predict further tokens, as DeepSeek-V3's files have them (its README_WEIGHTS.md)."""
+    """MTP modules, as DeepSeek-V3's files have them (its README_WEIGHTS.md)."""
     kind = spec.layer_kind(spec.layers - 1)
     for depth in range(spec.mtp_depths):
         theirs, ours = f"model.layers.{spec.layers + depth}.", f"mtp.{depth}."

@@ -78,7 +78,7 @@ class HuggingFaceModel:
         self.block = _block_of(self.config, self.where)
         self.packed: dict[str, Packed] = {}
         self.copies: set[str] = set()
-        """Names of copies of embedding and head in layers that predict further tokens."""
+        """Names of copies of embedding and head in MTP layers."""
         if _method_of(self.config) == MXFP4:
             self.packed = packed_tensors(self.tensors)
             for name, packed in self.packed.items():
@@ -118,7 +118,7 @@ class HuggingFaceModel:
         return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
     def read(self, entry: Entry) -> Tensor:
-        """A tensor of theirs, in memory of its own; blocks are multiplied by their factors."""
+        """A tensor of theirs, in memory of its own; blocks are multiplied by their scales."""
         if entry.theirs in self.packed:
             return self.packed[entry.theirs].read()
         tensor = read_tensor(self.tensors[entry.theirs])
@@ -139,7 +139,7 @@ class HuggingFaceModel:
         return parts[0] if self.places[name][0][1].expert is None else torch.stack(parts)
 
     def _find_further(self) -> None:
-        """Take in the layers that predict further tokens, where all of them are there as they are here: with
+        """Take in the MTP layers, where all of them are there as they are here: with
         the embedding and the head of the model."""
         if str(self.config["model_type"]) not in FURTHER_TYPES or not self.spec.mtp_layers:
             return
@@ -200,7 +200,7 @@ class HuggingFaceModel:
             )
 
     def _has_factors(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether there is a factor for each block of a matrix of fp8."""
+        """Whether there is a scale for each block of a matrix of fp8."""
         factors = self.tensors.get(name + SCALE_SUFFIX)
         if factors is None or len(shape) != len(self.block):
             return False
@@ -217,7 +217,7 @@ def entries_of(config: dict[str, Any], spec: ModelSpec, is_stacked: bool = False
 
 
 def _block_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
-    """Rows and columns of the blocks of fp8 that share a factor; empty where nothing is quantised."""
+    """Rows and columns of the blocks of fp8 that share a scale; empty where nothing is quantised."""
     quantised, method = config.get("quantization_config"), _method_of(config)
     if quantised is None or method == MXFP4:
         return ()

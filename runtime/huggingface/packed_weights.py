@@ -1,4 +1,4 @@
-"""Weights of four bits in blocks that share a factor, as gpt-oss is published.
+"""Weights of four bits in blocks that share a scale, as gpt-oss is published.
 
 MXFP4 (OCP Microscaling Formats 1.0, sections 5.3 and 6.1): an element is E2M1, two of them are a byte with
 the first one in its lower half, and 32 share a power of two, stored as E8M0.
@@ -39,7 +39,7 @@ class Packed(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is a factor for each block."""
+        """Whether there is a scale for each block."""
         return self.scales.shape == self.blocks.shape[:-1] and self.blocks.shape[-1] == BLOCK_BYTES
 
     def read(self) -> Tensor:

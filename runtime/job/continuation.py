@@ -80,7 +80,7 @@ def keep_batch(batch: BatchOptions, previous: PreviousRun | None) -> BatchOption
 def keep_micro_batch(
     parallel: ParallelOptions, training: TrainingOptions, previous: PreviousRun | None
 ) -> ParallelOptions:
-    """The options of a run that goes on: the micro batch stays where a balancing loss is counted in it."""
+    """The options of a run that goes on: the microbatch stays where a balancing loss is counted in it."""
     had = None if previous is None else previous.micro_batch_size
     if had is None or not counts_micro_batches(training) or parallel.micro_batch_size is not None:
         return parallel
@@ -88,7 +88,7 @@ def keep_micro_batch(
 
 
 def counts_micro_batches(training: TrainingOptions) -> bool:
-    """Whether losses depend on the size of the micro batch."""
+    """Whether losses depend on the size of the microbatch."""
     return training.moe_router_load_balancing_type == "aux_loss" and training.moe_aux_loss_coeff > 0
 
 

@@ -12,7 +12,7 @@ UNCALIBRATED = {
     "attention": "`planner calibrate` times it on this device",
     "elementwise": "`planner calibrate` times the device's memory",
     "optimizer": "`planner calibrate` times it on this device",
-    "host_gaps": "`planner calibrate` times the host; larger micro batches give the device more to do",
+    "host_gaps": "`planner calibrate` times the host; larger microbatches give the device more to do",
     "communication": "`planner calibrate` on all ranks, or --preflight measure, times the links",
 }
 """What to do where the device is as the catalogue has it."""
@@ -22,7 +22,7 @@ CALIBRATED = {
     "attention": "the device is slower than when it was calibrated, or sequences are of other lengths",
     "elementwise": "other processes use the device's memory; `planner calibrate --from-history` learns this",
     "optimizer": "other processes use the device's memory; `planner calibrate --from-history` learns this",
-    "host_gaps": "the host's cores are busy or too few; larger micro batches give the device more to do",
+    "host_gaps": "the host's cores are busy or too few; larger microbatches give the device more to do",
     "communication": "look for a slow rank (--straggler-factor) or other jobs on these links",
 }
 """What to do where it was measured on this machine, and is slower now."""

@@ -52,7 +52,7 @@ def _check_weights(source: Path, stored: ModelSpec, spec: ModelSpec) -> None:
     if spec.mtp_depths > stored.mtp_depths:
         raise InputError(
             f"--mtp-num-layers {spec.mtp_depths}: checkpoint {source} has weights of {stored.mtp_depths} "
-            "modules that predict further tokens; ask for at most as many, or leave the flag out"
+            "MTP modules; ask for at most as many, or leave the flag out"
         )
 
 

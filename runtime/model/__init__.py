@@ -2,7 +2,7 @@
 
 The name of an activation ends in its dimensions, here and in `runtime.parallel`: `x_BSD` is [B, S, D].
 
-    B   sequences of a micro batch
+    B   sequences of a microbatch
     S   tokens of a sequence; under context parallelism those that this rank holds, where s is written too
     s   S / cp, beside whole sequences
     T   tokens of all sequences, B S; in attention the queries of some tokens of a sequence

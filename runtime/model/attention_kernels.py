@@ -37,7 +37,7 @@ def pad_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class DocumentMasks:
-    """The masks that attention of one reach adds to scores within documents, in the micro batch that runs.
+    """The masks that attention of one reach adds to scores within documents, in the microbatch that runs.
 
     They hide all that a token does not see: other documents, later tokens, and what its window or chunk
     leaves out. There is one mask [B, 1, S, S] where attention sees whole sequences, one for each part of the

@@ -1,4 +1,4 @@
-"""Modules after the model that predict further tokens (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+"""Multi-token prediction (MTP): modules after the model (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
 What comes in is what the model makes of its last norm, as Megatron-LM and published inference code of
 DeepSeek-V3 have it. Shapes: see `runtime.model`.

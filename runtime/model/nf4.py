@@ -37,7 +37,7 @@ class NF4Weight(nn.Module):
     Args:
         outputs: O, rows that are here.
         inputs: I.
-        dtype: format of products.
+        dtype: format of GEMMs.
         first_row: rows of the matrix before those that are here.
         device: the default one unless given.
     """
@@ -106,7 +106,7 @@ class NF4Weight(nn.Module):
         return self.scales * self._by_row(self.factors / STEPS)
 
     def dense(self) -> Tensor:
-        """The matrix [O, I] that the codes stand for, in the format of products."""
+        """The matrix [O, I] that the codes stand for, in the format of GEMMs."""
         found = F.embedding(self.codes.int(), self.pairs)
         blocks = found.view(self.outputs, -1, BLOCK).mul_(self._own_scales().unsqueeze(-1))
         return blocks.view(self.outputs, -1)[:, : self.inputs]
@@ -117,7 +117,7 @@ class NF4Weight(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """A product that keeps nothing: backward makes the matrix again, for the gradient of the input."""
+    """A GEMM that keeps nothing: backward makes the matrix again, for the gradient of the input."""
 
     @staticmethod
     def forward(

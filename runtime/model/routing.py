@@ -1,4 +1,4 @@
-"""Tokens to experts and back: sorting, capacity, grouped products. No parallelism.
+"""Tokens to experts and back: sorting, capacity, grouped GEMMs. No parallelism.
 
 Shapes: see `runtime.model`. A row is a pair of a token and one of its experts; pairs have the number
 token x k + choice.
@@ -16,7 +16,7 @@ from torch import Tensor
 from costmodels.pytorch import is_at_least
 
 ALIGNMENT_BYTES = 16
-"""What rows of matrices must be multiples of in PyTorch's grouped product."""
+"""What rows of matrices must be multiples of in PyTorch's grouped GEMM."""
 
 GROUPED_MAJORS = (9, 10)
 """Compute capabilities that its kernels are made for; AMD's MI300 and MI350 report 9 too."""
@@ -173,7 +173,7 @@ def grouped_linear(
         weight_EOI: matrices of the experts.
         counts_E: rows of each expert.
         bias_EO: their biases, where they have some.
-        sizes: `counts_E` on the host, where PyTorch's grouped product does not take the operands.
+        sizes: `counts_E` on the host, where PyTorch's grouped GEMM does not take the operands.
 
     Returns:
         [R, O]. Without rows too the weights get a gradient, of zeros: ranks reduce gradients together.
@@ -203,17 +203,17 @@ def major_of(device: torch.device) -> int:
 
 
 def _leaves_garbage(device: torch.device) -> bool:
-    """Whether grouped products of `device` may not write the gradients of weights without rows."""
+    """Whether grouped GEMMs of `device` may not write the gradients of weights without rows."""
     if device.type != "cuda":
         return False
     return torch.version.hip is not None or major_of(device) >= BLACKWELL
 
 
 def takes_grouped(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
-    """Whether PyTorch's grouped product takes rows and weights of these widths, without a loop of its own.
+    """Whether PyTorch's grouped GEMM takes rows and weights of these widths, without a loop of its own.
 
     CUDA kernels are made for bf16 on Hopper and data-centre Blackwell; elsewhere PyTorch asks the device for
-    the sizes of groups in every product.
+    the sizes of groups in every GEMM.
     """
     if any(width * dtype.itemsize % ALIGNMENT_BYTES for width in widths):
         return False
@@ -240,7 +240,7 @@ KEEPS_PYTHON_NODES = is_at_least("2.13")
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """The product [..., N] of `x` [..., K] and `weight` [N, K] in fp32.
+    """The GEMM [..., N] of `x` [..., K] and `weight` [N, K] in fp32.
 
     Backward keeps both in the format that they have, from PyTorch 2.13 on.
     """

@@ -105,8 +105,8 @@ class Transformer(nn.Module):
     """The layers `layers` of a model; embedding and head only where asked (pipeline stages).
 
     Maps tokens [B, S] or, without the embedding, activations [B, S, D] to logits [B, S, V] or, without
-    the head, activations; to what `score` makes in the place of logits, if set. Modules that predict further
-    tokens are where the head is, with a copy of the embedding where that is elsewhere. Parameters keep their
+    the head, activations; to what `score` makes in the place of logits, if set. MTP modules are
+    where the head is, with a copy of the embedding where that is elsewhere. Parameters keep their
     names in the whole model whatever the stage.
     """
 
@@ -139,7 +139,7 @@ class Transformer(nn.Module):
         self.score: Scorer | None = None
         """Makes of the head and its input what the model returns in the place of logits: a loss."""
         self.numbers = [*layers, *range(spec.layers, spec.layers + len(self.mtp))]
-        """Of `blocks`: those that predict further tokens follow the layers of the whole model."""
+        """Of `blocks`: those of MTP follow the layers of the whole model."""
         self.ends_share = spec.tied or spec.mtp is not None
         self.tied, self.logits_scale, self.softcap = spec.tied, spec.logits_scale, spec.logits_softcap
         self.documents: dict[Reach, DocumentMasks] = {}
@@ -156,7 +156,7 @@ class Transformer(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """The layers, and those of the modules that predict further tokens."""
+        """The layers, and those of the MTP modules."""
         further = (module.block for module in self.mtp if isinstance(module, FurtherToken))
         return [*self.stack, *(block for block in further if isinstance(block, Block))]
 
@@ -236,7 +236,7 @@ class Transformer(nn.Module):
         return x_BSD if self.logits_scale == 1.0 else x_BSD * self.logits_scale
 
     def _scored(self, head: nn.Linear, x_BSD: Tensor, score: Scorer) -> Tensor:
-        """The loss of the output of the last norm; an evaluation leaves further tokens out."""
+        """The loss of the output of the last norm; an evaluation leaves MTP out."""
         loss = score(head, self._scaled(x_BSD))
         if not self.mtp or not torch.is_grad_enabled():
             return loss

@@ -53,7 +53,7 @@ def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     """Shard `stage` with FSDP2 (ZeRO 1 to 3), also over some of the ranks (hybrid), or offload it (ZeRO 0).
 
     Gradients are summed, not averaged: the loss is already divided by the tokens of the global batch. Those
-    of several micro batches are added up in the format of the reduction too, as with Megatron-LM's
+    of several microbatches are added up in the format of the reduction too, as with Megatron-LM's
     `--grad-reduce-in-bf16`; the optimizer always sees fp32.
 
     When the optimizer is offloaded, the fp32 shards lie in host memory. FSDP2 copies them to the device

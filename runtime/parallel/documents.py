@@ -1,7 +1,7 @@
 """Attention and positions within documents (Megatron-LM's `_get_ltor_masks_and_position_ids`).
 
 One sample holds parts of several documents, or several whole ones. Here the stages learn, before each pass of
-a micro batch, where the documents in it begin: the cores of attention get a mask, the embedding and rotary
+a microbatch, where the documents in it begin: the cores of attention get a mask, the embedding and rotary
 tables get positions. Backward needs the same where it computes again.
 """
 
@@ -69,16 +69,16 @@ class Documents:
         self.is_gathered = layout.context_parallel > 1 and layout.context_parallel_form == "all_gather"
         self.starts: tuple[Tensor, ...] = ()
         self.masks: tuple[int, dict[Reach, tuple[Tensor, ...]]] = (-1, {})
-        """The micro batch that has run last, and its masks: all stages of a rank share them."""
+        """The microbatch that has run last, and its masks: all stages of a rank share them."""
         self.tables: dict[MakeTables, Tables] = {}
 
     def start_batch(self, starts: Tensor) -> None:
-        """Take where the document of each token of a batch begins, [micro batches x B, S]."""
+        """Take where the document of each token of a batch begins, [microbatches x B, S]."""
         self.starts = torch.split(starts, self.micro_batch_size)
         self.masks = (-1, {})
 
     def enter(self, stage: Transformer, number: int) -> None:
-        """Ready `stage` for a pass of micro batch `number`, forward or backward."""
+        """Ready `stage` for a pass of microbatch `number`, forward or backward."""
         starts = self.starts[number]
         if self.boundaries.reset_attention_mask:
             if self.masks[0] != number:

@@ -3,7 +3,7 @@
 Expert parallelism gives each of `ep` ranks whole experts; tokens travel to them by all-to-all (GShard,
 arXiv:2006.16668, section 3.2). Expert tensor parallelism splits every expert over `etp` ranks, as an MLP
 (Megatron-LM, arXiv:1909.08053, section 3). Every rank routes other tokens than all others of its stage, so
-neither depends on tensor parallelism elsewhere. Elements that a rank sends per layer and micro batch, for T
+neither depends on tensor parallelism elsewhere. Elements that a rank sends per layer and microbatch, for T
 tokens of its own and even load; backward sends the same:
 
     ep    etp   forward
@@ -182,7 +182,7 @@ class ExchangeDispatch:
 
 
 class HalvedDispatch:
-    """Tokens travel in halves: experts compute one while the other is on its way to them or back.
+    """Tokens travel in two parts: experts compute one while the other is on its way to them or back.
 
     In backward too, which goes through the steps in the opposite order.
     """

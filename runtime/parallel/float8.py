@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits: which layers have them, and by which recipe."""
+"""GEMMs in 8 bits: which layers have them, and by which recipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_CAPABILITY = {"fp8": (8, 9), "mxfp8": (10, 0)}
 """NVIDIA's first GPUs with them: Ada and Blackwell."""
 
 AMD_DEVICES: dict[str, tuple[str, ...]] = {"fp8": ("gfx942", "gfx950"), "mxfp8": ()}
-"""AMD's GPUs with them: MI300 and MI350; their kernels read factors of mxfp8 in another order."""
+"""AMD's GPUs with them: MI300 and MI350; their kernels read scales of MXFP8 in another order."""
 
 SINCE = {
     "fp8": "NVIDIA has them since compute capability 8.9, AMD since MI300",
@@ -34,8 +34,8 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def check_float8(device: torch.device, precision: Precision = "fp8") -> None:
-    """Raise `InputError` when `device` has no products in such 8 bits; all ranks should agree on it."""
-    instead, products = "pin precision=bf16", f"{precision} matrix products"
+    """Raise `InputError` when `device` has no GEMMs in such 8 bits; all ranks should agree on it."""
+    instead, products = "pin precision=bf16", f"{precision} GEMMs"
     if device.type != "cuda":
         raise InputError(f"precision {precision}: device {device} has no {products}; {instead}")
     name = torch.cuda.get_device_name(device)
@@ -52,15 +52,15 @@ def check_float8(device: torch.device, precision: Precision = "fp8") -> None:
 def float8(stage: Transformer, recipe: Fp8Recipe | Literal["mxfp8"] = "default") -> None:
     """Let the linear layers of the blocks of `stage` multiply in fp8, the head in bf16.
 
-    "rowwise", the default, scales every row of the left and every column of the right operand of a product by
+    "rowwise", the default, scales every row of the left and every column of the right operand of a GEMM by
     a power of two of its own, so that no scale depends on what another rank or sequence holds;
-    "rowwise_with_gw_hp" does so too, but for gradients of weights, which are products in bf16. Both are
+    "rowwise_with_gw_hp" does so too, but for gradients of weights, which are GEMMs in bf16. Both are
     torchao's. "tensorwise" has one scale for all that a rank holds of an operand
-    (`runtime.parallel.float8_tensorwise`), "mxfp8" one for each 32 elements that a product sums over
-    (`runtime.parallel.mxfp8`). What goes in and comes out is bf16. On a CPU, fp32 products of the rounded
+    (`runtime.parallel.float8_tensorwise`), "mxfp8" one for each 32 elements that a GEMM sums over
+    (`runtime.parallel.mxfp8`). What goes in and comes out is bf16. On a CPU, fp32 GEMMs of the rounded
     operands stand in.
 
-    Routed experts, and products with a side that is not a multiple of 16 (of 32 in mxfp8), stay in bf16. A
+    Routed experts, and GEMMs with a side that is not a multiple of 16 (of 32 in mxfp8), stay in bf16. A
     layer whose forward is its own (one that tensor parallelism has split) finds what multiplies as its
     attribute `product`.
     """
@@ -85,7 +85,7 @@ def _forward(linear: nn.Linear, product: Product) -> Callable[[Tensor], Tensor]:
 
 
 def _product(recipe: Fp8Recipe | Literal["mxfp8"]) -> Product:
-    """Products of our own, which bring PyTorch's compiler, or of torchao's."""
+    """GEMMs of our own, which bring PyTorch's compiler, or of torchao's."""
     if recipe == "tensorwise":
         from runtime.parallel.float8_tensorwise import tensorwise_linear
 
@@ -101,7 +101,7 @@ def _of_torchao(recipe: Fp8Recipe) -> Product:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
-    # Tokens are an inner dimension of the products that make weight gradients.
+    # Tokens are an inner dimension of the GEMMs that make weight gradients.
     name = "rowwise" if recipe == "default" else recipe
     config = replace(Float8LinearConfig.from_recipe_name(name), pad_inner_dim=True)
     settings: dict[bool, Any] = {}

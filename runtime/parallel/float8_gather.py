@@ -1,4 +1,4 @@
-"""Weights of products in 8 bits, gathered in 8 bits by FSDP2.
+"""Weights of GEMMs in 8 bits, gathered in 8 bits by FSDP2.
 
 Ranks agree on the largest element of each weight once a step, before they gather any; what each then casts of
 its shard is what would have been cast of the whole weight, to the bit, had it been gathered in 16 bits.

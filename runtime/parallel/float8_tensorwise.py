@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits with one scale for each matrix, in operations that a compiler sees through.
+"""GEMMs in 8 bits with one scale for each matrix, in operations that a compiler sees through.
 
 The largest element of a matrix and its cast are plain operations, so that compiled layers fuse them with what
 makes the matrix. Numbers are those of torchao's recipe "tensorwise".

@@ -1,4 +1,4 @@
-"""Forward and backward of a micro batch as one CUDA graph.
+"""Forward and backward of a microbatch as one CUDA graph.
 
 The host launches the kernels of small layers later than the device could run them. A graph is launched at
 once, and is always the same kernels on the same memory: so a pass reads its tokens and labels, the factor of
@@ -31,7 +31,7 @@ first that chains layers (`runtime.parallel.layer_chain`)."""
 
 
 class GraphedPass:
-    """Passes of micro batches of one shape.
+    """Passes of microbatches of one shape.
 
     Args:
         run: forward and backward of tokens and labels, which returns the loss.
@@ -52,7 +52,7 @@ class GraphedPass:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a micro batch, [], which the next call may write over."""
+        """The loss of a microbatch, [], which the next call may write over."""
         if self.inputs is None:
             self.inputs = tokens.clone(), labels.clone()
         else:

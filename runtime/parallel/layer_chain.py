@@ -137,7 +137,7 @@ def _call(layer: _Layer, x: Tensor) -> tuple[Tensor, _Pair | None, list[Any]]:
 
 
 class _Run(NamedTuple):
-    """The layers of one micro batch."""
+    """The layers of one microbatch."""
 
     pair: _Pair
     layers: list[_Layer]

@@ -1,8 +1,8 @@
-"""Cross entropy over a vocabulary that may be split over ranks and padded, together with the head's product.
+"""Cross entropy over a vocabulary that may be split over ranks and padded, together with the head's GEMM.
 
 All logits never exist: a chunk of tokens at a time is multiplied by the output matrix, scored, and its logits
 are written over by their gradient, which makes the gradients of the chunk's tokens and a part of that of the
-matrix. So forward does the three products of a head, and backward hands the gradients over. Shapes: see
+matrix. So forward does the three GEMMs of a head, and backward hands the gradients over. Shapes: see
 `runtime.model`.
 """
 
@@ -214,14 +214,14 @@ def _chunk_by_chunk(
 
 
 def add_product(total_VD: Tensor | None, gradient_TV: Tensor, x_TD: Tensor) -> Tensor:
-    """The gradient of the matrix, of one more chunk of tokens: added in the product."""
+    """The gradient of the matrix, of one more chunk of tokens: added in the GEMM."""
     if total_VD is None:
         return gradient_TV.t() @ x_TD
     return total_VD.addmm_(gradient_TV.t(), x_TD)
 
 
 class TokenLoss:
-    """Sum of token losses of a micro batch over the number of tokens of the global batch, times `scale`."""
+    """Sum of token losses of a microbatch over the number of tokens of the global batch, times `scale`."""
 
     scale: float = 1.0
     """Factor of the running step: the loss scale, and the number of tokens where the sum is optimised. The
@@ -241,7 +241,7 @@ class TokenLoss:
         self.targets: tuple[float, ...] | None = None
         """Those of them that are predicted at each depth, where some are not; the mean is over these."""
         self.labels: Tensor | None = None
-        """Of the micro batch that comes next, which the executor sets: [B, S], or [B, 1 + depths, S] where
+        """Of the microbatch that comes next, which the executor sets: [B, S], or [B, 1 + depths, S] where
         further tokens are predicted."""
         self.depths = spec.mtp_depths
         self.further_factor = 0.0 if spec.mtp is None else spec.mtp.loss_factor / spec.mtp.depths
@@ -268,7 +268,7 @@ class TokenLoss:
         stage.score = self
 
     def __call__(self, head: nn.Linear, x_BSD: Tensor, depth: int = 0) -> Tensor:
-        """The loss of a micro batch, [], from the input of the head; of a further token in the objective."""
+        """The loss of a microbatch, [], from the input of the head; of a further token in the objective."""
         entry = getattr(head, "entry", None)
         if entry is not None:
             x_BSD = entry(x_BSD)

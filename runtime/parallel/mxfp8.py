@@ -3,7 +3,7 @@
 Values are E4M3 in all three GEMMs of a layer, scales E8M0 and rounded up, as in training recipes for
 Blackwell (arXiv:2506.08027, section 3): the largest value never leaves the range. Each GEMM sums over the
 values that share a scale, so that matrices are cast once along their rows and once along their columns.
-The kernel is cuBLAS', by PyTorch; on a CPU fp32 products of the rounded operands stand in.
+The kernel is cuBLAS', by PyTorch; on a CPU fp32 GEMMs of the rounded operands stand in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXPONENT_BITS = 23
 """Place of the exponent in fp32, which counts from 127 as E8M0 does."""
 
 TILE_ROWS, TILE_BLOCKS = 128, 4
-"""Factors that cuBLAS reads together (its documentation, "1D block scaling factors layout")."""
+"""Scales that cuBLAS reads together (its documentation, "1D block scaling factors layout")."""
 
 
 class Narrow(NamedTuple):
@@ -81,7 +81,7 @@ def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tensor:
 def mxfp8_product(
     left_IK: Tensor, right_KJ: Tensor, left_factors: Tensor, right_factors: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The product of two matrices in 8 bits, by the kernel of a GPU: [I, J]."""
+    """The GEMM of two matrices in 8 bits, by the kernel of a GPU: [I, J]."""
     kind, layout = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     result: Tensor = F.scaled_mm(
         left_IK,

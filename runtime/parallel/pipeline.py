@@ -119,7 +119,7 @@ class Pipeline:
         return self._run(self.evaluation.eval, tokens, labels)
 
     def _fit(self, tokens: Tensor) -> None:
-        """Plan anew for a batch of another size: the stages are readied for one number of micro batches."""
+        """Plan anew for a batch of another size: the stages are readied for one number of microbatches."""
         micro_batches = len(tokens) // self.micro_batch_size
         if micro_batches != self.micro_batches:
             self._plan(micro_batches)

@@ -24,13 +24,13 @@ FREES_BUFFERS = hasattr(_modules._RecvInfo, "allocate_buffer")
 class LeanStage(PipelineStage):
     """PyTorch's stage, whose receive buffers live from the receive to the use.
 
-    Before 2.15, PyTorch allocates a buffer for the input and one for the gradient of every micro batch of a
-    step, and keeps them for good: with many micro batches, more than all other activations. It also keeps
-    the outputs of every micro batch of an evaluation, logits included, to its end.
+    Before 2.15, PyTorch allocates a buffer for the input and one for the gradient of every microbatch of a
+    step, and keeps them for good: with many microbatches, more than all other activations. It also keeps
+    the outputs of every microbatch of an evaluation, logits included, to its end.
     """
 
     documents: Documents | None = None
-    """Readies the stage for each micro batch, where documents matter."""
+    """Readies the stage for each microbatch, where documents matter."""
     loss: TokenLoss | None = None
     """Makes the output of the last stage."""
     labels: Sequence[Tensor] = ()
@@ -113,12 +113,12 @@ class LeanStage(PipelineStage):
             self.copies.reduce()
 
     def _enter(self, micro_batch: int) -> None:
-        """What is computed again in backward must see the documents of its micro batch."""
+        """What is computed again in backward must see the documents of its microbatch."""
         if self.documents is not None:
             self.documents.enter(cast(Any, self.submod), micro_batch)
 
     def _forget(self, fwd_chunk_id: int) -> None:
-        """Drop what backward would need of a micro batch."""
+        """Drop what backward would need of a microbatch."""
         own = cast(Any, self)
         if FREES_BUFFERS:
             state = own._forward_chunk_states[fwd_chunk_id]

@@ -81,7 +81,7 @@ def recomputes_units(layout: Layout) -> bool:
 
 
 def recomputed_blocks(stage: Transformer, layout: Layout) -> list[Block]:
-    """Layers of `stage` that recompute something; those that predict further tokens do in any case."""
+    """Layers of `stage` that recompute something; those of MTP do in any case."""
     if layout.recompute == "none":
         return []
     stack = stage.stack

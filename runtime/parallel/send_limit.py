@@ -24,7 +24,7 @@ SENDS = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
 RECEIVES = [receive for receive, _ in SENDS.values()]
 
 Message = tuple[str, int, int]
-"""The name of an action, its stage and its micro batch."""
+"""The name of an action, its stage and its microbatch."""
 
 
 def keeps_messages() -> bool:

@@ -38,7 +38,7 @@ def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     """Split the matrices of `stage` (Megatron-LM, arXiv:1909.08053, section 3).
 
     Parameters become distributed tensors, so that FSDP2, the optimizer and checkpoints know how they are
-    split. What computes are local tensors: distributed ones would cost more host time than the products of
+    split. What computes are local tensors: distributed ones would cost more host time than the GEMMs of
     a small layer. A linear layer multiplies with its attribute `product`, torch.nn.functional.linear unless
     another number format has replaced it.
 
@@ -50,7 +50,7 @@ def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     rest from the ranks that share the head, in every forward pass. These rows are far fewer than the
     activations, and nothing is stored twice.
 
-    Modules that predict further tokens project their two inputs by a matrix that every rank holds whole.
+    MTP modules project their two inputs by a matrix that every rank holds whole.
 
     Experts choose among the tokens that a rank holds alone: without sequence parallelism a rank takes its
     slice of them before, and all gather the results. `runtime.parallel.expert` splits the experts.
@@ -239,7 +239,7 @@ def _split_columns(linear: nn.Linear, region: _Region, sharers: dist.ProcessGrou
 
 
 def _split_rows(linear: nn.Linear, region: _Region) -> None:
-    """Let each rank multiply its slice of the inputs, and sum the products."""
+    """Let each rank multiply its slice of the inputs, and sum the GEMMs."""
     linear.product = F.linear  # type: ignore[assignment]
     _distribute(linear, "weight", Shard(1), region)
     if isinstance(linear, AdaptedLinear):
@@ -251,7 +251,7 @@ def _split_rows(linear: nn.Linear, region: _Region) -> None:
         product = _multiply(linear, x_BSI, local_weight(linear.weight), None)
         plain = linear.product is F.linear or isinstance(linear, AdaptedLinear)
         if not plain and torch.compiler.is_compiling():
-            # A product in 8 bits is a view made in an autograd function: compiled code may not write over it.
+            # A GEMM in 8 bits is a view made in an autograd function: compiled code may not write over it.
             product = product.clone()
         result = region.leave(product)
         return result if linear.bias is None else result.add(local_weight(linear.bias))

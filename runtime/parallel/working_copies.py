@@ -34,7 +34,7 @@ parameters that are distributed tensors."""
 
 
 class GradientSums:
-    """Gradients of one layer's parameters, added up over micro batches in the format of the reduction.
+    """Gradients of one layer's parameters, added up over microbatches in the format of the reduction.
 
     Args:
         group: ranks that sum them up in the end, if there are others.
@@ -225,7 +225,7 @@ class GradientSums:
 class WorkingCopies:
     """The parameters of a stage in the format that computes: this rank's parts, as plain tensors.
 
-    Compiled functions would take distributed ones apart and put gradients together on every call. Products
+    Compiled functions would take distributed ones apart and put gradients together on every call. GEMMs
     in 8 bits have them even so: of plain weights compilers keep other things for backward than under FSDP2.
     """
 

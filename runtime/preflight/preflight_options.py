@@ -21,7 +21,7 @@ class PreflightOptions:
     preflight: str = flag(
         "report",
         "Before training: report compares devices, memory, software and flags of all ranks; measure also "
-        "times a product on each, and collectives of their groups; off.",
+        "times a GEMM on each, and collectives of their groups; off.",
         metavar="|".join(LEVELS),
     )
     replan: bool = flag(

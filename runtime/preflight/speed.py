@@ -1,4 +1,4 @@
-"""How fast devices multiply and links carry: a product on each rank, and collectives of groups of ranks.
+"""How fast devices multiply and links carry: a GEMM on each rank, and collectives of groups of ranks.
 
 All of it takes seconds at any size: messages grow only until one takes a while, and links between nodes are
 measured in pairs at the same time.
@@ -58,7 +58,7 @@ class LinkRate:
 
 
 def gemm_rate(device: torch.device) -> float:
-    """FLOP per second of a square product on this rank."""
+    """FLOP per second of a square GEMM on this rank."""
     size = GEMM_SIZE[kind_of(device)]
     dtype = torch.bfloat16 if is_accelerator(device) else torch.float32
     left = torch.ones(size, size, device=device, dtype=dtype)

@@ -93,7 +93,7 @@ def _astray(numbers: tuple[int, int, int], full: int) -> str:
 def ramp_rule(numbers: tuple[int, int, int]) -> Rule:
     """The rule that a layout runs every batch of the ramp of these numbers.
 
-    All batches are whole micro batches, or rounds of them, where the first and the second are: those after
+    All batches are whole microbatches, or rounds of them, where the first and the second are: those after
     them differ by as much. Raises `InputError` for numbers that make no ramp.
     """
     check_numbers(numbers)

@@ -49,7 +49,7 @@ STATES_GO_ON = (
 )
 
 NO_GRAPHS = (
-    "--reset-attention-mask: documents begin and end elsewhere in each micro batch, and cuda_graphs are "
+    "--reset-attention-mask: documents begin and end elsewhere in each microbatch, and cuda_graphs are "
     "always the same kernels; leave one of the two out"
 )
 

@@ -32,7 +32,7 @@ from runtime.settings.learning_rate import (
 )
 
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "none")
-"""What a balancing loss counts the tokens of: each micro batch, each sequence, or nothing."""
+"""What a balancing loss counts the tokens of: each microbatch, each sequence, or nothing."""
 
 LOSS_REDUCTIONS = ("mean", "sum")
 

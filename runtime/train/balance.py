@@ -1,7 +1,7 @@
 """Even load of experts: balancing losses, expert biases, and the load that is logged.
 
 With E experts, k of a token, p the scores of a token (over their sum if they are sigmoids), and a unit of T
-tokens (a micro batch or a sequence) of which expert i was chosen for n_i:
+tokens (a microbatch or a sequence) of which expert i was chosen for n_i:
 
     aux = E / (k T^2) sum_i n_i sum_t p_ti     Switch Transformers (arXiv:2101.03961, equation 4), 1 if even
     z   = mean_t logsumexp(logits_t)^2         ST-MoE (arXiv:2202.08906, equation 5)
@@ -9,7 +9,7 @@ tokens (a micro batch or a sequence) of which expert i was chosen for n_i:
 The objective is the mean token loss, plus for every layer the coefficients times the means of aux over the
 units and of z over the tokens of the global batch. What is reported as loss leaves both out.
 
-A micro batch is the same set of sequences for every layout with the same micro_batch_size; the aux loss of
+A microbatch is the same set of sequences for every layout with the same micro_batch_size; the aux loss of
 sequences (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20) does not depend on the layout at all. Where
 experts have biases, n_i counts what the scores alone would choose, as there.
 """
@@ -43,7 +43,7 @@ class Load(NamedTuple):
 
 
 def _routed_layers(spec: ModelSpec) -> list[int]:
-    """Numbers of the layers with experts, those of modules that predict further tokens last."""
+    """Numbers of the layers with experts, those of MTP modules last."""
     last = spec.layer_kind(spec.layers - 1)
     kinds = [*map(spec.layer_kind, range(spec.layers)), *[last] * spec.mtp_depths]
     return [layer for layer, kind in enumerate(kinds) if kind.mlp == "experts"]
@@ -118,7 +118,7 @@ class Balance:
         weights: Tensor,
         kept: Tensor | None,
     ) -> Tensor:
-        """Count the choices of a micro batch, and tie its share of the objective to `weights`."""
+        """Count the choices of a microbatch, and tie its share of the objective to `weights`."""
         if not torch.is_grad_enabled():
             return weights
         counts = self._count(chosen)

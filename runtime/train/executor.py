@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Runs the micro batches that one data-parallel rank owes to a step."""
+    """Runs the microbatches that one data-parallel rank owes to a step."""
 
     stages: list[Transformer]
     loss: TokenLoss
@@ -33,13 +33,13 @@ class Executor(Protocol):
     """Passes that are a graph, if they are."""
 
     def use_documents(self, documents: Documents) -> None:
-        """Let `documents` ready the stages before each pass of a micro batch."""
+        """Let `documents` ready the stages before each pass of a microbatch."""
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Accumulate the gradients of a batch.
 
         Args:
-            tokens: [micro batches x B, S] token ids, of as many micro batches as the layout can run.
+            tokens: [microbatches x B, S] token ids, of as many microbatches as the layout can run.
             labels: the same shape, the ids to predict.
 
         Returns:
@@ -51,7 +51,7 @@ class Executor(Protocol):
 
 
 class Accumulation:
-    """All layers on every rank: micro batches one after the other."""
+    """All layers on every rank: microbatches one after the other."""
 
     float8_gather: Float8Gather | None = None
 
@@ -63,7 +63,7 @@ class Accumulation:
         loss.score(stages[0])
         self.micro_batch_size = layout.micro_batch_size
         self.documents: Documents | None = None
-        # ZeRO 3 reduces after every micro batch, so that whole gradients never pile up.
+        # ZeRO 3 reduces after every microbatch, so that whole gradients never pile up.
         self.defer_reduction = layout.zero_stage < 3
         self.graphed: GraphedPass | None = None
         if layout.cuda_graphs:
@@ -107,7 +107,7 @@ class Accumulation:
         return total
 
     def _pass(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Forward and backward of a micro batch, whose gradients are reduced after the last one."""
+        """Forward and backward of a microbatch, whose gradients are reduced after the last one."""
         self.loss.labels = labels
         loss: Tensor = self.stages[0](tokens)
         loss.backward()  # type: ignore[no-untyped-call]

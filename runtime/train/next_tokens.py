@@ -43,7 +43,7 @@ def next_tokens(batch: Tensor, starts: Tensor | None, hidden: Tensor | None) -> 
 
 
 def targets_of(batch: Batch, depths: int) -> Tensor:
-    """What is predicted at each position: [B, S], or [B, 1 + depths, S] with further tokens.
+    """What is predicted at each position: [B, S], or [B, 1 + depths, S] with MTP.
 
     A token is predicted at all depths or at none (as Megatron-LM rolls its mask of losses), and nothing comes
     after the end of a sample. What is packed is predicted at all depths from its own document alone.

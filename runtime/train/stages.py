@@ -139,11 +139,11 @@ def _is_whole(mixture: MixtureOfExperts, spec: ModelSpec, number: int, layout: L
 
 
 def _keep_operands_of_grouped_products() -> None:
-    """Let Inductor give grouped products matrices that lie in memory as in eager code.
+    """Let Inductor give grouped GEMMs matrices that lie in memory as in eager code.
 
     It would copy the gradient of rows, on its side, into rows wherever a weight's gradient is its only
     reader. Then groups lie along the dense dimension, where CUDA's kernel takes multiples of 16 bytes alone.
-    PyTorch says it so of convolutions, and not of grouped products (as of 2.14).
+    PyTorch says it so of convolutions, and not of grouped GEMMs (as of 2.14).
     """
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides
 
@@ -151,7 +151,7 @@ def _keep_operands_of_grouped_products() -> None:
 
 
 COMPILES_WIDE = is_at_least("2.15")
-"""Before, compilers take grouped products in bf16 alone."""
+"""Before, compilers take grouped GEMMs in bf16 alone."""
 
 
 def _compile_within_experts(block: Block) -> None:
@@ -237,7 +237,7 @@ def build_executor(
         stages.append(stage)
     float8_gather = None
     if layout.gathers_fp8:
-        # Its products bring PyTorch's compiler, which no other layout need wait for.
+        # Its GEMMs bring PyTorch's compiler, which no other layout need wait for.
         from runtime.parallel.float8_gather import Float8Gather
 
         float8_gather = Float8Gather(stages, layout)
@@ -252,7 +252,7 @@ def build_executor(
 def executor_of(
     stages: list[Transformer], spec: ModelSpec, layout: Layout, grid: Grid, compiled: bool = False
 ) -> Executor:
-    """The executor that runs the micro batches of `stages`."""
+    """The executor that runs the microbatches of `stages`."""
     loss = TokenLoss(spec, layout, grid, compiled)
     copies = []
     if not wraps_stages(layout):

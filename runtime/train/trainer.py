@@ -49,7 +49,7 @@ class StepResult(NamedTuple):
 
 
 def batch_rows(layout: Layout, dp_rank: int, batch: int | None = None) -> npt.NDArray[np.int64]:
-    """Rows of a global batch that a data-parallel rank trains, micro batch after micro batch.
+    """Rows of a global batch that a data-parallel rank trains, microbatch after microbatch.
 
     Each micro step consumes `micro_batch_size` consecutive rows of every rank (Megatron-LM's order).
 

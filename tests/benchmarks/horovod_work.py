@@ -16,7 +16,7 @@ from benchmarks.data_parallel_methods import Curve, Job, train_by_horovod
 
 
 class DistributedOptimizer:
-    """As Horovod's: averages in `synchronize`, and again in `step` unless that is skipped."""
+    """An optimizer as Horovod's: averages in `synchronize`, and again in `step` unless that is skipped."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named_parameters: Any) -> None:
         self.optimizer = optimizer

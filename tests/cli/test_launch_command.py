@@ -76,7 +76,7 @@ def test_a_dry_run_prints_the_torchrun_command_and_writes_nothing(
 
 
 def test_flags_of_other_scripts_reach_the_ranks(planner_command: Command, tmp_path: Path) -> None:
-    """Those of MindSpeed's guide to mixtures of experts that say what happens anyway, and its experts."""
+    """Flags of MindSpeed's guide to mixtures of experts: those that change nothing, and its experts."""
     accepted = [
         *("--use-mcore-models", "--use-flash-attn", "--use-fused-rotary-pos-emb", "--overlap-grad-reduce"),
         *("--moe-model-type", "megatron_moe", "--moe-permutation-async-comm", "--moe-grouped-gemm"),

@@ -87,8 +87,8 @@ def test_a_report_holds_all_that_it_shows(page: Path) -> None:
     }
     assert "The median step is " in text and "llama3-70b on 64 x h100" in text
     assert "It reaches from -" in text and "measured runs (bundled_h100)" in text
-    # Every pass of every micro batch is named.
-    assert text.count("micro batch 0, stage 0") >= 2
+    # Every pass of every microbatch is named.
+    assert text.count("microbatch 0, stage 0") >= 2
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_a_printed_layout_is_planned_whole_and_with_its_batch(planner_command: A
     assert answer["batch"]["size"] == 2 * 2 * 8
     assert (layout["tensor_parallel"], layout["sequence_parallel"], layout["schedule"]) == (2, True, "1f1b")
     assert layout["virtual_pipeline_parallel"] == 1 and layout["recompute"] == "none"
-    # Without the number of micro batches it is a part of a layout, and --pin takes the same.
+    # Without the number of microbatches it is a part of a layout, and --pin takes the same.
     for words in (("--layout", "tp=2+sp pp=2"), ("--pin", "tp=2+sp pp=2")):
         answer, part = first(planner_command, *words)
         assert (part["layout"]["tensor_parallel"], part["layout"]["pipeline_parallel"]) == (2, 2)

@@ -32,7 +32,7 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Of a model of eight heads and four layers."""
+    """A checkpoint of a model of eight heads and four layers."""
     write_checkpoint(MODELS["llama"].model_copy(update={"vocab": 300}), tmp_path / "ours")
     return tmp_path / "ours"
 

@@ -53,7 +53,7 @@ def test_a_short_step_is_drawn_whole(planner_timeline: Any, tmp_path: Path, monk
     plan = saved(tmp_path, "pp=2", "vpp=1", "dp=4", "tp=4", "mbs=1", batch=16)
     code, out, err = planner_timeline(plan)
     assert (code, err) == (0, "")
-    assert "4 micro batches on 2 pipeline ranks, schedule 1f1b" in out
+    assert "4 microbatches on 2 pipeline ranks, schedule 1f1b" in out
     first, second = drawn(out, 2)
     for line in (first, second):
         assert [line.index(f"{kind}{number}") for kind in "FB" for number in range(4)]
@@ -89,7 +89,7 @@ def test_without_a_pipeline_one_rank_runs_its_micro_batches(planner_timeline: An
     plan = saved(tmp_path, "pp=1", "tp=1", "cp=1", "mbs=1", batch=96)
     code, out, _ = planner_timeline(plan)
     assert code == 0
-    assert "3 micro batches on 1 pipeline rank, schedule 1f1b" in out
+    assert "3 microbatches on 1 pipeline rank, schedule 1f1b" in out
     [line] = drawn(out, 1)
     assert "." not in line
     assert out.splitlines()[-1].split()[-2:] == ["0.0", "%"]

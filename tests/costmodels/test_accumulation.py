@@ -25,7 +25,7 @@ def traffic(model, cluster, engine, layout):
         ({"zero": 1, "m": 1}, 6 + 6 / 8 + 4),
         ({"zero": 1, "m": 4, "gradient_reduction": "bf16"}, 3 * 6 + 4 + 6 / 8 + 4),
         ({"zero": 1, "m": 4, "precision": "fp32"}, 3 * 12 + 8 + 8 / 8 + 8),
-        # Two gatherings and one reduction of each micro batch; shards add up.
+        # Two gatherings and one reduction of each microbatch; shards add up.
         ({"zero": 3, "m": 4}, 4 * (2 * (6 / 8 + 4) + 6 + 12 / 8)),
         ({"zero": 3, "m": 1}, 2 * (6 / 8 + 4) + 6),
     ],
@@ -73,7 +73,7 @@ def test_other_engines_add_to_a_buffer(name, precision, each, gpt, cluster, engi
 
 
 def test_every_rank_of_a_pipeline_adds_while_it_fills(gpt, cluster, engine, layout):
-    """The bubble grows by pp - 1 micro batches of additions, each of a fourth of the layers."""
+    """The bubble grows by pp - 1 microbatches of additions, each of a fourth of the layers."""
     one = layout(gpt, pp=4, m=8, precision="bf16", layers_per_stage=(2, 2, 2, 2))
     fused, plain = (
         estimate(gpt, cluster(4), engine("nanotron", gemm_fused_accumulation=flag), one).time

@@ -79,7 +79,7 @@ def test_an_engine_that_reduces_once_a_step_keeps_whole_gradients(gpt, cluster, 
     assert gradients("megatron", dp=8, zero=1, m=1) == gpt.parameters
     assert gradients("bundled", dp=8, zero=3, m=4) == gpt.parameters / 8
     assert gradients("megatron", dp=8, zero=2, m=4) == gpt.parameters / 8
-    # A pipeline reduces after its last micro batch.
+    # A pipeline reduces after its last microbatch.
     assert gradients("megatron", dp=8, zero=3, m=4, pp=2) > gpt.parameters / 4
 
 
@@ -135,7 +135,7 @@ def test_recomputation_and_logits_count_at_the_peak(gpt, cluster, engine, layout
     full = memory_of(gpt, cluster(8), engine("megatron"), layout(gpt, pp=4, m=8, recompute="full"))
     sizes = unit_sizes(gpt, engine("megatron"), LayoutTable.of([layout(gpt, recompute="none")]))
     layer_input = 2 * gpt.seq * gpt.hidden
-    # Two layers a rank, pp - rank micro batches, and one layer whole while backward repeats it.
+    # Two layers a rank, pp - rank microbatches, and one layer whole while backward repeats it.
     expected = [2 * (4 - rank) * layer_input + sizes.dense_activations[0] - layer_input for rank in range(4)]
     assert full["activations"][0].tolist() == pytest.approx(expected)
     assert (full["logits"][0] > 0).tolist() == [False, False, False, True]
@@ -205,7 +205,7 @@ def kept(model, engine, layout):
 
 
 def test_each_module_that_is_recomputed_drops_its_own_bytes(llama, engine, layout):
-    """Of a gated MLP with separate operators: gate, up, activated gate and product of 2 bytes each."""
+    """A gated MLP has separate operators: gate, up, activated gate and product of 2 bytes each."""
     bundled = engine("bundled").with_constants({"activations.compiled": False})
     whole = kept(llama, bundled, layout(llama))
     token = llama.seq
@@ -298,7 +298,7 @@ def test_one_layer_in_flight_is_no_fuller_for_offloading(gpt, cluster, engine, l
         return memory_of(gpt, cluster(8), engine("bundled"), one)["activations"][0, rank]
 
     moved = 2 * gpt.seq * 5 * gpt.hidden
-    # One layer a rank: alive for 8 micro batches on the first and for one on the last.
+    # One layer a rank: alive for 8 microbatches on the first and for one on the last.
     assert activations(0, False) - activations(0, True) == 6 * moved
     assert activations(6, False) == activations(6, True)
     assert activations(7, False) == activations(7, True)
@@ -327,10 +327,10 @@ def test_split_backward_keeps_gradients_until_those_of_weights(llama, cluster, e
         for schedule in ("interleaved", "interleaved_zb")
     )
     assert apart["activations"][0, 3] > usual["activations"][0, 3]
-    # Every rank holds as many micro batches as there are ranks, and the last one most of those gradients.
+    # Every rank holds as many microbatches as there are ranks, and the last one most of those gradients.
     assert (np.diff(apart["activations"][0]) > 0).all()
     matrix, tokens = 2 * llama.hidden * llama.vocab, 2 * llama.seq * llama.hidden
-    # Four micro batches have come to the head: gradients of its matrix and of its input wait, beside what its
+    # Four microbatches have come to the head: gradients of its matrix and of its input wait, beside what its
     # norm took. Of the last one all but the former has gone, as with whole backward passes.
     assert usual["logits"][0, 3] == matrix
     assert apart["logits"][0, 3] == 4 * matrix + 3 * tokens
@@ -390,7 +390,7 @@ def test_linear_attention_in_plain_operators_keeps_its_chunks_unless_they_are_co
 
 
 def test_gradients_come_as_activations_go(gpt, cluster, engine, layout):
-    """All activations are there without gradients, or, from the second micro batch on, with all of them."""
+    """All activations are there without gradients, or, from the second microbatch on, with all of them."""
 
     def parts(name, **degrees):
         memory = memory_of(gpt, cluster(64), engine(name), layout(gpt, **degrees))
@@ -401,7 +401,7 @@ def test_gradients_come_as_activations_go(gpt, cluster, engine, layout):
     assert parts("bundled", dp=8, zero=1, m=2, mbs=16) == (whole, gpt.parameters)
     # Megatron-LM's buffers are there all the time.
     assert parts("megatron", dp=8, zero=1, m=1, mbs=16)[1] == gpt.parameters
-    # All four micro batches of the first of four stages are forward before the first goes backward.
+    # All four microbatches of the first of four stages are forward before the first goes backward.
     few, many = (parts("bundled", pp=4, dp=2, zero=1, m=m, mbs=16) for m in (4, 5))
     assert few[0] == many[0] > 0 == few[1]
     assert many[1] > gpt.parameters / 4

@@ -161,7 +161,7 @@ def test_asynchronous_reductions_hold_outputs_of_layers_until_the_host_waits(
 
     assert held(tp=8, sp=False) == [0]
     assert held(tp=8, sp=True) == [2 * llama.layers]
-    # Of 4, 3, 2 and 1 micro batches in flight all but two, and one on the last rank.
+    # Of 4, 3, 2 and 1 microbatches in flight all but two, and one on the last rank.
     layers = llama.layers / 4
     assert held(tp=8, sp=True, pp=4) == [2 * 2 * layers, 2 * layers, 0, 2 * layers]
 

@@ -17,7 +17,7 @@ def flops(work):
 
 
 def model_flops(model, engine, table):
-    """Forward FLOPs of all devices of a tensor-parallel group for one micro batch, with their routers'."""
+    """Forward FLOPs of all devices of a tensor-parallel group for one microbatch, with their routers'."""
     total = (model.layers - model.moe_layers) * flops(layer(model, engine, table, mlp="dense"))
     if model.experts:
         total = total + model.moe_layers * flops(layer(model, engine, table, mlp="experts"))

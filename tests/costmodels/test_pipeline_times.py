@@ -53,7 +53,7 @@ def test_stages_add_up_to_their_ranks(name, mixture, cluster, engine, layouts):
         assert len(seconds.forward) == len(one.layers_per_stage) == len(seconds.send) + 1
         work = sum(values[row] for part, values in found.time.items() if part not in idle)
         slowest = one.micro_batches * seconds.slowest_rank(one.schedule, one.pipeline_parallel)
-        # Gradients of each micro batch are added up in the backward pass; what is once a step is not.
+        # Gradients of each microbatch are added up in the backward pass; what is once a step is not.
         assert work < slowest < work + max(2 * found.time["accumulation"][row], 0.05 * work)
 
 

@@ -348,7 +348,7 @@ def test_chains_take_experts_whose_sizes_the_host_knows(mixture, cluster, engine
     all_plain = engine("bundled", host_layer_overhead=10.0, host_plain=0.5, host_chained=0.5)
 
     def ratio(model=mixture, **fields):
-        """Of the host's time to that with chains that save nothing."""
+        """The host's time over that with chains that save nothing."""
         given = layout(model, m=2, dp=4, **fields)
         chains, none = (seconds(model, cluster(4), each, given).launch for each in (one, all_plain))
         return chains / none
@@ -396,7 +396,7 @@ def test_an_offloaded_optimizer_moves_fp32_shards(gpt, cluster, engine, layout):
         return seconds(gpt, cluster(8), engine(name, host_step=0.0), one).optimizer / gpt.parameters
 
     assert optimizer("bundled", zero=1, m=4) == pytest.approx((28 / host + 8 / wire) / 8)
-    # Two gatherings and a reduction for each of four micro batches; three times two gradients add up.
+    # Two gatherings and a reduction for each of four microbatches; three times two gradients add up.
     expected = (28 + 3 * 12) / host + 4 * (2 * 4 + 4) / wire
     assert optimizer("bundled", zero=3, m=4) == pytest.approx(expected / 8)
     assert optimizer("megatron", zero=1, m=4) == pytest.approx((28 / host + 6 / wire) / 8 + 6 / device)

@@ -65,7 +65,7 @@ def test_orders_are_those_of_pytorch(schedule, pipeline):
             try:
                 expected = action_order(schedule, pipeline, chunks, micro_batches)
             except ValueError:
-                # Megatron-LM runs 1F1B with fewer micro batches than ranks.
+                # Megatron-LM runs 1F1B with fewer microbatches than ranks.
                 assert schedule == "1f1b" or not schedule_exists(schedule, pipeline, chunks, micro_batches)
                 continue
             found = orders(schedule, pipeline, chunks, micro_batches)
@@ -82,7 +82,7 @@ def test_orders_are_those_of_pytorch(schedule, pipeline):
     [("interleaved", 2, 9), ("interleaved_zb", 1, 8), ("dualpipev", 2, 7), ("zbv", 3, 8), ("1f1b", 2, 8)],
 )
 def test_schedules_that_do_not_run_are_named(schedule, chunks, micro_batches):
-    with pytest.raises(InputError, match=f"schedule {schedule} does not run {micro_batches} micro batches"):
+    with pytest.raises(InputError, match=f"schedule {schedule} does not run {micro_batches} microbatches"):
         orders(schedule, 4, chunks, micro_batches)
 
 

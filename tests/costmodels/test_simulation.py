@@ -40,7 +40,7 @@ def unequal(stages: int, rng: np.random.Generator, spread: float, send: float) -
 
 @st.composite
 def problems(draw, most_ranks=5, most=12):
-    """A schedule with its pipeline, chunks and micro batches, and seconds of its stages."""
+    """A schedule with its pipeline, chunks and microbatches, and seconds of its stages."""
     schedule = draw(st.sampled_from(SCHEDULES))
     pipeline = draw(st.integers(1 if schedule == "1f1b" else 2, most_ranks))
     chunks = chunks_of(schedule, draw(st.integers(2, 3)))
@@ -211,7 +211,7 @@ def test_a_pipeline_that_is_too_long_and_never_steady_is_left_to_the_closed_form
 
 def test_schedules_that_do_not_run_have_no_time():
     assert pipeline_seconds("interleaved", 4, 2, 9, equal(8)) is None
-    with pytest.raises(InputError, match="schedule interleaved does not run 9 micro batches"):
+    with pytest.raises(InputError, match="schedule interleaved does not run 9 microbatches"):
         simulate("interleaved", 4, 2, 9, equal(8))
 
 

@@ -80,12 +80,12 @@ def test_a_trace_without_a_pipeline_has_one_row(timeline_of):
 
 
 def test_what_cannot_be_drawn_is_refused_in_one_line(timeline_of, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="schedule interleaved does not run 9 micro batches on 4 pipeline"):
+    with pytest.raises(InputError, match="schedule interleaved does not run 9 microbatches on 4 pipeline"):
         timeline_of(pp=4, vpp=2, dp=4, m=9)
     with pytest.raises(InputError, match=r"timeline .*none/trace.json: cannot be written: No such file"):
         timeline_of(dp=16, m=1).save(tmp_path / "none" / "trace.json")
     monkeypatch.setattr(timelines, "MOST_PASSES", 100)
-    with pytest.raises(InputError, match="13 micro batches are too many to draw; use a batch of at most 12"):
+    with pytest.raises(InputError, match="13 microbatches are too many to draw; use a batch of at most 12"):
         timeline_of(pp=4, dp=4, m=13)
 
 

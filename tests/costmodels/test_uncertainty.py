@@ -126,5 +126,5 @@ def test_each_row_of_a_table_has_its_own_width(llama, cluster, engine, layout):
         alone = price(llama, machines, engine("megatron"), LayoutTable.of([one]))
         expected = spread(machines, alone.engine, alone.time, alone.step_time_s)
         assert found[row] == pytest.approx(expected[0])
-    # Fewer micro batches leave more of the step to the bubble.
+    # Fewer microbatches leave more of the step to the bubble.
     assert found[1] > found[2]

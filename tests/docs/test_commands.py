@@ -68,7 +68,7 @@ ANSWERED = [
 
 @pytest.mark.parametrize("words", SHOWN)
 def test_a_command_of_a_page_can_be_typed(words: list[str]) -> None:
-    """Its flags exist, and take what they are given."""
+    """The flags of a command exist, and take what they are given."""
     command: Any = typer.main.get_command(make_app(COMMANDS, words))
     rest, name = words, "planner"
     while hasattr(command, "commands"):

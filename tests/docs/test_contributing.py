@@ -22,7 +22,7 @@ def test_tiers_are_the_markers_of_pytest() -> None:
 
 
 def test_the_least_version_of_whatever_is_needed_is_tested() -> None:
-    """Of what nothing runs without, of fp8 and of pytest; tools of development have no least."""
+    """Required packages, fp8's and pytest have a least version; tools of development have none."""
     (needed,) = re.findall(r"^dependencies = \[$(.+?)^\]$", PROJECT, re.MULTILINE | re.DOTALL)
     found = runpy.run_path(str(ROOT / ".ci" / "least.py"))["least_versions"](PROJECT)
     names = re.findall(r'"([\w-]+)', needed)
@@ -42,7 +42,7 @@ def test_the_changelog_has_the_version_or_what_is_to_become_it() -> None:
 
 
 def test_hooks_check_what_continuous_integration_checks() -> None:
-    """With the tools of the environment, whose versions are pinned in one place."""
+    """Hooks run the tools of the environment, whose versions are pinned in one place."""
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook for repo in config["repos"] for hook in repo["hooks"]]
     assert {hook["language"] for hook in hooks} == {"system"}

@@ -62,14 +62,14 @@ def test_modules_that_a_page_runs_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", sorted(HOW_TO.glob("*.md")), ids=name_of)
 def test_a_page_names_the_files_that_it_changes(page: Path) -> None:
-    """Its prose, so that a reader knows beforehand what there is to do."""
+    """The prose names them, so that a reader knows beforehand what there is to do."""
     touched = {change.file for change in changes(page)} | {name for name in new_files(page) if "/" in name}
     assert touched <= set(named(page))
 
 
 @pytest.mark.parametrize("page", sorted(HOW_TO.glob("*.md")), ids=name_of)
 def test_changes_that_a_page_shows_fit_the_code(page: Path) -> None:
-    """They are carried out, and what they add is run, in `test_recipes`."""
+    """Changes are carried out, and what they add is run, in `test_recipes`."""
     for change in changes(page):
         assert (ROOT / change.file).read_text(encoding="utf-8").count(change.before) == 1, change
 

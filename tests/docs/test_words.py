@@ -1,4 +1,4 @@
-"""Words that a machine can check: docstrings open with a subject, and texts avoid some phrases."""
+"""Words that a machine can check: what docstrings open with, long sentences, and words with a better one."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.support import ROOT
+from tests.support.pages import PAGES, sentences
 
-CODE = ("benchmarks", "cli", "costmodels", "planner", "runtime")
+CODE = ("benchmarks", "cli", "costmodels", "planner", "runtime", "tests")
 
-NO_SUBJECT = re.compile(r"(Of|Those|The same|It|Its|They|Them|That|Ones|Such|Whose|As|With|And|Or)\b")
-"""Openings of a sentence whose subject stands elsewhere."""
+RULES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
 
-AVOIDED = {
-    "held back by": "bottleneck",
-    "tell apart from the best": "within the estimate's error",
-    "with a factor for each": "one scale per",
-    "all else chosen anew": "re-optimise the rest",
-    "are heeded": "are honoured",
-    "add up in squares": "combined as root-sum-square",
-}
-"""Phrases that readers stumble over, and what is said instead."""
+NO_SUBJECT = re.compile(rf"({'|'.join(RULES['openings'])})\b")
+
+AVOIDED = {re.compile(rf"\b(?:{rule['not']})\b", re.IGNORECASE): rule["say"] for rule in RULES["avoided"]}
+
+HISTORY = ROOT / "CHANGELOG.md"
+"""The page that says what was called what at its time."""
 
 RECORDS = (ast.Module, ast.ClassDef)
 
@@ -45,9 +44,16 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def texts(package: str) -> Iterator[tuple[Path, str]]:
-    """The Python files of a package."""
-    for file in sorted((ROOT / package).rglob("*.py")):
-        yield file.relative_to(ROOT), file.read_text(encoding="utf-8")
+    """The Python files and the pages of a package."""
+    for file in sorted((ROOT / package).rglob("*")):
+        if file.suffix in (".py", ".md", ".html") and file.is_file():
+            yield file.relative_to(ROOT), file.read_text(encoding="utf-8")
+
+
+def one_line(file: Path, words: str) -> str:
+    """A text whose line breaks are blanks, without what a page quotes."""
+    text = re.sub(r"\s+(?:# )?", " ", words)
+    return re.sub(r'"[^"]*"', "", text) if file.suffix == ".md" else text
 
 
 @pytest.mark.parametrize("package", CODE)
@@ -55,22 +61,45 @@ def test_docstrings_open_with_a_subject(package: str) -> None:
     found = [
         f"{file}:{line}: {' '.join(text.split())[:60]}"
         for file, words in texts(package)
+        if file.suffix == ".py"
         for line, text in docstrings(ast.parse(words))
         if NO_SUBJECT.match(text.strip())
     ]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("folder", [*CODE, "docs"])
-def test_texts_avoid_phrases_with_better_ones(folder: str) -> None:
-    files = dict(texts(folder)) if folder != "docs" else {}
-    files |= {
-        file.relative_to(ROOT): file.read_text(encoding="utf-8") for file in (ROOT / folder).rglob("*.md")
-    }
+@pytest.mark.parametrize("folder", [*CODE, "docs", "examples"])
+def test_texts_avoid_words_with_better_ones(folder: str) -> None:
+    files = dict(texts(folder))
+    if folder == "docs":
+        files |= {
+            page.relative_to(ROOT): page.read_text(encoding="utf-8") for page in PAGES if page != HISTORY
+        }
     found = [
-        f"{file}: {phrase!r}: write {better!r}"
+        f"{file}: {match[0]!r}: write {better!r}"
         for file, words in files.items()
-        for phrase, better in AVOIDED.items()
-        if phrase in words
+        for pattern, better in AVOIDED.items()
+        for match in pattern.finditer(one_line(file, words))
     ]
     assert not found, "\n".join(found)
+
+
+def test_sentences_of_the_documentation_are_short() -> None:
+    """The bound is the number of today's long ones: whoever shortens some lowers it."""
+    most, left = RULES["words_of_a_sentence"], RULES["long_sentences"]
+    found = [
+        f"{page.relative_to(ROOT)}: {words} words: {sentence[:80]}"
+        for page in PAGES
+        if page != HISTORY
+        for words, sentence in sentences(page.read_text(encoding="utf-8"))
+        if words > most
+    ]
+    assert len(found) <= left, "\n".join([f"{len(found)} sentences have more than {most} words:", *found])
+    assert len(found) == left, f"{len(found)} are left: lower `long_sentences` in words.yaml"
+
+
+def test_sentences_are_counted_as_they_are_read() -> None:
+    text = (
+        "One two three. Four `five six` [seven](x.md).\n\n| a table | is none |\n\n- An item: it has parts.\n"
+    )
+    assert [count for count, _ in sentences(text)] == [3, 3, 5]

@@ -91,7 +91,7 @@ def layout_of(model: ModelSpec, values: dict[str, Any]) -> Layout | None:
 
 
 def brute(model: ModelSpec, world: int, batch: Batch, micro_batches: Sequence[int] = ()) -> Brute:
-    """Every layout of all degrees, one by one, with the enumerated micro batches unless given."""
+    """Every layout of all degrees, one by one, with the enumerated microbatches unless given."""
     sizes = range(1, world + 1)
     meshes = [
         (tp, pp, cp, form, world // (tp * pp * cp))
@@ -164,7 +164,7 @@ def with_less_recomputation(layouts: list[Layout]) -> LayoutTable:
 
 
 def with_one_turn(table: LayoutTable) -> LayoutTable:
-    """Rows whose gradients are made in the step's only turn of micro batches, and so hold less."""
+    """Rows whose gradients are made in the step's only turn of microbatches, and so hold less."""
     turn = np.where(table.runs("interleaved"), table.pipeline_parallel, 1)
     some = ((table.pipeline_parallel == 1) | table.runs("interleaved")) & (table.micro_batches > turn)
     fewer = table.take(some)
@@ -193,7 +193,7 @@ def test_the_search_finds_what_brute_force_finds(
     maximum: bool,
     share: float,
 ) -> None:
-    """The same counts; with a device of any size the same speed, which what is redundant does not beat.
+    """Brute force and the search count the same layouts, and find the same speed on a device of any size.
 
     Of recomputation every alternative is tried. Unequal stages and copies of what ZeRO splits, which the
     search may find to be faster, are left to tests of their own.

@@ -28,7 +28,7 @@ def kinds(model: ModelSpec) -> list[str]:
 def test_kinds_of_layers_are_said_by_types_by_ratios_or_not_at_all() -> None:
     heavy, sparse = "compressed", "sparse"
     assert kinds(read()) == [heavy, heavy, heavy, sparse, heavy, sparse]
-    # The seventh one is of a module that predicts further tokens.
+    # The seventh one is of a MTP module.
     assert kinds(read(compress_ratios=[0, 0, 4, 128, 4, 128, 0])) == [
         *("window", "window", sparse, heavy, sparse, heavy)
     ]

@@ -58,8 +58,8 @@ DEEPSEEK: dict[str, Any] = {
 
 
 def test_the_flags_of_deepseek_describe_it() -> None:
-    """Those of Megatron-Core's published recipe for DeepSeek-V3."""
-    # Layers that predict further tokens are no flag's: nobody trains them here.
+    """The flags are those of Megatron-Core's published recipe for DeepSeek-V3."""
+    # No flag is for MTP layers: nobody trains them here.
     leave = {"name", "source", "published_parameters", "rope_scaling", "mtp_layers"}
     found = ModelOptions(**DEEPSEEK).spec().model_dump(exclude=leave)
     assert found == load_model("deepseek-v3").model_dump(exclude=leave)

@@ -105,7 +105,7 @@ def differing(plan: Plan, reading: Reading) -> set[str]:
 
 
 def unnamed(export: Export, names: set[str]) -> set[str]:
-    """Those of `names` that an export names neither by themselves nor by the record that they belong to."""
+    """The `names` that an export names neither by themselves nor by the record that they belong to."""
     return {name for name in names if not {name, name.partition(".")[0]} & export.named}
 
 

@@ -246,7 +246,7 @@ def test_what_megatrons_own_tests_run_is_legal(arguments: str, expected: str) ->
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        # Groups of 5 of 10 micro batches keep four ranks busy; how, is not priced.
+        # Groups of 5 of 10 microbatches keep four ranks busy; how, is not priced.
         ("--global-batch-size 40 --microbatch-group-size-per-virtual-pipeline-stage 5", "unknown"),
         ("--global-batch-size 48 --microbatch-group-size-per-virtual-pipeline-stage 5", "illegal"),
         ("--global-batch-size 48 --microbatch-group-size-per-virtual-pipeline-stage 3", "illegal"),

@@ -488,7 +488,7 @@ def test_chunks_by_their_layers_contradict_other_numbers(options: dict[str, Any]
 
 
 def test_flags_that_name_a_degree_fix_it() -> None:
-    """With the value that was given: texts are parsed, switches and numbers stay what they are."""
+    """The value is the one given: texts are parsed, switches and numbers stay what they are."""
     given: dict[str, Any] = {
         "pipeline_schedule": "1f1b",
         "recompute_granularity": "full",

@@ -144,7 +144,7 @@ def test_a_script_that_has_no_guard_is_not_run_again(tmp_path: Path) -> None:
 
 
 def test_sizes_and_changes_are_the_same_with_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two processes and of one."""
+    """Two processes give the sizes and changes of one."""
     job: dict[str, Any] = {"device": "h100", "global_batch_size": 16, "tokens": "1B"}
     question: dict[str, Any] = {"device": "h100", "global_batch_size": 16, "pin": ["tp=1..2"]}
     alone = planner.sizes(TINY, world_size="2,3,4,8", **job)

@@ -232,12 +232,12 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
         SWIFT.replace("--per_device_train_batch_size 1", ""),
         lambda r: r.shown.startswith("tp=1 pp=1 dp=8 zero=0 mbs=1 x 2"),
     ),
-    "axolotl's own micro batch": (
+    "axolotl's own microbatch": (
         "axolotl.yml",
         AXOLOTL.replace("micro_batch_size: 1", "sample_packing: true"),
         lambda r: r.layout.micro_batch_size == 1,
     ),
-    "nanotron without its micro batch": (
+    "nanotron without its microbatch": (
         "nanotron.yaml",
         NANOTRON.replace("  micro_batch_size: 2\n", ""),
         lambda r: r.legal is None and r.unknown == ("tokens.micro_batch_size",),

@@ -114,7 +114,7 @@ def test_fp8_runs_out_of_memory_where_bf16_fits() -> None:
 
 
 def test_nanotron_asks_for_as_many_micro_batches_as_fill_its_pipeline(tmp_path: Path) -> None:
-    # huggingface/nanotron#347: AssertionError with one micro batch on eight stages.
+    # huggingface/nanotron#347: AssertionError with one microbatch on eight stages.
     text = """
 model:
   model_config: {hidden_size: 16, intermediate_size: 64, num_attention_heads: 4, num_key_value_heads: 4,

@@ -66,7 +66,7 @@ def test_evaluate_prices_a_plan_as_the_search_does() -> None:
         ),
         (
             {"model": "llama3-8b", "world_size": 64, "device": "h100", "max_global_batch_size": 128},
-            # With one micro batch, ZeRO 3 and ZeRO 1 that recomputes more are within half a per cent.
+            # With one microbatch, ZeRO 3 and ZeRO 1 that recomputes more are within half a per cent.
             {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 64},
         ),
         (
@@ -77,14 +77,14 @@ def test_evaluate_prices_a_plan_as_the_search_does() -> None:
     ],
 )
 def test_well_known_jobs_get_layouts_that_practice_uses(job: dict[str, Any], best: dict[str, Any]) -> None:
-    """Each micro batch adds all gradients of a device: few devices to a copy of the model do not pay."""
+    """Each microbatch adds all gradients of a device: few devices to a copy of the model do not pay."""
     found = suggest(**job).layout
     assert {name: getattr(found, name) for name in best} == best
     assert found.context_parallel <= 4
 
 
 def test_equal_layouts_rank_the_simpler_one_first() -> None:
-    # One device: recomputation and larger micro batches are the only choices; none is simplest.
+    # One device: recomputation and larger microbatches are the only choices; none is simplest.
     best = suggest(TINY, world_size=1, global_batch_size=1)
     assert best.layout == Layout(layers_per_stage=(4,), global_batch_size=1)
     result = search(TINY, world_size=8, global_batch_size=16, pin=["cp=1", "schedule=1f1b"])
@@ -222,7 +222,7 @@ def test_a_search_where_nothing_fits_keeps_the_closest_plans() -> None:
 
 
 OVERLOOKED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "fits on the host with recomputation only, and a micro batch that divides nothing": (
+    "fits on the host with recomputation only, and a microbatch that divides nothing": (
         "mindformers-gpt-70b",
         {"world_size": 13, "local_world_size": 13, "device": "h100", "max_global_batch_size": 96},
         "dp=13 zero=3 mbs=7 x 1 recompute=selective(core_attention+mlp+norm)/block:77 "

@@ -147,7 +147,7 @@ def test_each_field_says_what_it_is() -> None:
 
 
 def test_a_plan_needs_no_processes_threads_or_torch() -> None:
-    """As in a browser's Python (Pyodide), which has none of them."""
+    """A browser's Python (Pyodide) has neither processes, threads nor torch."""
     program = """
 import sys
 import _thread

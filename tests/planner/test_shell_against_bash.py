@@ -28,7 +28,7 @@ def passed(script: str, *arguments: str) -> list[list[str]]:
 
 
 def read(script: str, *arguments: str) -> list[list[str]]:
-    """The same, as they are read."""
+    """The commands of a script with their words, as they are read."""
     defined = {str(at): argument for at, argument in enumerate(arguments, 1)}
     commands = [[word.text for word in command] for command in read_script(script, defined).commands]
     started = [command[command[0] == "eval" :] for command in commands]

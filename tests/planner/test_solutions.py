@@ -24,7 +24,7 @@ def solutions(result: SearchResult) -> LayoutTable:
 
 
 def recomputations(result: SearchResult) -> set[str]:
-    # Those of fewer micro batches, which fit without any, are solved too.
+    # Those of fewer microbatches, which fit without any, are solved too.
     return {str(layout.recompute) for layout in layouts_of(solutions(result))} - {"none"}
 
 
@@ -123,7 +123,7 @@ def test_what_is_solved_fits_and_the_runtime_takes_it(job: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("world", [5, 13, 17])
 def test_every_micro_batch_under_a_maximum_counts(world: int) -> None:
-    """No pinned micro batch is faster than the plan of a free search."""
+    """No pinned microbatch is faster than the plan of a free search."""
     job: dict[str, Any] = {"model": "gpt3-125m", "world_size": world, "local_world_size": world}
     job |= {"device": "h100", "max_global_batch_size": 128, "prefer": "fastest"}
     best = search(**job).best

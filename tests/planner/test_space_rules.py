@@ -102,7 +102,7 @@ def test_each_rule_removes_what_breaks_it(
                 "layers_per_stage": (1,) * 4,
                 "global_batch_size": 3,
             },
-            "the zbv schedule needs a micro batch for each of its 4 stages, not 3; use a global batch of at "
+            "the zbv schedule needs a microbatch for each of its 4 stages, not 3; use a global batch of at "
             "least 4",
         ),
         (

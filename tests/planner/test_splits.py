@@ -47,7 +47,7 @@ def every_split(layout: Layout, layers: int) -> LayoutTable:
 
 
 def slowest(model: ModelSpec, cluster: Cluster, table: LayoutTable) -> Floats:
-    """Seconds of one micro batch on the slowest stage."""
+    """Seconds of one microbatch on the slowest stage."""
     engine = ENGINE.for_device(cluster.device)
     every = stage_seconds(model, cluster, engine, table)
     return np.array([(each.forward + each.inputs + each.weights).max() for each in every])
@@ -106,7 +106,7 @@ def test_the_stage_with_the_head_gets_fewer_layers_and_so_do_full_ones() -> None
     assert best is not None and even is not None and tight is not None
     assert best.layout.layers_per_stage == (8, 9, 9, 6)
     assert best.estimate.step_time_s < 0.95 * even.estimate.step_time_s
-    # The first stages keep most micro batches, so that those behind take layers of theirs.
+    # The first stages keep most microbatches, so that those behind take layers of theirs.
     assert tight.layout.layers_per_stage == (6, 9, 10, 7) and not tight.layout.offload_activations
     assert tight.estimate.peak_memory_bytes <= tight.cluster.memory_bytes < best.estimate.peak_memory_bytes
 

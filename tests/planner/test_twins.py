@@ -12,7 +12,7 @@ from planner.ranking.twins import FORMS
 from tests.support.commands import Command
 
 PROBLEM: dict[str, Any] = {"model": "llama3-8b", "world_size": 8, "device": "h100", "global_batch_size": 64}
-"""ZeRO 1 and 2 are alike for it: micro batches accumulate."""
+"""ZeRO 1 and 2 are alike for it: microbatches accumulate."""
 
 
 def test_a_plan_stands_for_its_twins() -> None:

@@ -49,7 +49,7 @@ def stored(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(stored: Path, tmp_path: Path) -> Path:
-    """The same folder, to be damaged."""
+    """A copy of the stored checkpoint, to be damaged."""
     return Path(shutil.copytree(stored, tmp_path / "copy"))
 
 

@@ -62,7 +62,7 @@ def test_experts_that_compilers_leave_out_drop_their_activations() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [22, 24])
 def test_layers_that_recompute_nothing_go_first(again: int) -> None:
-    """Of a whole model the last layers; what they kept has gone when the others recompute."""
+    """The last layers keep their activations, which have gone when the first ones recompute."""
     block = {"recompute": "full", "recompute_method": "block", "recompute_num_layers": again}
     few = {"data_parallel": 64, "zero_stage": 3, "global_batch_size": 256}
     assert abs(errors(llama(layers=24), **block, **few)) < OFF

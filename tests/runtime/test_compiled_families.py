@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.oldest, pytest.mark.slow]
 FAMILIES = {**MODELS, **FORMS}
 
 ODD = ("sinks", "capped", "delta")
-"""Those that are not compiled in tests of their own."""
+"""Families that no other test compiles."""
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -52,7 +52,7 @@ def _attention(dtype: torch.dtype, reach: Reach, *more: Tensor) -> Case:
 
 
 def _handed_over(dtype: torch.dtype) -> Case:
-    """Of a gradient that is there already; backward writes over it, so that each call needs another one."""
+    """A gradient that is there already; backward writes over it, so that each call needs another one."""
     value, gradient = torch.tensor(1.5), drawn(5, 8, seed=1).to(dtype)
     return Case(lambda x: loss._HandOver.apply(x, value, gradient + 0), (drawn(5, 8).to(dtype),))
 
@@ -90,7 +90,7 @@ OF_RANKS = Counter(
         "parallel.context_attention._GatherPrefixes": 1,
     }
 )
-"""Those of collectives, how many there are of each."""
+"""Cases of collectives: how many there are of each."""
 
 OUTSIDE = {
     "parallel.collectives._Start": "experts whose rows travel between ranks stay outside of graphs",
@@ -101,7 +101,7 @@ OUTSIDE = {
     "dryrun.kernels._GroupedProduct": "stands for CPU kernels, of tensors without memory",
     "dryrun.kernels._FusedRmsNorm": "the same of CUDA's; not used while something compiles",
 }
-"""Those that no compiler sees, and why."""
+"""Autograd functions that no compiler sees, and why."""
 
 
 def test_every_function_has_a_case() -> None:

@@ -25,7 +25,7 @@ FORMS = ("all_gather", "all_to_all", "ring")
 BALANCED = ("all_gather", "ring")
 GROUPED = Heads(8, 2, 8)
 MULTI_QUERY = Heads(4, 1, 12)
-"""Its heads are of no multiple of 8 elements, which CUDA kernels would need."""
+"""Heads of 12 elements: no multiple of 8, which CUDA kernels would need."""
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -77,7 +77,7 @@ def test_a_document_is_computed_as_if_it_were_alone(name: str) -> None:
         ("gpt2", "pp=2,schedule=zbv,recompute=full"),
         ("llama", "cp=2,context_parallel_form=all_gather,recompute=full"),
         ("llama", "cp=2,context_parallel_form=all_to_all,zero=3"),
-        # One micro batch in each step, whose documents are not those of the step before.
+        # One microbatch in each step, whose documents are not those of the step before.
         ("llama", "dp=2,gbs=2"),
     ],
 )

@@ -117,7 +117,7 @@ def chats(folder: Path) -> tuple[Path, list[list[int]]]:
 def loss_alone(spec: ModelSpec, conversations: list[list[int]]) -> tuple[float, dict[str, torch.Tensor]]:
     """The mean loss over all answers of a model that reads each conversation by itself, and its gradients.
 
-    These have the losses of further tokens in them, where the model predicts some.
+    These have the losses of MTP in them, where the model predicts some.
     """
     model = Transformer(spec, spec.vocab)
     initialise(model, spec, TrainingOptions().seed, TrainingOptions().init_method_std)

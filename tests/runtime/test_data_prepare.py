@@ -243,7 +243,7 @@ def test_format_and_key_can_be_given(tmp_path: Path) -> None:
 
 @pytest.fixture
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many workers as are asked for, on a machine of any size."""
+    """Eight cores, so that as many workers run as are asked for on any machine."""
     monkeypatch.setattr(MODULE, "available_cores", lambda: 8)
 
 

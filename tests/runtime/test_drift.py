@@ -38,7 +38,7 @@ def told(plan: Plan, parts: StepParts | None, ratio: float) -> str:
 @pytest.mark.parametrize(
     ("term", "words"),
     [
-        ("products", "most of it is matrix products"),
+        ("products", "most of it is GEMMs"),
         ("attention", "most of it is attention"),
         ("host_gaps", "most of it is the host, which the device waits for"),
         ("communication", "most of it is communication, above all all-reduce of tensor parallelism"),
@@ -59,7 +59,7 @@ def test_of_a_calibrated_device_the_advice_is_another(plan: Plan) -> None:
 def test_a_faster_step_names_what_was_predicted_too_slow(plan: Plan) -> None:
     line = told(plan, parts_of(plan, products=0.01), 0.2)
     assert "faster than the predicted range" in line
-    assert "matrix products" in line and FASTER in line
+    assert "GEMMs" in line and FASTER in line
 
 
 def test_without_parts_the_general_advice_stays_and_in_the_range_none(plan: Plan) -> None:

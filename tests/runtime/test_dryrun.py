@@ -84,7 +84,7 @@ def test_mixed_precision_gathers_weights_and_reduces_in_fp32() -> None:
     assert abs(held["parameters"] - 4 * shard) <= 3 * 4 * spec.seq * spec.head_dim
     # Nothing stays gathered at the end of a step with ZeRO 3.
     assert held["communication"] == 0
-    # With ZeRO 1 the whole weights stay in bf16 from the first micro batch to the last.
+    # With ZeRO 1 the whole weights stay in bf16 from the first microbatch to the last.
     kept = trace(spec, layout_of(spec, precision="bf16", global_batch_size=4, data_parallel=2, zero_stage=1))
     assert kept.moments["forward"].live["communication"] >= 2 * spec.parameters
     assert kept.moments["forward"].live["gradients"] == 4 * spec.parameters
@@ -202,7 +202,7 @@ def test_few_micro_batches_show_the_peak_of_many(schedule: Any) -> None:
     with patch.object(dry, "enough_micro_batches", lambda *_: 10):
         whole = trace(spec, layout)
     assert (short.micro_batches < 10, whole.micro_batches) == (True, 10)
-    # Losses of micro batches that are left out count from the start.
+    # Losses of microbatches that are left out count from the start.
     assert 0 <= short.peak.total - whole.peak.total <= 512 * 10
     assert short.peak.label == whole.peak.label
 

@@ -83,7 +83,7 @@ def test_a_module_leaves_the_folder_in_which_it_is_typed(
 def test_a_link_to_the_installation_is_the_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where home folders are links to another disk."""
+    """Home folders may be links to another disk."""
     (tmp_path / "home").symlink_to(ROOT)
     # Neither the source tree nor a place where the packages are installed besides.
     others = [folder for folder in sys.path if folder and not Path(folder, "costmodels").is_dir()]

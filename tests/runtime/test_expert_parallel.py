@@ -33,7 +33,7 @@ ONE_SIDED = LLAMA.model_copy(
         "router": Router(score="sigmoid", normalised=False, expert_bias=True),
     }
 )
-"""Its biases can send all tokens to the same expert."""
+"""A model whose biases can send all tokens to the same expert."""
 
 ALL = MODELS | {"biased": BIASED, "one-sided": ONE_SIDED}
 

@@ -153,7 +153,7 @@ def test_only_own_work_within_steps_is_sampled() -> None:
     heartbeat.set_operation("backward", 2)
     sampler.steps = 3
     assert sampler.work() == Work(0.25, 3, heartbeat.STEP_OPERATIONS.index("backward"))
-    assert heartbeat.activity().describe() == "backward of micro batch 2 of iteration 1"
+    assert heartbeat.activity().describe() == "backward of microbatch 2 of iteration 1"
     sampler.restart()
     assert sampler.work() == Work(0.0, 0, 0.0)
 

@@ -22,7 +22,7 @@ from tests.support.models import MODELS as OUR_MODELS
 from tests.support.worker_pool import WorkerPool
 
 PROMPTS = [[3, 5, 7], [1, 2, 3, 4, 5, 6, 7, 8], [90]]
-"""Of different lengths, so that each row has its own positions."""
+"""Prompts of different lengths, so that each row has its own positions."""
 
 TOKENS = 12
 

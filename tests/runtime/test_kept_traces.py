@@ -127,7 +127,7 @@ def test_comments_mean_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages in the middle that run all micro batches forward before the first backward are alike."""
+    """Stages in the middle that run all microbatches forward before the first backward are alike."""
     layout = layout_of(GPT, pipeline_parallel=8, global_batch_size=2)
     groups = alike_ranks(GPT, layout, range(8))
     assert groups == {0: [0], 1: [1, 2, 3, 4, 5, 6], 7: [7]}

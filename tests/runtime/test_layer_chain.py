@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compi
 SPEC = llama("llama-5", layers=5, hidden=32, heads=4, ffn=64, vocab=64, seq=16)
 
 CHAINED = 4 * 2 - 3
-"""Micro batches of two steps, less the most that find out how layers are compiled and that they are alike."""
+"""Microbatches of two steps, less the most that find out how layers are compiled and that they are alike."""
 
 
 EXPERTS = SPEC.model_copy(update={"layers": 4, "experts": 4, "top_k": 2, "expert_ffn": 32})
@@ -85,7 +85,7 @@ SELECTIVE = "recompute=selective,recompute_modules="
 def test_chains_of_experts_train_as_layers_do_one_by_one(
     pool: WorkerPool, spec: ModelSpec, text: str
 ) -> None:
-    """With the losses of routers, z losses, and the biases that follow what was counted."""
+    """Losses of routers, z losses, and the biases that follow what was counted are the same."""
     found = both(pool, f"{text},precision=bf16" if text else "precision=bf16", spec=spec)
     assert found.chained.losses == found.apart.losses
     assert found.chained.norms == found.apart.norms

@@ -1,4 +1,4 @@
-"""Products in 8 bits with a factor for each 32 elements."""
+"""Products in 8 bits with one scale per 32 elements."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_losses_follow_those_of_16_bits(pool: WorkerPool, text: str) -> None:
 
 
 def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"precision mxfp8: device cpu has no mxfp8 matrix products; pin"):
+    with pytest.raises(InputError, match=r"precision mxfp8: device cpu has no mxfp8 GEMMs; pin"):
         check_float8(torch.device("cpu"), "mxfp8")
     capability = [9, 0]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")

@@ -84,7 +84,7 @@ def test_gradients_are_the_same_to_the_last_bit(name: str, text: str, copies: Co
     spec = MODELS[name]
     plain, away = built(spec, ""), built(spec, f"{text},offload_activations=1")
     for model in (plain, away):
-        # Two micro batches are alive at once, as in a pipeline.
+        # Two microbatches are alive at once, as in a pipeline.
         first, second = loss_of(model, spec, 3), loss_of(model, spec, 4)
         first.backward()  # type: ignore[no-untyped-call]
         second.backward()  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ def test_nothing_leaves_without_gradients_or_from_layers_that_are_recomputed_who
 
 
 def test_attention_that_offloads_has_one_class_by_which_compilers_know_it() -> None:
-    """They need not stop in other layers, nor start anew in each of these."""
+    """Compilers need not stop in other layers, nor start anew in each of these."""
     whole = "recompute=full,recompute_method=block,recompute_num_layers=1,offload_activations=1"
     first, *others = [type(block.attention) for block in built(MODELS["llama"], whole).blocks]
     assert len(others) > 1 and len({*others}) == 1

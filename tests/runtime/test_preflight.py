@@ -48,7 +48,7 @@ def test_a_rotary_scaling_that_is_not_computed_is_refused() -> None:
         (
             {"pipeline_parallel": 4, "global_batch_size": 2},
             4,
-            "2 micro batches do not fill pipeline_parallel 4",
+            "2 microbatches do not fill pipeline_parallel 4",
         ),
     ],
 )

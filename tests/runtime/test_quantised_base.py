@@ -36,7 +36,7 @@ from tests.support.worker_pool import WorkerPool
 LORA = Lora(rank=4, alpha=6.0, quantize_base="nf4")
 
 WIDE = llama("quantised", layers=4, hidden=128, heads=4, kv_heads=2, ffn=384, vocab=250, seq=32)
-"""Whose gates have a group of scales that two tensor-parallel ranks share."""
+"""A model whose gates have a group of scales that two tensor-parallel ranks share."""
 
 
 def quantised(spec: ModelSpec, targets: tuple[str, ...] = LORA_TARGETS, **changes: Any) -> ModelSpec:

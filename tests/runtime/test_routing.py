@@ -33,7 +33,7 @@ from tests.support.models import MODELS
 pytestmark = pytest.mark.oldest
 
 WIDTHS = st.sampled_from([3, 4, 6, 16])
-"""Of rows: some are no multiples of 16 bytes, which grouped products need."""
+"""Widths of rows: some are no multiples of 16 bytes, which grouped GEMMs need."""
 
 
 @st.composite

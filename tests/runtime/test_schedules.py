@@ -115,7 +115,7 @@ def test_ranks_run_the_known_order_and_keep_nothing(pool: WorkerPool, schedule: 
     for order, trace in zip(orders, pool.run(work.live_activations, 2, model, layout), strict=True):
         assert [event for event, _ in trace.training] == [f"{a.kind}{a.stage}" for a in order]
         assert trace.left == trace.left_by_evaluation == 0
-        # Logits of one micro batch. gloo keeps what it sends to the end: all outputs of at most two stages.
+        # Logits of one microbatch. gloo keeps what it sends to the end: all outputs of at most two stages.
         assert max(size for _, size in trace.evaluation) <= logits + (2 * 6 + 3) * activation
 
 
@@ -143,7 +143,7 @@ def test_dualpipev_refuses_fewer_micro_batches_than_stages() -> None:
     action_order("dualpipev", 4, 2, 8)
     with pytest.raises(ValueError, match="at least as many microbatches as stages"):
         action_order("dualpipev", 4, 2, 7)
-    with pytest.raises(ValueError, match="at least 4 micro batches, not 3"):
+    with pytest.raises(ValueError, match="at least 4 microbatches, not 3"):
         action_order("1f1b", 4, 1, 3)
 
 

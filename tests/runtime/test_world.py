@@ -46,7 +46,7 @@ PYTORCHJOB = {
 PYTORCHJOB |= {"PET_MASTER_PORT": "23456", "WORLD_SIZE": "16", "RANK": "1", "MASTER_ADDR": "job-master-0"}
 
 INDEXED = {"JOB_COMPLETION_INDEX": "1", "NNODES": "2", "MASTER_ADDR": "job-0.job"}
-"""Of a plain indexed Job, and of a JobSet."""
+"""Variables of a plain indexed Job, and of a JobSet."""
 
 AGENT = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 """What torchrun sets, but for numbers of ranks."""

@@ -35,7 +35,7 @@ class Case(NamedTuple):
     """A differentiable function and what it is given."""
 
     function: Callable[..., Any]
-    """Of tensors alone; returns one, or several."""
+    """A function of tensors alone; returns one, or several."""
     inputs: tuple[Tensor, ...]
 
 

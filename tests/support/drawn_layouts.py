@@ -16,12 +16,12 @@ from planner.space.rules import first_violation
 OPTIMIZERS = ["adam", "adam", "adam", "sgd", "adafactor", "muon"]
 
 MORE_OPTIMIZERS = ["adam8bit"] if find_spec("torchao") else []
-"""Those that examples have besides where they are installed."""
+"""Optimizers that examples have besides where they are installed."""
 
 FP8 = ["fp8"] if find_spec("torchao") else []
 
 SCHEDULES: tuple[Schedule, ...] = ("interleaved", "interleaved_zb", "zbv", "dualpipev")
-"""Of several stages on a rank; the last two have two of them."""
+"""Schedules of several stages on a rank; the last two have two of them."""
 
 Chosen = TypeVar("Chosen")
 Choose = Callable[[Sequence[Any]], Any]
@@ -42,9 +42,9 @@ class Example(NamedTuple):
     model: ModelSpec
     layout: Layout
     rank: int
-    """Of the pipeline."""
+    """The pipeline rank."""
     compiled: bool
-    """Its layers are compiled."""
+    """Whether layers are compiled."""
 
     def describe(self) -> str:
         """In one line."""
@@ -55,7 +55,7 @@ class Example(NamedTuple):
 
 KINDS = ("plain", "window", "sinks", "linear", "capped", "further")
 """What models have: attention of all tokens, windows, these with sinks, Gated DeltaNet, scores with caps, or
-modules that predict further tokens. Of some, sequences are no whole numbers of steps, or few of them."""
+MTP modules. Of some, sequences are no whole numbers of steps, or few of them."""
 
 
 def draw_kind(choose: Choose, kind: str) -> dict[str, Any]:

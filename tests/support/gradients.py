@@ -12,7 +12,7 @@ ROUNDING = 1e-6
 """Relative difference that another order of fp32 sums may leave in the gradient of the last layer."""
 
 DECAYS = ("inputs.rate", "inputs.step_bias", "inputs.decay.weight")
-"""Of linear attention: its decays are differences of sums over a chunk."""
+"""Parameters of linear attention whose decays are differences of sums over a chunk."""
 
 CANCELLED = 20
 """How much more rounding these differences leave: in fp32 such gradients are 5e-5 off those in fp64."""

@@ -93,7 +93,7 @@ def _stages(fields: dict[str, Any]) -> int:
 
 
 def _least_batch(fields: dict[str, Any]) -> int:
-    """Sequences of one step: a micro batch for each rank and stage that needs one, and at least 8."""
+    """Sequences of one step: a microbatch for each rank and stage that needs one, and at least 8."""
     of_ranks: int = fields.get("micro_batch_size", 1) * fields.get("data_parallel", 1)
     ranks = fields.get("pipeline_parallel", 1)
     once = of_ranks * (ranks if fields["schedule"].startswith("interleaved") else 1)

@@ -221,7 +221,7 @@ FORMS = {
     ),
 }
 """Small models with what few models have: GLM-4's and Gemma's, OLMo 2's, MiniMax-M2's, gpt-oss's, Gemma 2's
-and 3's, Llama 4's and Qwen3-Next's blocks, and DeepSeek-V3's modules that predict further tokens."""
+and 3's, Llama 4's and Qwen3-Next's blocks, and DeepSeek-V3's MTP modules."""
 
 
 TINY = ModelSpec(name="tiny", layers=4, hidden=256, heads=8, vocab=1000, seq=128)

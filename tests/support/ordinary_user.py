@@ -11,7 +11,7 @@ PR_CAPBSET_DROP = 24
 """Option of prctl(2): a capability that no program which is executed gets."""
 
 VERSION_3 = 0x20080522
-"""Of the structures of capset(2), with two words for each set."""
+"""Version of the structures of capset(2), with two words for each set."""
 
 
 def is_ordinary() -> bool:

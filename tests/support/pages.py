@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,28 @@ def blocks(page: Path) -> list[Block]:
 def prose(page: Path) -> str:
     """A page without its blocks of code."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def sentences(text: str) -> Iterator[tuple[int, str]]:
+    """The words of each sentence of paragraphs and lists, and the sentence; tables and code have none.
+
+    A piece of code is one word, a link its text.
+    """
+    text = re.sub(r"<!--.*?-->", "", FENCE.sub("", text), flags=re.DOTALL)
+    paragraphs: list[list[str]] = [[]]
+    for line in text.splitlines():
+        words = line.strip()
+        item = re.match(r"(?:[-*]|\d+\.) +", words)
+        if not words or item or words.startswith(("#", "|", "<", "!!!", "???", "![")):
+            paragraphs.append([])
+        if words and not words.startswith(("#", "|", "<", "!!!", "???", "![")):
+            paragraphs[-1].append(words[item.end() :] if item else words)
+    for lines in paragraphs:
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(lines))
+        plain = re.sub(r"`[^`]*`", "CODE", plain)
+        for sentence in re.split(r"(?<=[.!?])[\"”)]* +(?=[A-Z0-9\"“(])", plain):
+            if sentence:
+                yield len(re.findall(r"\w[\w.,%'’/-]*", sentence)), sentence
 
 
 def planner_commands(page: Path) -> list[list[str]]:

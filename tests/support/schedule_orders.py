@@ -26,7 +26,7 @@ def action_order(
     """The actions of each pipeline rank, in the order in which it runs them.
 
     Raises:
-        ValueError: the schedule does not take this number of micro batches.
+        ValueError: the schedule does not take this number of microbatches.
     """
     if schedule == "1f1b":
         return [
@@ -61,9 +61,9 @@ def planned(
 
 
 def _one_forward_one_backward(rank: int, pipeline_parallel: int, micro_batches: int) -> list[Action]:
-    """What Schedule1F1B runs; its own `pipeline_order` counts the last rank's micro batches from 1."""
+    """What Schedule1F1B runs; its own `pipeline_order` counts the last rank's microbatches from 1."""
     if micro_batches < pipeline_parallel:
-        raise ValueError(f"1f1b needs at least {pipeline_parallel} micro batches, not {micro_batches}")
+        raise ValueError(f"1f1b needs at least {pipeline_parallel} microbatches, not {micro_batches}")
     warm_up = pipeline_parallel - rank
     order = [Action("F", rank, number) for number in range(warm_up)]
     for number in range(micro_batches):
@@ -83,7 +83,7 @@ def most_alive(order: Sequence[Action]) -> int:
 
 
 def alive_by_stage(order: Sequence[Action]) -> dict[int, int]:
-    """The most micro batches that each stage of a rank keeps activations of."""
+    """The most microbatches that each stage of a rank keeps activations of."""
     alive: Counter[int] = Counter()
     most: Counter[int] = Counter()
     for action in order:

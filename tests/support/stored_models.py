@@ -26,7 +26,7 @@ from runtime.train.trainer import Trainer
 from tests.support.ranks.training import CPU, batch_of
 
 STD = 0.3
-"""Of initial weights: large enough for the likeliest tokens to differ."""
+"""Standard deviation of initial weights: large enough for the likeliest tokens to differ."""
 
 
 def initial_model(spec: ModelSpec) -> Transformer:

@@ -14,7 +14,7 @@ COMPILER = "torch._inductor.compile_fx"
 
 
 def forkserver() -> ForkServerContext:
-    """That of the runtime, which has imported the compiler besides."""
+    """The fork server of the runtime, which has imported the compiler besides."""
     context = rank_pool.forkserver()
     context.set_forkserver_preload([*PRELOADED, COMPILER])
     return context

@@ -54,7 +54,7 @@ def export_accelerate(model: ModelSpec, layout: Layout, machines: int) -> Export
     for name in ("micro_batch_size", "global_batch_size"):
         lacks(in_script, layout, name, "the training script gives it")
     if of_layout[KIND] == "FSDP" and layout.precision != "fp32":
-        why = "a policy of the training script says it; without one it is the format of the products"
+        why = "a policy of the training script says it; without one it is the format of the GEMMs"
         lacks(in_script, layout, "gradient_reduction", why)
     return Export(
         "accelerate", yaml_text(values), tuple(missing), flag_values(of_layout), in_script=tuple(in_script)

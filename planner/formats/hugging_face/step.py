@@ -9,7 +9,7 @@ from planner.formats.hugging_face.job import Job
 from planner.formats.hugging_face.names import ACCELERATE_KEYS, MICRO, STEPS
 
 _MICRO_BATCHES = {"ms-swift": 1, "axolotl": 1}
-"""Default micro batches that are not TrainingArguments'.
+"""Default microbatches that are not TrainingArguments'.
 
 swift/trainers/arguments.py and axolotl/utils/schemas/training.py.
 """
@@ -19,7 +19,7 @@ SWIFT_BATCH = 16
 
 
 def batch_of(job: Job, ranks: int, assumed: list[str]) -> dict[str, Any]:
-    """Micro batch and global batch; DeepSpeed fills in the one of three numbers that is missing."""
+    """Microbatch and global batch; DeepSpeed fills in the one of three numbers that is missing."""
     keys = job.deepspeed
     micro = deepspeed_config.count(keys, "train_micro_batch_size_per_gpu") or job.command.count(MICRO)
     steps = deepspeed_config.count(keys, "gradient_accumulation_steps") or job.command.count(STEPS)
@@ -43,7 +43,7 @@ def batch_of(job: Job, ranks: int, assumed: list[str]) -> dict[str, Any]:
         assumed.append(f"{STEPS} {steps} (ms-swift's default: {SWIFT_BATCH} sequences a step)")
     whole = micro * (steps or 1) * ranks
     if total is not None and total != whole:
-        text = f"{total} is not micro batch {micro} x {steps or 1} steps x {ranks} ranks = {whole}"
+        text = f"{total} is not microbatch {micro} x {steps or 1} steps x {ranks} ranks = {whole}"
         keys.add("illegal", text, "train_batch_size", f"use {whole}, or auto")
     return {"micro_batch_size": micro, "global_batch_size": whole}
 

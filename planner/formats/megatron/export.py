@@ -148,12 +148,12 @@ def _stages(layout: Layout, model: ModelSpec, mindspeed: bool, missing: list[str
 
 
 def _of_other_schedule(layout: Layout, missing: list[str]) -> Layout:
-    """The nearest layout whose schedule is interleaved, or 1f1b where micro batches come in no rounds."""
+    """The nearest layout whose schedule is interleaved, or 1f1b where microbatches come in no rounds."""
     ranks = layout.pipeline_parallel
     if layout.micro_batches % ranks == 0:
         return layout.model_copy(update={"schedule": "interleaved"})
     for name in ("virtual_pipeline_parallel", "layers_per_stage"):
-        lacks(missing, layout, name, "interleaving wants micro batches in multiples of the pipeline ranks")
+        lacks(missing, layout, name, "interleaving wants microbatches in multiples of the pipeline ranks")
     held = tuple(
         sum(layout.layers_per_stage[stage] for stage in layout.stages_of(rank)) for rank in range(ranks)
     )

@@ -14,7 +14,7 @@ from planner.formats.megatron.export import FP8_RECIPES
 from planner.formats.megatron.model import Given, unset
 
 EIGHT_BITS = ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3")
-"""Flags that ask for products in 8 bits; `--fp8-recipe` says which."""
+"""Flags that ask for GEMMs in 8 bits; `--fp8-recipe` says which."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Job:
         return flag if flag is not None and flag.values else None
 
     def precision(self) -> str:
-        """The number format of matrix products."""
+        """The number format of GEMMs."""
         if self.is_given("--fp4-format"):
             return "nvfp4"
         if self.is_given(*EIGHT_BITS):

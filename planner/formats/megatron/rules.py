@@ -134,7 +134,7 @@ def _of_replicas(f: _Facts, replicas: int) -> Iterator[Fault]:
         return
     if f.batch % unit:
         near = [size for size in (f.batch // unit * unit, (f.batch // unit + 1) * unit) if size]
-        text = f"{f.batch} is not a multiple of micro batch {f.micro} x {replicas} data-parallel replicas"
+        text = f"{f.batch} is not a multiple of microbatch {f.micro} x {replicas} data-parallel replicas"
         yield "illegal", "--global-batch-size", text, f"use {' or '.join(map(str, near))}"
         return
     count = f.batch // unit
@@ -146,18 +146,18 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 def _of_groups(f: _Facts, count: int, unit: int) -> Iterator[Fault]:
-    """Micro batches of interleaving go in groups, of which the last has to fill the pipeline too."""
+    """Microbatches of interleaving go in groups, of which the last has to fill the pipeline too."""
     said = f.number(GROUP)
     group = f.pp if said is None else int(said)
     if group < f.pp or group > count:
-        text = f"{group} is not between the {f.pp} pipeline ranks and the {count} micro batches"
+        text = f"{group} is not between the {f.pp} pipeline ranks and the {count} microbatches"
         yield "illegal", GROUP if said is not None else "--global-batch-size", text, ""
     elif 0 < count % group < f.pp:
-        text = f"interleaving needs micro batches in multiples of {group}"
+        text = f"interleaving needs microbatches in multiples of {group}"
         text += " pipeline ranks" if group == f.pp else f", or {f.pp} or more besides"
         yield "illegal", "--global-batch-size", f"{text}, not {count}", f"use a multiple of {unit * group}"
     elif count % f.pp:
-        text = f"{count} micro batches in groups of {group} are not priced"
+        text = f"{count} microbatches in groups of {group} are not priced"
         yield "unknown", GROUP, text, f"use a multiple of {unit * f.pp} sequences"
 
 

@@ -220,7 +220,7 @@ def _layout(
     whole |= stages
     batches = keys.count(STATIC_KEYS["micro_batches"]) or 1
     if pipeline > 1 and batches < pipeline:
-        text = f"{batches} micro batches are fewer than the {pipeline} pipeline stages"
+        text = f"{batches} microbatches are fewer than the {pipeline} pipeline stages"
         keys.add("illegal", text, STATIC_KEYS["micro_batches"], f"use at least {pipeline}")
     if pipeline == 1:
         # Without a pipeline micro_batch_num is not looked at (base_trainer.py).
@@ -229,7 +229,7 @@ def _layout(
         batches = keys.count(STATIC_KEYS["accumulated_batches"]) or 1
     interleave = keys.count("micro_batch_interleave_num") or 1
     if interleave > 1:
-        text = f"each micro batch is {interleave} that overlap; they are priced as one"
+        text = f"each microbatch is {interleave} that overlap; they are priced as one"
         keys.add("note", text, "micro_batch_interleave_num")
     whole["micro_batch_size"] = (keys.count(STATIC_KEYS["micro_batch_size"]) or 1) * interleave
     whole["global_batch_size"] = whole["micro_batch_size"] * whole["data_parallel"] * batches

@@ -159,7 +159,7 @@ def _layout(
     if engine not in ("1f1b", "afab"):
         keys.add("illegal", f"{engine!r} is neither 1f1b nor afab", KEYS["schedule"])
     elif engine == "afab" and pipeline > 1:
-        text = "afab keeps all micro batches; it is priced as 1f1b, which keeps those of the stages alone"
+        text = "afab keeps all microbatches; it is priced as 1f1b, which keeps those of the stages alone"
         keys.add("note", text, KEYS["schedule"])
     stage = keys.count(KEYS["zero_stage"], least=0) or 0
     if stage > 1:
@@ -169,7 +169,7 @@ def _layout(
     batches = keys.count(KEYS["micro_batches"]) or 1
     if engine == "1f1b" and batches < pipeline - 1:
         # nanotron/parallel/pipeline_parallel/engine.py, OneForwardOneBackwardPipelineEngine.
-        text = f"{batches} micro batches: 1f1b asserts at least {pipeline - 1} for {pipeline} stages"
+        text = f"{batches} microbatches: 1f1b asserts at least {pipeline - 1} for {pipeline} stages"
         keys.add("illegal", text, KEYS["micro_batches"], f"use {pipeline - 1}, fewer stages, or afab")
     whole |= {
         "sequence_parallel": TP_MODES.get(mode, False),

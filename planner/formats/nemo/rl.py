@@ -121,7 +121,7 @@ def _name_others_that_count(keys: Keyed) -> None:
     for section in ("sequence_packing", "dynamic_batching"):
         path = f"{POLICY}.{section}.enabled"
         if keys.switch(path):
-            text = "how many micro batches a step has depends on how long its samples are"
+            text = "how many microbatches a step has depends on how long its samples are"
             keys.add("unknown", text, path, f"give --define {path}=false for samples of the full length")
 
 
@@ -279,7 +279,7 @@ def _dtensor_layout(
     unit = micro * whole["data_parallel"]
     if batch % unit:
         text = (
-            f"{batch} is not a multiple of micro batch {micro} x {whole['data_parallel']} data-parallel ranks"
+            f"{batch} is not a multiple of microbatch {micro} x {whole['data_parallel']} data-parallel ranks"
         )
         keys.add("illegal", text, KEYS["global_batch_size"], f"use a multiple of {unit}")
         return None

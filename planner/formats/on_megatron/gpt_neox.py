@@ -114,7 +114,7 @@ def _gated_width(keys: Keyed) -> list[tuple[str, Entry]]:
 
 
 def _neox_batch(keys: Keyed, around: Surroundings) -> Entry | None:
-    """The global batch that micro batches and steps make on all devices."""
+    """The global batch that microbatches and steps make on all devices."""
     micro, steps = (
         keys.count("train_micro_batch_size_per_gpu"),
         keys.count("gradient_accumulation_steps") or 1,

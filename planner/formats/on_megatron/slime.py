@@ -151,12 +151,12 @@ def _model(
 
 
 def _name_lengths(given: Mapping[str, GivenFlag], problems: Problems) -> None:
-    """Samples have any length: how long those of a micro batch are, and how many it has, no flag says."""
+    """Samples have any length: how long those of a microbatch are, and how many it has, no flag says."""
     dynamic = given.get(DYNAMIC)
     if dynamic is not None:
         most = given.get("--max-tokens-per-gpu")
-        text = f"micro batches have as many samples as {most.text if most else 'a number of'} tokens hold"
-        remedy = "give --define use_dynamic_batch_size= for micro batches of --micro-batch-size samples"
+        text = f"microbatches have as many samples as {most.text if most else 'a number of'} tokens hold"
+        remedy = "give --define use_dynamic_batch_size= for microbatches of --micro-batch-size samples"
         problems.add("unknown", text, DYNAMIC, dynamic.line, remedy)
     if "--seq-length" not in given:
         longest = given.get("--rollout-max-response-len")

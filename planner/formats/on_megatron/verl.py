@@ -139,17 +139,15 @@ def _with_lora(keys: Keyed, table: Mapping[str, str], model: ModelSpec) -> Model
 
 
 def _micro_batch(keys: Keyed, table: Mapping[str, str]) -> int:
-    """Sequences of a micro batch; not known where their tokens decide, or where nothing says it."""
+    """Sequences of a microbatch; not known where their tokens decide, or where nothing says it."""
     micro = keys.count(table["micro_batch_size"])
     if keys.switch(table["dynamic"]):
-        text = "micro batches have as many samples as a number of tokens holds"
+        text = "microbatches have as many samples as a number of tokens holds"
         path = table["dynamic"]
-        keys.add(
-            "unknown", text, path, f"give --define {path}=false for micro batches of a number of samples"
-        )
+        keys.add("unknown", text, path, f"give --define {path}=false for microbatches of a number of samples")
     elif micro is None:
         path = table["micro_batch_size"]
-        keys.add("unknown", "no key says the micro batch", path, f"give --define {path}=N")
+        keys.add("unknown", "no key says the microbatch", path, f"give --define {path}=N")
     return micro or 1
 
 
@@ -248,7 +246,7 @@ def _fsdp_layout(
     unit = micro * whole["data_parallel"]
     if batch % unit:
         ranks = whole["data_parallel"]
-        text = f"{batch} samples are not a multiple of micro batch {micro} x {ranks} data-parallel ranks"
+        text = f"{batch} samples are not a multiple of microbatch {micro} x {ranks} data-parallel ranks"
         keys.add("illegal", text, table["global_batch_size"], f"use a multiple of {unit}")
         return None
     shards = keys.entries.get(table["shards"])

@@ -149,8 +149,8 @@ def _name_missing(layout: Layout, missing: list[str], experts: bool) -> None:
     if layout.offload_activations:
         lacks(missing, layout, "offload_activations", "it is no flag of the trainer")
     if layout.precision not in FORMATS.values():
-        lacks(missing, layout, "precision", "converters of products are chosen in Python")
-    lacks_fp8(missing, layout, "converters of products are chosen in Python")
+        lacks(missing, layout, "precision", "converters of GEMMs are chosen in Python")
+    lacks_fp8(missing, layout, "converters of GEMMs are chosen in Python")
     lacks_bundled_features(missing, layout)
     if layout.gradient_reduction != "fp32":
         lacks(missing, layout, "gradient_reduction", "gradients are summed in fp32")

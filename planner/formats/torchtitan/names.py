@@ -76,7 +76,7 @@ DEBUG_MODEL: dict[str, Any] = {
 def zero_stage(shards: int, pipeline_parallel: int, reshard: str) -> int:
     """The stage of ZeRO of FSDP2 over `shards` ranks, by `fsdp_reshard_after_forward`.
 
-    Parameters that stay gathered: without a pipeline each micro batch scatters its gradients (stage 2); under
+    Parameters that stay gathered: without a pipeline each microbatch scatters its gradients (stage 2); under
     one they are summed whole until the last, as stage 1 does.
     """
     if shards == 1:

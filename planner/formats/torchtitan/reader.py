@@ -100,7 +100,7 @@ class _Release:
         self.before_0_1 = "training.batch_size" in names or any(
             name.startswith("experimental.pipeline") for name in names
         )
-        """Batches are split into as many micro batches as there are stages."""
+        """Batches are split into as many microbatches as there are stages."""
         tokens = (KEYS["micro_tokens"], KEYS["global_tokens"])
         self.in_tokens = "training.max_context_length" in names or any(path in keys for path in tokens)
         """Batches are counted in tokens."""
@@ -271,7 +271,7 @@ def _open(keys: Keyed, path: str) -> int | None:
 def _batch(
     keys: Keyed, model: ModelSpec, stages: int, release: _Release
 ) -> tuple[int, int, int | None] | None:
-    """Sequences of a micro batch, of a data-parallel rank, and of a step where the file says them."""
+    """Sequences of a microbatch, of a data-parallel rank, and of a step where the file says them."""
     if release.in_tokens:
         path = KEYS["micro_tokens"]
         tokens, total = keys.count(path) or 16384, _open(keys, KEYS["global_tokens"])
@@ -291,11 +291,11 @@ def _batch(
         count = keys.count(KEYS["pipeline_micro_batches"]) or stages
         if local % count == 0:
             return local // count, local, exact
-        keys.add("illegal", f"{local} is not a multiple of {count} micro batches", KEYS["micro_batch_size"])
+        keys.add("illegal", f"{local} is not a multiple of {count} microbatches", KEYS["micro_batch_size"])
         return None
     micro = keys.count(MICRO_BATCH) or 1
     if local % micro:
-        keys.add("illegal", f"{local} is not a multiple of the micro batch {micro}", KEYS["micro_batch_size"])
+        keys.add("illegal", f"{local} is not a multiple of the microbatch {micro}", KEYS["micro_batch_size"])
         return None
     return micro, local, exact
 
@@ -392,8 +392,8 @@ def _recompute(keys: Keyed, model: ModelSpec, stages: tuple[int, ...]) -> dict[s
     if option == "op" and not model.experts:
         return {"recompute": "selective"}
     if option == "op":
-        # What it keeps is between nothing and all, and what it computes again is half of the products.
-        text = "keeps attention and every second product; priced as recomputing every second layer"
+        # What it keeps is between nothing and all, and what it computes again is half of the GEMMs.
+        text = "keeps attention and every second GEMM; priced as recomputing every second layer"
         keys.add("note", text, KEYS["recompute_modules"])
         option = "2"
     if not re.fullmatch(r"[1-9][0-9]{0,3}", option):
@@ -410,7 +410,7 @@ def _precision(keys: Keyed) -> str:
     if "float8" in converters or (keys.text(KEYS["float8"]) or "").lower() not in ("", "false"):
         return "fp8"
     if "mx" in converters:
-        keys.add("note", "not priced: products are taken as bf16", KEYS["converters"])
+        keys.add("note", "not priced: GEMMs are taken as bf16", KEYS["converters"])
     return FORMATS.get(keys.text(KEYS["precision"]) or "bfloat16", "bf16")
 
 

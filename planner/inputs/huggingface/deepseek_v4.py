@@ -127,7 +127,7 @@ def _layer_types(config: Config, layers: int) -> list[str]:
     unknown = [name for name in names if not isinstance(name, str) or name not in KINDS]
     if unknown:
         raise ValueError(f"layer_types has {unknown[0]!r}, and only {', '.join(KINDS)} are known")
-    # What is listed beyond the layers is of modules for further tokens.
+    # What is listed beyond the layers is of MTP modules.
     if len(names) < layers:
         raise ValueError(f"{key} has {len(names)} entries for num_hidden_layers {layers}")
     return names[:layers]

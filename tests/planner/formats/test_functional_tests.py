@@ -52,7 +52,7 @@ torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --n
 
 
 def as_script(arguments: str) -> Reading:
-    """The same job as a script."""
+    """The job of a functional test as a script."""
     reading = read_megatron(COMMAND + arguments, "job.sh", {})
     assert reading is not None and reading.layout is not None
     return reading

@@ -122,7 +122,7 @@ def test_a_caller_says_what_is_learned(tmp_path: Path) -> None:
 
 
 def test_the_file_of_an_objective_is_named(tmp_path: Path) -> None:
-    """Of files that start from each other, the one in which it stands."""
+    """The objective stands in one of several files that start from each other."""
     base = "grpo:\n  max_num_steps: 10\npolicy:\n  model_name: meta-llama/Llama-3.1-8B\n"
     (tmp_path / "base.yaml").write_text(base)
     (tmp_path / "own.yaml").write_text("defaults: base.yaml\npolicy:\n  train_global_batch_size: 8\n")

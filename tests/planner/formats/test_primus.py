@@ -47,7 +47,7 @@ def test_overrides_come_before_the_modules_defaults(tmp_path: Path) -> None:
         "recompute_granularity: full\nrecompute_method: uniform\nrecompute_num_layers: 1\nfp8: hybrid",
     )
     assert read.legal and read.reading.framework == "primus"
-    # Micro batches of 2 sequences, the distributed optimizer and sequence parallelism are the modules'.
+    # Microbatches of 2 sequences, the distributed optimizer and sequence parallelism are the modules'.
     assert read.shown == "tp=2+sp pp=2 dp=4 zero=1 mbs=2 x 8 recompute=full"
     assert read.reading.model == with_seq(load_model("llama3.1-8b"), 1024)
     assert read.reading.precision == "fp8"

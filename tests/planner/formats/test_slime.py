@@ -58,7 +58,7 @@ def script(folder: Path, extra: str = "--global-batch-size 64", model: bool = Tr
 def test_the_actor_is_megatrons_job(tmp_path: Path) -> None:
     read = script(tmp_path, define=ALONE)
     assert read.legal and read.reading.framework == "slime"
-    # The distributed optimizer, bf16 and micro batches of one sample are slime's.
+    # The distributed optimizer, bf16 and microbatches of one sample are slime's.
     assert read.shown == "tp=2+sp pp=1 dp=4 zero=1 mbs=1 x 16 recompute=full"
     model = read.reading.model
     assert model is not None and (model.layers, model.hidden, model.seq) == (4, 256, 1024)

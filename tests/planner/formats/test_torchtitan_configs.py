@@ -307,7 +307,7 @@ def test_files_of_every_release_have_their_names(release: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("old", "new", "shown"),
     [
-        # As many micro batches as stages, of which the middle ones have the layers that are left over.
+        # As many microbatches as stages, of which the middle ones have the layers that are left over.
         ("pipeline_parallel_microbatches = 4\n", "", (2, 4)),
         ("pipeline_parallel_microbatches = 4\n", 'pipeline_parallel_schedule = "Interleaved1F1B"\n', (4, 2)),
     ],

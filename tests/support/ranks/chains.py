@@ -21,12 +21,12 @@ class Seen(NamedTuple):
 
 
 class Both(NamedTuple):
-    """The same training in both ways."""
+    """Training with chained layers, and with layers apart."""
 
     chained: Training
     apart: Training
     runs: int
-    """Of chains."""
+    """How often chains ran."""
     loads: tuple[list[list[int]], list[list[int]]]
     totals: tuple[list[float], list[float]]
     """Both of `Seen`, in either way."""
@@ -52,7 +52,7 @@ def seen(spec: ModelSpec, layout: Layout, compiled: bool) -> Seen:
 
 
 def compiled_and_eager(spec: ModelSpec, layout: Layout, backend: str) -> tuple[Seen, Seen]:
-    """The same training with layers compiled by a backend and without; runs on ranks of a process group."""
+    """One training with layers compiled by a backend, and one without; runs on ranks of a process group."""
     import torch
 
     torch._dynamo.reset()

@@ -29,13 +29,13 @@ class Run(NamedTuple):
 
     losses: list[float]
     norm: float
-    """Of the gradient before the first step."""
+    """The norm of the gradient before the first step."""
     gradients: dict[str, Tensor]
-    """The same gradient, every parameter of this rank whole."""
+    """The gradient before the first step, every parameter of this rank whole."""
     load: Load
-    """Of all steps."""
+    """Tokens of each expert over all steps."""
     biases: dict[str, list[float]]
-    """Of experts, after the last step."""
+    """Biases of experts, after the last step."""
 
 
 def trained(
@@ -221,8 +221,8 @@ def bias_steps(
 
 
 def travelling_beside_experts(spec: ModelSpec, layout: Layout) -> tuple[list[int], list[int]]:
-    """Exchanges under way each time that experts begin to compute, forward and back, in a step of one micro
-    batch; runs on every rank of a process group."""
+    """Exchanges under way each time that experts begin to compute, forward and back, in a step of one
+    microbatch; runs on every rank of a process group."""
     from runtime.model.experts import Experts
     from runtime.parallel.collectives import Exchange
 

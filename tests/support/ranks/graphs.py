@@ -19,7 +19,7 @@ ASKS_DEVICE = torch.ops.aten._local_scalar_dense.default
 
 
 class Both(NamedTuple):
-    """The same training in both ways."""
+    """Training with graphed passes, and without."""
 
     graphed: Training
     plain: Training

@@ -210,7 +210,7 @@ class PlainCame(torch.optim.Optimizer):
 
 
 def _groups(weights: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """With weight decay and without, which biases and vectors have not."""
+    """Groups with weight decay and without: biases and vectors have none."""
     matrices = {n for n, p in weights.items() if p.ndim > 1 and "bias" not in n}
     groups = [[p for n, p in weights.items() if (n in matrices) == decayed] for decayed in (True, False)]
     return [

@@ -24,7 +24,7 @@ ROUTING: dict[str, Any] = {
     "moe_z_loss_coeff": 1e-3,
     "moe_router_bias_update_rate": 1e-2,
 }
-"""Options of routing, so that parity covers what they do; other kinds of balancing look at micro batches."""
+"""Options of routing, so that parity covers what they do; other kinds of balancing look at microbatches."""
 
 BITING: dict[str, Any] = {
     "lr": 5e-3,
@@ -80,7 +80,7 @@ class Training(NamedTuple):
 
     losses: list[float]
     norms: list[float]
-    """Of the gradient, before it is clipped."""
+    """Norms of the gradient, before it is clipped."""
     weights: dict[str, npt.NDArray[np.float32]]
     """After the last step: those of this rank, whole."""
 
@@ -95,7 +95,7 @@ class Difference(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """Of all three; NaN where one is."""
+        """The largest of all three; NaN where one is."""
         return float(np.max(self))
 
 

@@ -136,7 +136,7 @@ class _Gathers(TorchDispatchMode):
 
 
 def gathered(spec: ModelSpec, layout: Layout) -> Gathered:
-    """What an evaluation of one micro batch gathers."""
+    """What an evaluation of one microbatch gathers."""
     trainer, narrow = Trainer(spec, layout, TrainingOptions(train_iters=1), CPU), [0]
 
     def note(module: nn.Module, inputs: Any) -> None:

@@ -81,7 +81,7 @@ def kept_on_rank(spec: ModelSpec, layout: Layout, expected: float) -> float:
 
 
 def bytes_that_leave(spec: ModelSpec, layout: Layout) -> list[int]:
-    """Sizes of what one micro batch of one sequence sends to host memory on this rank."""
+    """Sizes of what one microbatch of one sequence sends to host memory on this rank."""
     left: list[int] = []
 
     class Counted(offload._Copy):

@@ -25,9 +25,9 @@ class Report(NamedTuple):
     """One step as one rank sees it."""
 
     loss: float
-    """Of the global batch."""
+    """The loss of the global batch."""
     evaluated: float
-    """The same, from `evaluate`."""
+    """The loss of the global batch, from `evaluate`."""
     gradients: dict[str, torch.Tensor]
     """Whole, by parameter."""
 
@@ -96,7 +96,7 @@ def events(spec: ModelSpec, layout: Layout) -> list[str]:
 
 
 def accumulation_events(spec: ModelSpec, layout: Layout) -> list[str]:
-    """What a rank without a pipeline does in a step: "forward" for each micro batch, and "reduce"."""
+    """What a rank without a pipeline does in a step: "forward" for each microbatch, and "reduce"."""
     trainer = Trainer(spec, layout, TrainingOptions(train_iters=1), CPU)
     inputs = trainer._inputs(batch_of(spec, layout, 0)[trainer.rows])
     with Watch() as watch:
