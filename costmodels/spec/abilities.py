@@ -86,7 +86,7 @@ class Abilities(Record):
     recompute_some_layers: tuple[Recompute, ...] = ("selective", "full")
     """Kinds that recompute the first layers of each stage alone, too (`recompute_method` block)."""
     fp8_recipes: tuple[Fp8Recipe, ...] = get_args(Fp8Recipe)
-    """Scales of products in fp8 that may be asked for; what it does otherwise is the first of them."""
+    """Scales of GEMMs in fp8 that may be asked for; what it does otherwise is the first of them."""
     muon_modes: tuple[MuonMode, ...] = ("duplicated",)
     """Ways in which ranks share Muon's work that may be asked for; what it does otherwise is the first."""
     fp8_param_gather: bool = True
