@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from cli.flag_notes import planning_flag_notes
 from cli.tables import console, table
@@ -16,7 +15,7 @@ from costmodels.errors import NoLayoutFits
 from planner.explanation.comparison import Comparison
 from planner.explanation.explanation import Explanation, explain_plan
 from planner.explanation.explanation import explain as explained
-from planner.explanation.outcome import Verdict
+from planner.explanation.records import as_json
 from planner.explanation.text import (
     HEADS,
     MOST_NEIGHBOURS,
@@ -28,7 +27,6 @@ from planner.explanation.text import (
     verdict_lines,
 )
 from planner.inputs.pins import pin_words
-from planner.objective import METRICS, metric
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
 from planner.options.flags import flag, flag_groups
@@ -170,69 +168,3 @@ def _print_comparison(screen: Console, comparison: Comparison) -> None:
     screen.print(f"\n[bold]against[/bold] {comparison.second.layout.describe()}")
     screen.print(lead_line(comparison))
     screen.print(table(HEADS, comparison_rows(comparison), left=("",)))
-
-
-def as_json(found: Explanation, assumed: list[str]) -> dict[str, Any]:
-    """The answer of `planner explain --json`."""
-    result, best = found.result, found.result.best
-    return {
-        "assumed": assumed,
-        "considered": result.considered,
-        "legal": result.legal,
-        "feasible": result.feasible,
-        "rejected": result.rejected,
-        "objective": result.problem.objective,
-        "ranked_by": METRICS[result.problem.objective],
-        "best_figure": None if best is None else metric(result.problem.objective, best.estimate),
-        "best": _plan(best),
-        "closest": None if best else _plan(result.closest()[0]),
-        "indistinguishable": found.indistinguishable,
-        "prefer": result.problem.preference.prefer,
-        "fastest_place": result.first_faster + 1 if result.feasible else None,
-        "comparisons": [_comparison(comparison) for comparison in found.comparisons],
-        "verdicts": [_verdict(verdict) for verdict in found.verdicts],
-        "binding": None if found.binding is None else asdict(found.binding),
-        "changes": [
-            asdict(replace(change, plan=None)) | {"plan": _plan(change.plan)} for change in found.changes
-        ],
-        "neighbours": [
-            asdict(replace(one, layout=None))
-            | {"layout": None if one.layout is None else one.layout.model_dump(mode="json")}
-            for one in found.neighbours
-        ],
-        "advice": found.advice,
-        "proposals": [one.as_json() for one in found.proposals],
-    }
-
-
-def _plan(plan: Plan | None) -> dict[str, Any] | None:
-    return (
-        None
-        if plan is None
-        else plan.model_dump(mode="json", include={"layout", "estimate", "fits", "reason"})
-    )
-
-
-def _verdict(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "asked": verdict.degrees,
-        "outcome": verdict.outcome,
-        "reason": verdict.reason,
-        "rules": verdict.rules,
-        "legal": verdict.legal,
-        "feasible": verdict.feasible,
-        "plan": _plan(verdict.plan),
-        "place": verdict.place,
-        "not_searched": verdict.not_searched,
-        "comparison": None if verdict.comparison is None else _comparison(verdict.comparison),
-    }
-
-
-def _comparison(comparison: Comparison) -> dict[str, Any]:
-    return {
-        "against": comparison.second.layout.model_dump(mode="json"),
-        "throughput": comparison.throughput,
-        "told_apart": comparison.distinguishable,
-        "time_s": [asdict(term) for term in comparison.time],
-        "memory_bytes": [asdict(term) for term in comparison.memory],
-    }

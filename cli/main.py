@@ -26,6 +26,7 @@ COMMANDS = {
     "compare": "cli.pages",
     "dryrun": "cli.dryrun",
     "profile": "cli.profile",
+    "mcp": "cli.mcp",
     "models": "cli.catalogues",
     "devices": "cli.catalogues",
     "engines": "cli.catalogues",
@@ -35,7 +36,7 @@ COMMANDS = {
 }
 """Modules of the commands."""
 
-PLANNING = ("suggest", "explain", "check", "export", "timeline")
+PLANNING = ("suggest", "explain", "check", "export", "timeline", "mcp")
 """Commands that start no ranks and load no PyTorch."""
 
 OBJECTS = 100_000

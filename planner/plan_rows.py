@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from costmodels.errors import InputError
 from costmodels.spec.estimate import Estimate
 from costmodels.spec.layout import Layout
 from costmodels.spec.record import GIB, in_seconds
+
+if TYPE_CHECKING:
+    import pandas
 
 COLUMNS = ("layout", "step", "tokens/s/device", "MFU", "GiB")
 """Headings of `shown`."""
@@ -31,6 +35,15 @@ def record(layout: Layout, estimate: Estimate) -> dict[str, Any]:
     }
     parts = {f"{name}_s": seconds for name, seconds in estimate.time.model_dump().items()}
     return layout.model_dump() | figures | parts
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]]) -> pandas.DataFrame:
+    """Rows as a table of pandas; raises `InputError` where it is not installed."""
+    try:
+        import pandas  # Nothing else needs it.
+    except ImportError:
+        raise InputError("to_pandas needs pandas; pip install pandas") from None
+    return pandas.DataFrame(list(rows))
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -56,7 +56,7 @@ ORDER = {
             "ranking",
         ),
         *("proposals", "advice", "api", "world_sizes", "explanation", "options", "formats", "megatron_plan"),
-        *("scripts", "service", "report"),
+        *("catalogues", "scripts", "service", "report"),
     ),
     "planner.formats": (
         *("shell", "facts", "python", "writing"),

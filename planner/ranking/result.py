@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from costmodels.dataclass import dataclass
-from costmodels.errors import InputError
 from costmodels.pricing import Prices, estimate, peak_memory
 from costmodels.spec.estimate import Estimate
 from costmodels.spec.layout import Layout
 from costmodels.spec.table import Floats, Ints, LayoutTable
 from planner.objective import EQUAL, gain, logarithms, metric
 from planner.plan import Plan
-from planner.plan_rows import COLUMNS, html_table, record, shown
+from planner.plan_rows import COLUMNS, data_frame, html_table, record, shown
 from planner.problem import Problem
 from planner.ranking import reasons
 from planner.ranking.first_plans import MOST, SHOWN, Ranking, order
@@ -102,11 +101,7 @@ class SearchResult:
 
         Raises `InputError` where pandas is not installed.
         """
-        try:
-            import pandas  # Nothing else needs it.
-        except ImportError:
-            raise InputError("to_pandas needs pandas; pip install pandas") from None
-        return pandas.DataFrame([record(plan.layout, plan.estimate) for plan in self.plans(top)])
+        return data_frame([record(plan.layout, plan.estimate) for plan in self.plans(top)])
 
     @cached_property
     def _whole(self) -> Ranking:
