@@ -20,7 +20,7 @@ from benchmarks.calibrate import write_fits
 from benchmarks.calibration.left_out_sources import UnseenSource, fits_without, loader, unseen_source
 from benchmarks.calibration.predictions import settled_measurements
 from benchmarks.calibration.time_fit import time_fit_plans
-from benchmarks.calibration.unseen_spread import spreads
+from benchmarks.calibration.unseen_spread import held_left_out, spreads
 from cli.tables import console, table
 from costmodels.catalogue import calibrated_fits
 from costmodels.errors import InputError
@@ -45,8 +45,21 @@ def show(found: dict[str, UnseenSource]) -> None:
     out = console()
     if not out.is_terminal:
         out.width = WIDTH
-    columns = ("source", "n", "median %", "mean %", "p90 %", "bias %", "in range %", "tau", "regret %")
-    lines = [(source, *_figures(one)) for source, one in found.items()]
+    columns = (
+        "source",
+        "n",
+        "median %",
+        "mean %",
+        "p90 %",
+        "bias %",
+        "in range %",
+        "tau",
+        "regret %",
+        "left out %",
+    )
+    apart = held_left_out(found)
+    shares = {source: "-" if share is None else f"{share:.0f}" for source, share in apart.items()}
+    lines = [(source, *_figures(one), shares[source]) for source, one in found.items()]
     out.print(table(columns, lines, left=("source",)))
     scores = [one.score for one in found.values()]
     medians = [one.median_ape for one in scores if one.median_ape is not None]
@@ -58,6 +71,11 @@ def show(found: dict[str, UnseenSource]) -> None:
         f"of the mean error {np.median(means):.1f} %."
     )
     out.print(f"The range holds 75 to 92 % of the rows of {inside} of {len(held)} sources.")
+    known = [share for share in apart.values() if share is not None]
+    out.print(
+        f"Ranges that the other sources set (left out %) hold at least 75 % of the rows of "
+        f"{sum(share >= 75 for share in known)} of {len(known)} sources."
+    )
 
 
 def _figures(one: UnseenSource) -> tuple[str, ...]:

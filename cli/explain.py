@@ -32,7 +32,13 @@ from planner.options.cluster import ClusterOptions
 from planner.options.flags import flag, flag_groups
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions, check_alone
-from planner.options.search import announced_devices, assumed_engine, idle_links, search_keywords
+from planner.options.search import (
+    announced_devices,
+    assumed_engine,
+    assumed_loads,
+    idle_links,
+    search_keywords,
+)
 from planner.plan import Plan
 from planner.proposals.proposal import proposal_lines
 from planner.ranking.distinct import distinct_plans
@@ -118,6 +124,7 @@ def explain(
             *assumed_engine(parallel, found.result.problem),
             *announced_devices(found.result.problem.cluster),
             *idle_links(cluster, found.result.problem.cluster),
+            *assumed_loads(found.result.best),
         ]
     for note in planning_flag_notes(unused, parallel, found.result.problem.engine.name):
         print(f"planner: note: {note}", file=sys.stderr)

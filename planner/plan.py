@@ -10,6 +10,7 @@ from pydantic import ValidationError, model_validator
 
 from costmodels.errors import InputError, on_one_line
 from costmodels.files import MIB, read_text, write_whole
+from costmodels.layers.expert_load import load_of_layout
 from costmodels.spec.engine import Engine
 from costmodels.spec.estimate import Estimate
 from costmodels.spec.hardware import Cluster
@@ -95,6 +96,21 @@ class Plan(Record):
                 f"{self.layout.pipeline_parallel}"
             )
         return self
+
+    @property
+    def expert_load(self) -> float:
+        """Tokens of the fullest expert-parallel rank over the mean that the estimate rests on."""
+        return load_of_layout(self.model, self.engine, self.layout)
+
+    @property
+    def load_assumed(self) -> str:
+        """What the estimate takes for granted of the load of experts; empty where it was given."""
+        said = self.model.router.loads or self.engine.experts.load is not None
+        if said or self.expert_load == 1:
+            return ""
+        routing = "untrained routing" if self.model.router.early else "natural routing"
+        ranks, load = self.layout.expert_parallel, self.expert_load
+        return f"{routing}: the fullest of {ranks} expert-parallel ranks takes in {load:.2f} x the mean"
 
     def __repr__(self) -> str:
         estimate, cluster = self.estimate, self.cluster

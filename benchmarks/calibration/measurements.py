@@ -244,7 +244,8 @@ def _engines(
     row: Mapping[str, str], source: Mapping[str, Any], cluster: Cluster, load: EngineLoader
 ) -> tuple[tuple[Engine, ...], tuple[str, ...]]:
     """The engine, several where the attention kernel is not published, and what was taken for it."""
-    changes = dict(source.get("switches", {}))
+    changes = dict(source_notes()["unless_said"]) if row.get("moe_experts") not in (None, "", "0") else {}
+    changes |= source.get("switches", {})
     if "network" in source:
         changes |= cluster_state(row.get("notes", ""), source["network"], cluster.nodes)
     said = f"{row.get('notes', '')} {row.get('precision', '')}".lower()
@@ -252,10 +253,9 @@ def _engines(
         if word in said:
             changes |= {name: value for name, value in named.items() if not isinstance(value, dict)}
             changes |= named.get(cluster.device.architecture, {})
-    for release in source.get("releases", ()):
-        of_row = note_value(row, "release") or ""
-        if cluster.device.architecture in release["architectures"] and of_row >= release["since"]:
-            changes |= release["switches"]
+    for recipe in source.get("recipes", ()):
+        if _runs_recipe(row, recipe):
+            changes |= recipe["switches"]
     kernel = note_value(row, "kernel")
     engine = load(source["engine"])
     if "attention.flash" in changes:
@@ -271,6 +271,17 @@ def _engines(
     both = usual.get(source["engine"], {}).get("flash", {}).get(cluster.device.architecture, ("1",))
     kinds = [engine.with_constants(changes | {"attention.flash": value == "1"}) for value in both]
     return tuple(kinds), (f"flash {', '.join(both)}",)
+
+
+def _runs_recipe(row: Mapping[str, str], recipe: Mapping[str, Any]) -> bool:
+    """Whether a recipe of `measurements.yaml` is about the model, the GPU and the release of a row."""
+    release, model = note_value(row, "release") or "", row.get("model_name", "").lower()
+    return (
+        model.startswith(tuple(recipe.get("models", ("",))))
+        and row.get("gpu", "") in recipe.get("gpus", (row.get("gpu", ""),))
+        and recipe.get("since", "") <= release
+        and ("before" not in recipe or release < recipe["before"])
+    )
 
 
 def _step_time(row: Mapping[str, str], model: ModelSpec, memory: Mapping[str, Any]) -> float | None:

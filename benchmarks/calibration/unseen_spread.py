@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,9 @@ Megatron-SWIFT's three fine-tuning jobs of Qwen3-30B-A3B and Moonlight on A100 a
 they like, took 1.6 to 2.5 times the estimate, which is 0.50 to 0.90.
 """
 
+UNSEEN = {"base": 0.3, "experts": UNSEEN_EXPERTS}
+"""Widths of the whole step on an engine and architecture that was not seen at all."""
+
 LARGEST = 1.5
 """Logarithm beyond which a row speaks of something that no range should hold."""
 
@@ -55,7 +59,11 @@ class _Row(NamedTuple):
     pipelined: bool
 
 
-def spreads(found: Sequence[UnseenSource]) -> dict[tuple[str, str], dict[str, float]]:
+Key = tuple[str, str]
+"""An engine and an architecture."""
+
+
+def spreads(found: Sequence[UnseenSource]) -> dict[Key, dict[str, float]]:
     """Fields of `Spread` for each engine and architecture that `found` has rows of.
 
     Rows of one recipe, the same model in the same format on the same device, are wrong together, at
@@ -64,20 +72,54 @@ def spreads(found: Sequence[UnseenSource]) -> dict[tuple[str, str], dict[str, fl
     the same cause tells the causes apart; the width of the whole step is then what `COVERAGE` of the rows
     need besides (`weighted_quantile`).
     """
-    groups: defaultdict[tuple[str, str], list[_Row]] = defaultdict(list)
+    groups: defaultdict[Key, list[_Row]] = defaultdict(list)
     for one in found:
-        planned = [row.layouts[0].zero_stage in row.engine.runs.zero_stages for row in one.rows]
-        counted = np.flatnonzero(np.isfinite(one.errors) & planned)
-        kinds = [_kind(one.rows[place]) for place in counted]
-        recipes: defaultdict[tuple[str, str, bool], set[tuple[str, str, str]]] = defaultdict(set)
-        for kind, place in zip(kinds, counted, strict=True):
-            row = one.rows[place]
-            recipes[kind].add((row.model.name, row.cluster.device.name, row.layouts[0].precision))
-        for kind, place in zip(kinds, counted, strict=True):
-            weight = len(recipes[kind]) / kinds.count(kind)
-            missed, blanks = abs(float(one.errors[place])), float(one.predictions.blanks[place])
-            groups[kind[:2]].append(_row(one.rows[place], missed, weight, blanks))
+        for key, row in _rows(one):
+            groups[key].append(row)
     return {key: _fields(rows) for key, rows in sorted(groups.items())}
+
+
+def held_left_out(found: Mapping[str, UnseenSource]) -> dict[str, float | None]:
+    """Percent of each source's rows that lie in ranges which the other sources set.
+
+    Where no other source has run its engine on the architecture, a range is as wide as `UNSEEN`.
+    """
+    rows = {name: _rows(one) for name, one in found.items()}
+    held: dict[str, float | None] = {}
+    for name, own in rows.items():
+        others: defaultdict[Key, list[_Row]] = defaultdict(list)
+        for other, theirs in rows.items():
+            for key, row in theirs if other != name else ():
+                others[key].append(row)
+        widths = {key: _fields(others[key]) if key in others else UNSEEN for key in {key for key, _ in own}}
+        inside = [row.missed <= _width(row, widths[key]) for key, row in own]
+        held[name] = 100 * float(np.mean(inside)) if inside else None
+    return held
+
+
+def _width(row: _Row, fields: Mapping[str, float]) -> float:
+    """Half the width of a row's range, as a natural logarithm."""
+    whole = fields.get("experts", fields["base"]) if row.experts else fields.get("base", UNSEEN["base"])
+    usual = {**STARTS, **fields}
+    others = (row.of_one.get(name, 0.0) * usual[name] for name in ("narrow", "network", "launch", "bubble"))
+    return math.sqrt(row.blanks**2 + whole**2 + sum(part**2 for part in others))
+
+
+def _rows(one: UnseenSource) -> list[tuple[Key, _Row]]:
+    """The rows of a source that count, each with its engine and architecture."""
+    planned = [row.layouts[0].zero_stage in row.engine.runs.zero_stages for row in one.rows]
+    counted = np.flatnonzero(np.isfinite(one.errors) & planned)
+    kinds = [_kind(one.rows[place]) for place in counted]
+    recipes: defaultdict[tuple[str, str, bool], set[tuple[str, str, str]]] = defaultdict(set)
+    for kind, place in zip(kinds, counted, strict=True):
+        row = one.rows[place]
+        recipes[kind].add((row.model.name, row.cluster.device.name, row.layouts[0].precision))
+    found = []
+    for kind, place in zip(kinds, counted, strict=True):
+        weight = len(recipes[kind]) / kinds.count(kind)
+        missed, blanks = abs(float(one.errors[place])), float(one.predictions.blanks[place])
+        found.append((kind[:2], _row(one.rows[place], missed, weight, blanks)))
+    return found
 
 
 def weighted_quantile(values: Floats, weights: Floats, share: float) -> float:

@@ -108,6 +108,10 @@ class Operators:
     """GEMMs of low-rank adapters; the others are then of frozen weights, which have no gradients."""
     is_frozen: bool = False
     """`gemms` have no gradients of weights."""
+    open_share: float = 1.0
+    """Share of the groups of experts that a token may use."""
+    limited: bool = False
+    """Experts have a capacity: Megatron-Core's all-to-all alone has always taken that."""
     kernels: float = 1.0
     """Kernels that the host launches, over those of the same layer without adapters."""
 
@@ -266,19 +270,33 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
         ),
         merge_bytes=np.where(forms == RING, (e + 8) * t * values / tp, 0.0),
         top_k=model.top_k,
+        open_share=model.router.top_groups / model.router.groups,
+        limited=model.router.capacity_factor > 0,
         whole=compiles_experts(model),
         routed_bytes=routed,
         expert_gather_bytes=expert_gather,
         alternate_gemms=alternate,
         adapter_gemms=adapters,
         is_frozen=model.lora is not None,
-        kernels=kernels,
+        kernels=kernels + _attention_kernels(model) / LAYER_KERNELS,
     )
 
 
 LAYER_KERNELS, ADAPTER_KERNELS, MATRIX_KERNELS = 20, 3, 1
 """Kernels of the forward pass of a layer, roughly, of an adapter (two GEMMs and a scaled addition), and of
 a matrix in 4 bits that is turned back."""
+
+LATENT_KERNELS, LINEAR_KERNELS = 12, 16
+"""Kernels besides of latent attention (two or three products, two norms, and splits, rotations and
+concatenations of heads), and of linear attention (a convolution, gates, norms, and products of chunks)."""
+
+
+def _attention_kernels(model: ModelSpec) -> float:
+    """Kernels of the first layer's attention beyond those of plain attention."""
+    kind = model.attention_pattern[0]
+    if kind == "linear":
+        return LINEAR_KERNELS
+    return LATENT_KERNELS if model.latent_attention is not None and kind != "none" else 0.0
 
 
 def _adapters(

@@ -8,16 +8,14 @@ from statistics import NormalDist
 
 import numpy as np
 
+from costmodels.layers.expert_load import natural_load
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.model_parts import LayerKind, MlpKind
+from costmodels.spec.model_parts import ExpertLoad, LayerKind, MlpKind
 from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_rows
 
-MEAN_LOAD = 1.0
-"""For time: rows of the busiest device's experts over those of an even load, as routers are trained for."""
-
 PEAK_LOAD = 1.25
-"""For memory: the same of the fullest microbatch.
+"""For memory: rows of the busiest device's experts over those of an even load, in the fullest microbatch.
 
 An assumption, which holds for balanced routers; one that nothing balances can be worse.
 """
@@ -150,30 +148,37 @@ def norm_count(model: ModelSpec, mlp: MlpKind) -> int:
     return model.norms(LayerKind(model.attention_pattern[0], mlp))
 
 
-def _spread_rows(model: ModelSpec, table: LayoutTable, loads: Callable[[int], float]) -> Floats:
-    """Rows of experts whose load over the mean is `loads` of the expert-parallel ranks, where there are
-    several; a limited capacity takes in no more."""
-    ranks, places = np.unique(table.expert_parallel, return_inverse=True)
-    found = [loads(count) if count > 1 else MEAN_LOAD for count in ranks.tolist()]
+def _spread_rows(model: ModelSpec, table: LayoutTable, loads: Floats) -> Floats:
+    """Rows of experts of which the fullest rank has `loads` times the mean, [n], where there are several; a
+    limited capacity takes in no more."""
+    kept = np.where(table.expert_parallel > 1, loads, 1.0)
     limit = model.router.capacity_factor
-    kept = np.array([min(load, limit or load) for load in found])
-    result: Floats = _even_rows(model, table) * kept[places]
+    result: Floats = _even_rows(model, table) * (np.minimum(kept, limit) if limit else kept)
     return result
 
 
-def routed_rows(model: ModelSpec, table: LayoutTable, load: float = MEAN_LOAD) -> Floats:
+def _loads_by_ranks(table: LayoutTable, load: Callable[[int], float]) -> Floats:
+    ranks, places = np.unique(table.expert_parallel, return_inverse=True)
+    result: Floats = np.array([load(count) for count in ranks.tolist()])[places]
+    return result
+
+
+def routed_rows(model: ModelSpec, table: LayoutTable, load: float | None = None) -> Floats:
     """Tokens that the experts of one device take in, each token once for each of its experts.
 
     Every rank sends out tokens of its own, 1/tp of those of a microbatch; the experts of ep x etp ranks are
     spread over ep of them. `load` is that of the fullest device over the mean, where there are several and
-    the model says nothing of it.
+    the model says nothing of it; that of natural routing unless given.
     """
+    if model.router.loads:
+        said = model.router.load_of
+        return _spread_rows(model, table, _loads_by_ranks(table, lambda ranks: _mean(said(ranks))))
+    loads = natural_load(model, table) if load is None else np.full(len(table), load)
+    return _spread_rows(model, table, loads)
 
-    def mean_load(ranks: int) -> float:
-        said = model.router.load_of(ranks)
-        return said.mean if said is not None else load
 
-    return _spread_rows(model, table, mean_load)
+def _mean(load: ExpertLoad | None) -> float:
+    return 1.0 if load is None else load.mean
 
 
 def peak_load(model: ModelSpec, ranks: int) -> float:
@@ -184,7 +189,7 @@ def peak_load(model: ModelSpec, ranks: int) -> float:
 
 def peak_routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
     """Rows as `routed_rows` with the head-room of `peak_load`; a device with all experts needs none."""
-    return _spread_rows(model, table, partial(peak_load, model))
+    return _spread_rows(model, table, _loads_by_ranks(table, partial(peak_load, model)))
 
 
 WIDEST_LOAD = 0.75

@@ -34,7 +34,7 @@ def dispatch_buffer_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) 
     """Bytes of these buffers on each device, [n]."""
     found = np.zeros(len(table))
     kind, ranks = engine.experts.buffers, table.expert_parallel
-    if not model.experts or not kind:
+    if not model.experts or not kind or model.router.capacity_factor:
         return found
     if kind == "hybridep":
         own = element_bytes(table.precision) * tokens(model, table) * model.hidden / table.tensor_parallel

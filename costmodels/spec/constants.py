@@ -178,6 +178,11 @@ class HostConstants(Constants):
     graph: bool = False
     """A step is one CUDA graph (Megatron-Core's `--cuda-graph-impl full_iteration`): the device waits for no
     launch of a layer, and experts take as many rows as they get without asking the host."""
+    graphed: Fraction = 0.0
+    """Share of the launches of a layer with experts that CUDA graphs of its parts take away.
+
+    Its parts are attention, the router and what prepares the exchange (Megatron-Core's `--cuda-graph-scope
+    attn moe_router moe_preprocess`)."""
     routing: NonNegative = 0.0
     """Host seconds of a layer's forward pass on top of that where it has experts: the host waits for the
     numbers of tokens that the routers chose, and launches kernels for experts one after the other."""
@@ -349,8 +354,9 @@ class ShardingConstants(Constants):
 class ExpertConstants(Constants):
     """Layers with experts."""
 
-    load: Annotated[float, Field(ge=1)] = 1.0
-    """Tokens of the fullest expert-parallel rank over the mean, for which the others wait."""
+    load: Annotated[float, Field(ge=1)] | None = None
+    """Tokens of the fullest expert-parallel rank over the mean, for which the others wait; that of natural
+    routing (`costmodels.layers.expert_load`) if None."""
     grouped: bool = False
     """The GEMMs of all experts of a device are one kernel, not one each."""
     dispatch_rate: Positive = 1.0
@@ -370,6 +376,8 @@ class ExpertConstants(Constants):
     """Library whose own buffers exchange tokens (`costmodels.memory.dispatch_buffers`); none if empty."""
     reach: Positive = 8.0
     """Ranks that HybridEP reaches through memory: those that fast links join."""
+    dispatch_cores: CountOrZero = 0
+    """Multiprocessors that an exchange of experts takes while passes of another microbatch hide it."""
     dispatches_by_node: bool = False
     """A token travels once to each node that has experts of its, not once to each expert."""
 

@@ -221,8 +221,10 @@ class Router(Record):
     """An expert takes in at most ceil(S x top_k / experts x factor) tokens of each sequence of S, those with
     the largest weights; 0 for all (dropless)."""
     loads: tuple[ExpertLoad, ...] = ()
-    """How unevenly experts are used, by growing number of expert-parallel ranks; as engines were measured,
-    with head-room in memory, where it is empty."""
+    """How unevenly experts are used, by growing number of expert-parallel ranks; as natural routing uses them
+    (`costmodels.layers.expert_load`) where it is empty."""
+    early: bool = False
+    """Routing is that of the first steps, when it is not balanced yet."""
 
     def load_of(self, ranks: int) -> ExpertLoad | None:
         """The load of `ranks` expert-parallel ranks: that of the most ranks that are not more."""

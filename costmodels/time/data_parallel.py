@@ -167,6 +167,9 @@ def exchange_seconds(
         shards = np.maximum(ranks // copies, 1)
         members = group(cluster, engine, shards, stride)
         calls, buckets = layers, layers
+        if engine.overlap.gathered is not None:
+            # A ring's links stay busy while the parts that travel take longer than a hop.
+            calls = np.where(stage == 3, 1.0, layers)
         if engine.network.reduction_bucket:
             calls = np.ones_like(layers)
             buckets = np.ceil(count * policy.gathered / engine.network.reduction_bucket)

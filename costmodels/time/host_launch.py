@@ -31,7 +31,7 @@ def launch_seconds(work: Operators, engine: Engine, table: LayoutTable, tp: Grou
     steps = engine.host.tensor_parallel_step * np.where(tp.size > 1, tp.local, 0)
     result = work.kernels * engine.host.layer_overhead * split ** np.log2(tp.local) + steps
     if work.top_k:
-        result = result + engine.host.routing
+        result = (result + engine.host.routing) * (1.0 - engine.host.graphed)
     result = result * (not engine.host.graph) * ~table.cuda_graphs * tp.islands**engine.host.nodes
     result = result * np.where(unfused_rows(work, engine), engine.host.unfused_softmax, 1.0)
     if engine.sharding.plain_whole:

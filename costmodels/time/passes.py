@@ -61,13 +61,31 @@ def mean_passes(every: list[tuple[float, Passes]]) -> Passes:
     )
 
 
-def _copies_by_node(ep: Group, top_k: int) -> Floats:
+def _copies_by_node(ep: Group, top_k: int, open_share: float) -> Floats:
     """Nodes that a token travels to, over the experts that it travels to, with balanced experts.
 
     A token goes to a node once and is forwarded there (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
+
+    Args:
+        open_share: share of the groups of experts that a token may use: groups lie on nodes one after the
+            other, so that it limits nodes too (section 2.1.2 there).
     """
     nodes = ep.size / ep.local
-    result: Floats = np.where(nodes > 1, nodes * (1.0 - (1.0 - 1.0 / nodes) ** top_k) / top_k, 1.0)
+    reached = np.maximum(nodes * open_share, 1.0)
+    result: Floats = np.where(nodes > 1, reached * (1.0 - (1.0 - 1.0 / reached) ** top_k) / top_k, 1.0)
+    return result
+
+
+def _overlaps_experts(table: LayoutTable) -> Bools:
+    """Rows in which passes of another microbatch may hide exchanges of experts.
+
+    Megatron-Core (`transformer_config.py`, overlap_moe_expert_parallel_comm) wants interleaved chunks where
+    there is a pipeline, and neither layers nor experts that are recomputed as a whole. DualPipe does it by
+    its schedule.
+    """
+    chunks = (table.pipeline_parallel == 1) | (table.virtual_pipeline_parallel > 1)
+    whole = (table.recompute == FULL) | table.recomputes("mlp")
+    result: Bools = (chunks | table.runs("dualpipev")) & ~whole
     return result
 
 
@@ -253,9 +271,10 @@ class _Unit:
         work, ep = self.work, self.groups["ep"]
         halves = 1 + self.table.expert_halves
         exchange = np.where(work.routed_bytes > 0, halves * all_to_all(ep, work.routed_bytes / halves), 0.0)
-        if self.engine.experts.dispatches_by_node and work.top_k:
-            exchange = exchange * _copies_by_node(ep, work.top_k)
-        exchange = exchange / self.engine.experts.dispatch_rate
+        if not work.limited:
+            if self.engine.experts.dispatches_by_node and work.top_k:
+                exchange = exchange * _copies_by_node(ep, work.top_k, work.open_share)
+            exchange = exchange / self.engine.experts.dispatch_rate
         exchange = exchange + np.where(
             work.routed_bytes > 0, halves * self.engine.network.dispatch_latency, 0.0
         )
@@ -270,14 +289,17 @@ class _Unit:
             )
             forward = np.maximum(forward - np.minimum(exchange, routed), 0.0)
             both = both - np.minimum(exchange, BACKWARD_GEMM * routed)
-        share = self.engine.overlap.expert_parallel
-        if not share or self.device.kind == "cpu":
+        share = self.engine.overlap.expert_parallel * _overlaps_experts(self.table)
+        if not share.any() or self.device.kind == "cpu":
             return _Pair(forward, both)
         # Each pass hides behind one of the other direction, of another microbatch.
         hides = self.gemm_backward + self.attention.backward + self.elementwise.backward
         hides_back = self.gemm + self.attention.forward + self.elementwise.forward
+        # What hides takes its multiprocessors from what it hides behind.
+        shown = 1.0 - self.engine.experts.dispatch_cores / self.device.cores
         return _Pair(
-            forward - np.minimum(share * forward, hides), both - np.minimum(share * both, hides_back)
+            forward - shown * np.minimum(share * forward, hides),
+            both - shown * np.minimum(share * both, hides_back),
         )
 
     @cached_property

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from costmodels.catalogue import load_device
+from costmodels.catalogue import load_device, load_engine
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError, on_one_line
 from costmodels.pricing import estimate
+from costmodels.spec.engine import Engine
 from costmodels.spec.layout import Layout
 from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
@@ -184,7 +185,7 @@ def _answer(
         legal=legal,
         fits=None if plan is None or (reading.memory_is_bound and not plan.fits) else plan.fits,
         problems=tuple(ordered),
-        assumed=(*reading.assumed, *assumed),
+        assumed=(*reading.assumed, *assumed, *([plan.load_assumed] if plan and plan.load_assumed else [])),
         plan=plan,
         best=best,
         changes=_changes(reading, plan, best),
@@ -235,7 +236,7 @@ def problem_of_reading(reading: Reading, given: CheckKeywords) -> tuple[Problem,
     job: SearchKeywords = {
         "device": device,
         "local_world_size": reading.local_world_size,
-        "engine": given.get("engine") or reading.engine,
+        "engine": given.get("engine") or engine_of(reading),
         "precision": precision,
         "global_batch_size": reading.global_batch_size,
         "max_global_batch_size": reading.max_global_batch_size,
@@ -247,6 +248,13 @@ def problem_of_reading(reading: Reading, given: CheckKeywords) -> tuple[Problem,
     if reading.device_memory_gib is not None and job.get("device_memory_gib") is None:
         job["device_memory_gib"] = reading.device_memory_gib
     return resolve_problem(reading.model, reading.world_size, **job), assumed
+
+
+def engine_of(reading: Reading) -> Engine | str:
+    """The engine of a configuration, with what its files decide of it."""
+    if not reading.engine_constants:
+        return reading.engine
+    return load_engine(reading.engine).with_constants(reading.engine_constants)
 
 
 def usual_device(reading: Reading) -> str:

@@ -10,6 +10,7 @@ from costmodels.errors import InputError
 from costmodels.spelling import nearest
 from planner.formats.hugging_face.accelerate_export import export_accelerate
 from planner.formats.hugging_face.deepspeed_export import export_deepspeed
+from planner.formats.megatron.dispatch import dispatch_flags
 from planner.formats.megatron.export import export_megatron
 from planner.formats.mindformers.export import export_mindformers
 from planner.formats.nanotron.export import export_nanotron
@@ -24,9 +25,16 @@ def _overlaps(plan: Plan) -> bool:
     return plan.engine.overlap.data_parallel > 0
 
 
+def _exchange(plan: Plan) -> dict[str, str]:
+    """Flags of Megatron-Core for the exchange of experts that the price of a plan rests on."""
+    return dispatch_flags(plan.model, plan.layout, plan.engine.for_device(plan.cluster.device))
+
+
 TARGETS: dict[str, Callable[[Plan], Export]] = {
-    "megatron": lambda plan: export_megatron(plan.model, plan.layout, overlaps=_overlaps(plan)),
-    "megatron-bridge": lambda plan: export_bridge(plan.model, plan.layout, _overlaps(plan)),
+    "megatron": lambda plan: export_megatron(
+        plan.model, plan.layout, overlaps=_overlaps(plan), exchange=_exchange(plan)
+    ),
+    "megatron-bridge": lambda plan: export_bridge(plan.model, plan.layout, _overlaps(plan), _exchange(plan)),
     "torchtitan": lambda plan: export_torchtitan(plan.model, plan.layout),
     "deepspeed": lambda plan: export_deepspeed(plan.model, plan.layout),
     "nanotron": lambda plan: export_nanotron(plan.model, plan.layout),

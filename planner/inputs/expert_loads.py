@@ -27,7 +27,9 @@ def expert_loads(text: str, flag: str) -> tuple[ExpertLoad, ...]:
     except ValueError:
         return _measured(expanded(text), flag)
     if not 1 <= load < float("inf"):
-        raise InputError(f"{flag} {text}: expected a number of at least 1, such as 1.2, or a metrics.jsonl")
+        raise InputError(
+            f"{flag} {text}: expected a number of at least 1, such as 1.2, early, or a metrics.jsonl"
+        )
     return (ExpertLoad(ranks=1, mean=load, peak=load),)
 
 

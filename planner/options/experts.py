@@ -47,8 +47,9 @@ class ExpertFlags:
     )
     moe_load_imbalance: str | None = flag(
         None,
-        "Tokens of the fullest expert-parallel rank over the mean, such as 1.2, or the metrics.jsonl of a "
-        "run; priced in time and memory.",
+        "Tokens of the fullest expert-parallel rank over the mean: 1 for forced balance, a number such as "
+        "1.2, the metrics.jsonl of a run (priced in memory too), or early for a router that has not "
+        "learned to balance; that of natural routing unless given.",
         metavar="X",
     )
 
@@ -139,6 +140,10 @@ def _check_ranges(flags: ExpertFlags, experts: int, top_k: int) -> None:
         )
 
 
+EARLY = "early"
+"""Word for the load of experts whose router has not learned to balance."""
+
+
 def _given(group: type, flags: object) -> list[str]:
     """The names of the flags of `group` that are given."""
     every = dataclasses.fields(group)
@@ -164,7 +169,9 @@ def _router_changes(flags: ExpertFlags, base: ModelSpec | None, top_k: int) -> d
     if flags.moe_load_imbalance is not None:
         from planner.inputs.expert_loads import expert_loads  # Few jobs say it.
 
-        found["loads"] = expert_loads(flags.moe_load_imbalance, "--moe-load-imbalance")
+        early = flags.moe_load_imbalance == EARLY
+        found["early"] = early
+        found["loads"] = () if early else expert_loads(flags.moe_load_imbalance, "--moe-load-imbalance")
     return found | _groups(flags, base, top_k)
 
 

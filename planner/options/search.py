@@ -11,6 +11,7 @@ from planner.inputs.engine import DEFAULT_ENGINE
 from planner.options.batch import BatchOptions
 from planner.options.cluster import HardwareOptions
 from planner.options.parallel import ParallelOptions
+from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords
 from planner.space.rule import Rule
 
@@ -60,6 +61,12 @@ def announced_devices(cluster: Cluster) -> list[str]:
     """Notes on figures of devices that are announced and not measured."""
     devices = [part.device for part in cluster.parts or (cluster,)]
     return [f"{one.name} is announced: its figures are its maker's" for one in devices if one.announced]
+
+
+def assumed_loads(plan: Plan | None) -> list[str]:
+    """A note on the load of experts that the price of a plan takes for granted; none where it is given."""
+    text = plan.load_assumed if plan is not None else ""
+    return [f"{text} (--moe-load-imbalance 1 for forced balance)"] if text else []
 
 
 def assumed_engine(parallel: ParallelOptions, problem: Problem) -> list[str]:

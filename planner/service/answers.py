@@ -27,7 +27,13 @@ from planner.options.flags import one_line
 from planner.options.given_layout import GivenLayout
 from planner.options.model import ModelOptions
 from planner.options.parallel import ParallelOptions
-from planner.options.search import announced_devices, assumed_engine, idle_links, search_keywords
+from planner.options.search import (
+    announced_devices,
+    assumed_engine,
+    assumed_loads,
+    idle_links,
+    search_keywords,
+)
 from planner.plan import Plan
 from planner.problem import Problem, SearchKeywords
 from planner.ranking.distinct import DistinctPlan, distinct_plans
@@ -277,6 +283,7 @@ def ask(
     problem = result.problem
     assumed += [*idle_links(question.cluster, problem.cluster), *measured_notes(problem.cluster.device)]
     assumed += [*assumed_engine(question.parallel, problem), *announced_devices(problem.cluster)]
+    assumed += assumed_loads(rows[0].plan if result.feasible else None)
     notes = [
         *result.notes,
         *_of_problem(problem, question.cluster),
@@ -306,6 +313,7 @@ def _ask_sizes(question: Question, rules: Sequence[Rule], waiting: Waiting) -> S
         )
     problem = found.problem
     assumed += [*assumed_engine(question.parallel, problem), *announced_devices(problem.cluster)]
+    assumed += assumed_loads(found.plan)
     assumed += measured_notes(problem.cluster.device)
     plans = {size.world_size: size.plan for size in found.sizes if size.plan is not None}
     notes = [

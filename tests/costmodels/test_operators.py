@@ -51,7 +51,8 @@ def test_expert_work_depends_on_neither_expert_nor_expert_tensor_parallelism(mix
     layouts = [
         layout(mixture, tp=2, sp=True, dp=8, ep=ep, etp=etp) for ep, etp in ((1, 1), (4, 1), (8, 1), (4, 2))
     ]
-    work = layer(mixture, engine("megatron"), LayoutTable.of(layouts), mlp="experts")
+    balanced = engine("megatron", experts_load=1.0)
+    work = layer(mixture, balanced, LayoutTable.of(layouts), mlp="experts")
     assert np.ptp(flops(work)) < 1e-6 * flops(work)[0]
     assert work.routed_bytes[0] == 0
     assert (work.routed_bytes[1:] == 2 * mixture.hidden * mixture.seq * mixture.top_k / 2).all()
@@ -62,7 +63,7 @@ def test_tokens_travel_once_for_each_expert_or_are_gathered_once(mixture, engine
     own = 2 * mixture.hidden * mixture.seq / 4
     kinds = {(1, 4): (0, 4 * own), (4, 1): (2 * own, 0), (2, 2): (2 * own, 2 * 2 * own), (1, 1): (0, 0)}
     table = LayoutTable.of([layout(mixture, tp=4, sp=True, dp=4, ep=ep, etp=etp) for ep, etp in kinds])
-    work = layer(mixture, engine("bundled"), table, mlp="experts")
+    work = layer(mixture, engine("bundled", experts_load=1.0), table, mlp="experts")
     found = zip(work.routed_bytes.tolist(), work.expert_gather_bytes.tolist(), strict=True)
     assert list(found) == list(kinds.values())
 
@@ -91,7 +92,9 @@ def test_a_limited_capacity_bounds_the_rows(mixture, layout):
     table = LayoutTable.of([layout(mixture, tp=2, sp=True, dp=8, ep=4, etp=2)])
     rows = {
         factor: routed_rows(
-            ModelSpec.model_validate({**mixture.model_dump(), "router": {"capacity_factor": factor}}), table
+            ModelSpec.model_validate({**mixture.model_dump(), "router": {"capacity_factor": factor}}),
+            table,
+            1.0,
         )[0]
         for factor in (0.0, 0.5, 1.0, 2.0)
     }

@@ -13,6 +13,7 @@ from costmodels.errors import InputError
 from costmodels.spec.model_parts import Router
 from planner.inputs.expert_loads import expert_loads
 from planner.options.model import ModelOptions
+from tests.support.commands import Command
 
 SIZES: dict[str, Any] = {
     "num_layers": 6,
@@ -299,6 +300,24 @@ def test_metrics_of_a_run_say_it_for_any_number_of_ranks(tmp_path: Path) -> None
     assert loads[2] == pytest.approx(((1.5 + 1 + 1 + 2) / 4, 2.0))
     assert loads[4] == pytest.approx(((2 + 1 + 1.2 + 3) / 4, 3.0))
     assert Router(loads=expert_loads(str(file), "--flag")).load_of(3).ranks == 2  # type: ignore[union-attr]
+
+
+def test_natural_routing_is_assumed_and_said_unless_loads_are_given(planner_command: Command) -> None:
+    job = ("--model", "qwen3-30b-a3b", "--world-size", 16, "--device", "h100", "--global-batch-size", 64)
+
+    def answer(*more: str) -> tuple[float, list[str]]:
+        code, out, _ = planner_command("suggest", *map(str, job), "--pin", "ep=8", "--json", *more)
+        assert code == 0
+        found = json.loads(out)
+        return found["plans"][0]["estimate"]["step_time_s"], found["assumed"]
+
+    natural, said = answer()
+    assert any("natural routing: the fullest of 8 expert-parallel ranks" in text for text in said)
+    forced, silent = answer("--moe-load-imbalance", "1")
+    assert not any("routing" in text for text in silent)
+    untrained, early = answer("--moe-load-imbalance", "early")
+    assert any("untrained routing" in text for text in early)
+    assert forced < natural < untrained
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import field
-from typing import Literal
+from typing import Any, Literal
 
 from costmodels.dataclass import dataclass
 from costmodels.spec.layout import Layout
@@ -86,6 +86,8 @@ class Reading:
     assumed: tuple[str, ...] = ()
     """What is taken for granted because no file says it."""
     problems: tuple[ConfigProblem, ...] = ()
+    engine_constants: Mapping[str, Any] = field(default_factory=dict)
+    """Constants of the engine that the files decide, by names such as `overlap.expert_parallel`."""
     memory_is_bound: bool = False
     """The layout stands for one that needs less: where it does not fit, that one may."""
 

@@ -8,6 +8,7 @@ from costmodels.spec.hardware import NARROW
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import LatentAttention
+from planner.formats.megatron.dispatch import MANY_CONNECTIONS, OVERLAP
 from planner.formats.megatron.layers import BECAUSE, is_yarn, layer_flags, pattern_text
 from planner.formats.megatron.names import (
     COMMUNICATION_TYPES,
@@ -30,17 +31,22 @@ Flags = dict[str, str]
 
 
 def export_megatron(
-    model: ModelSpec, layout: Layout, framework: str = "megatron", overlaps: bool = False
+    model: ModelSpec,
+    layout: Layout,
+    framework: str = "megatron",
+    overlaps: bool = False,
+    exchange: Flags | None = None,
 ) -> Export:
     """The flags of a job: those of its model, and those of its layout.
 
     Args:
         overlaps: the price rests on data-parallel communication that hides behind passes.
+        exchange: flags of the exchange of experts that it rests on (`dispatch_flags`).
     """
     missing: list[str] = []
     of_model = model_flags(model, missing, framework)
     of_layout = layout_flags(layout, model, framework, missing)
-    flags = of_model | of_layout | (overlap_flags(layout) if overlaps else {})
+    flags = of_model | of_layout | (overlap_flags(layout) if overlaps else {}) | (exchange or {})
     if FSDP in of_layout:
         flags["--ckpt-format"] = "fsdp_dtensor"  # Its parser refuses Megatron-FSDP with another.
     return Export(
@@ -48,7 +54,7 @@ def export_megatron(
         flag_lines(flags),
         tuple(missing),
         of_layout,
-        environment=environment(of_layout),
+        environment=environment(of_layout | (exchange or {})),
     )
 
 
@@ -61,7 +67,8 @@ def environment(flags: Collection[str]) -> dict[str, str]:
     One connection keeps communication and kernels in the order that overlap assumes; Megatron-FSDP refuses it
     (megatron/training/arguments.py). Offload of activations is Transformer Engine's first form.
     """
-    found = {} if FSDP in flags else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    connections = MANY_CONNECTIONS if OVERLAP in flags else "1"
+    found = {} if FSDP in flags else {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     if "--fine-grained-activation-offloading" in flags:
         found["NVTE_CPU_OFFLOAD_V1"] = "1"
     return found

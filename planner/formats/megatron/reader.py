@@ -23,6 +23,7 @@ from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source
 from planner.formats.hugging_face import deepspeed_config
 from planner.formats.megatron.aliases import with_todays_names
+from planner.formats.megatron.dispatch import dispatch_constants
 from planner.formats.megatron.job import Job
 from planner.formats.megatron.layout import layout_of
 from planner.formats.megatron.model import Given, last_of_each, read_model, unset
@@ -147,9 +148,12 @@ def read_command(
         for word in launch.not_sourced:
             text = f"{word.text} is not given, and what it sets is not known"
             problems.add("note", text, "source", word.line, "give that file too")
+    engine = framework if framework in ("mindspeed", "megatron-deepspeed") else "megatron"
+    travels = model is not None and model.experts and engine == "megatron" and framework != "llmacc"
     return Reading(
         framework=framework,
-        engine=framework if framework in ("mindspeed", "megatron-deepspeed") else "megatron",
+        engine=engine,
+        engine_constants=dispatch_constants(given) if travels else {},
         file=file,
         model=model,
         layout=layout,

@@ -42,14 +42,17 @@ RESET: Values = {
 """What a recipe may have set, and a plan has not."""
 
 
-def export_bridge(model: ModelSpec, layout: Layout, overlaps: bool = False) -> Export:
+def export_bridge(
+    model: ModelSpec, layout: Layout, overlaps: bool = False, exchange: dict[str, str] | None = None
+) -> Export:
     """The file of overrides of a pre-training script (`--config-file`).
 
     Args:
         overlaps: the price rests on data-parallel communication that hides behind passes.
+        exchange: flags of the exchange of experts that it rests on (`dispatch_flags`).
     """
     missing: list[str] = []
-    flags = model_flags(model, missing)
+    flags = model_flags(model, missing) | (exchange or {})
     in_script = []
     if model.activation not in ("gelu", "gelu_tanh"):
         in_script = [f"activation={model.activation}: a function, which the recipe gives"]
@@ -60,7 +63,7 @@ def export_bridge(model: ModelSpec, layout: Layout, overlaps: bool = False) -> E
         missing.append(f"max_positions={model.max_positions}: there are as many as a sequence has tokens")
     of_layout = layout_values(layout, model, missing)
     values = _values(flags, model) | of_layout | _values(overlap_flags(layout) if overlaps else {}, model)
-    variables = environment(layout_flags(layout, model, "megatron", []))
+    variables = environment(layout_flags(layout, model, "megatron", []) | (exchange or {}))
     return Export(
         "megatron-bridge",
         yaml_text(values),

@@ -13,6 +13,7 @@ from benchmarks.calibration.published_devices import published_device
 from benchmarks.calibration.published_splits import stages_by_cost
 from benchmarks.calibration.scores import score
 from costmodels.errors import InputError
+from costmodels.layers.expert_load import load_of_layout
 from tests.support import ROOT
 
 MEASURED = ROOT.parent / "shared" / "measured"
@@ -366,8 +367,11 @@ def test_modules_that_predict_further_tokens_are_trained_where_the_notes_say_so(
 
 
 def test_natural_routing_is_uneven():
-    load = lambda notes: of(notes=notes).engine.experts.load  # noqa: E731
-    assert load("natural routing on C4") > load("forced balance") == 1
+    def load(**cells):
+        row = of(moe_experts="8", topk="2", ep="8", **cells)
+        return load_of_layout(row.model, row.engine, row.layouts[0])
+
+    assert load(notes="natural routing on C4") > load(notes="forced balance") == load() == 1
 
 
 def test_words_of_rows_switch_what_the_engine_did():

@@ -1,0 +1,75 @@
+"""The exchange of experts in scripts and exports: what is written was priced, and is read back as that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+from planner.formats.check import check
+
+JOB: dict[str, Any] = {"model": "qwen3-30b-a3b", "world_size": 16, "device": "h100", "global_batch_size": 256}
+
+
+def plan_of(engine: str, chunks: int = 2) -> planner.Plan:
+    pins = {"pp": 2, "vpp": chunks, "ep": 8, "recompute": "none", "micro_batch_size": 1}
+    return planner.suggest(**JOB, engine=engine, pin=pins)
+
+
+def script(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "job.sh"
+    file.write_text(f"torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py {text.replace(chr(10), ' ')}\n")
+    return file
+
+
+def test_exports_say_the_exchange_that_was_priced_and_are_read_at_its_price(tmp_path: Path) -> None:
+    plan = plan_of("megatron")
+    text = planner.export(plan, to="megatron").text
+    for flag in (
+        "--moe-token-dispatcher-type flex",
+        "--moe-flex-dispatcher-backend deepep",
+        "--moe-router-dtype fp32",
+        "--overlap-moe-expert-parallel-comm",
+    ):
+        assert flag in text
+    found = check([script(tmp_path, text)], device="h100")
+    assert found.plan is not None and found.legal
+    assert found.plan.estimate.step_time_s == pytest.approx(plan.estimate.step_time_s)
+    exported = planner.export(plan, to="megatron")
+    assert exported.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+def test_scripts_without_these_flags_wait_longer_for_the_exchange(tmp_path: Path) -> None:
+    text = planner.export(plan_of("megatron"), to="megatron").text
+
+    def exchange(given: str) -> float:
+        found = check([script(tmp_path, given)], device="h100")
+        assert found.plan is not None
+        return found.plan.estimate.time.expert_parallel
+
+    shown = text.replace("--overlap-moe-expert-parallel-comm", "")
+    plain = shown.replace("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type alltoall")
+    assert exchange(text) < exchange(shown) < exchange(plain)
+    forced = f"{text} --moe-router-force-load-balancing"
+    found = check([script(tmp_path, forced)], device="h100")
+    assert found.plan is not None and found.plan.expert_load == 1
+    natural = check([script(tmp_path, text)], device="h100")
+    assert any("natural routing" in note for note in natural.assumed)
+
+
+def test_a_pipeline_without_chunks_hides_no_exchange() -> None:
+    assert (
+        "--overlap-moe-expert-parallel-comm" not in planner.export(plan_of("megatron", 1), to="megatron").text
+    )
+
+
+def test_overrides_of_megatron_bridge_say_the_exchange() -> None:
+    text = planner.export(plan_of("nemo"), to="megatron-bridge").text
+    for words in (
+        "moe_token_dispatcher_type: flex",
+        "moe_flex_dispatcher_backend: deepep",
+        "overlap_moe_expert_parallel_comm: true",
+    ):
+        assert words in text
