@@ -27,6 +27,7 @@ COMMANDS = {
     "dryrun": "cli.dryrun",
     "profile": "cli.profile",
     "mcp": "cli.mcp",
+    "schema": "cli.schema",
     "models": "cli.catalogues",
     "devices": "cli.catalogues",
     "engines": "cli.catalogues",

@@ -20,8 +20,12 @@ class NoLayoutFits(InputError):
 
     exit_code = 3
 
-    def __init__(self, line: str, closest: Any = None, proposals: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, line: str, closest: Any = None, proposals: Sequence[Any] = (), nearest: Sequence[Any] = ()
+    ) -> None:
         super().__init__(line)
+        self.nearest = tuple(nearest)
+        """The plans (`planner.Plan`) that lack least memory, the nearest first."""
         self.closest = closest
         """The `planner.Plan` that lacks least memory."""
         self.proposals = tuple(proposals)

@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from costmodels.errors import InputError, NoLayoutFits
     from planner.api import evaluate, search, suggest
     from planner.budget.goodput import Failures
+    from planner.catalogues import devices, engines, models
+    from planner.explanation.comparison import Comparison, compare
     from planner.explanation.explanation import Explanation, explain
     from planner.formats.check import Check, check
     from planner.formats.conversion import Conversion, convert_config
     from planner.formats.targets import export
     from planner.formats.writing.export import Export
-    from planner.plan import Plan
+    from planner.plan import Plan, load
     from planner.ranking.result import SearchResult
+    from planner.report import report
     from planner.report.figures import plan_figures
     from planner.world_sizes import Size, Sizes, sizes
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Check",
+    "Comparison",
     "Conversion",
     "Explanation",
     "Export",
@@ -42,11 +46,17 @@ __all__ = [
     "Sizes",
     "__version__",
     "check",
+    "compare",
     "convert_config",
+    "devices",
+    "engines",
     "evaluate",
     "explain",
     "export",
+    "load",
+    "models",
     "plan_figures",
+    "report",
     "search",
     "sizes",
     "suggest",
@@ -55,14 +65,16 @@ __all__ = [
 _NAMES = {
     "costmodels.errors": ("InputError", "NoLayoutFits"),
     "planner.api": ("evaluate", "search", "suggest"),
+    "planner.catalogues": ("devices", "engines", "models"),
     "planner.budget.goodput": ("Failures",),
     "planner.world_sizes": ("Size", "Sizes", "sizes"),
+    "planner.explanation.comparison": ("Comparison", "compare"),
     "planner.explanation.explanation": ("Explanation", "explain"),
     "planner.formats.check": ("Check", "check"),
     "planner.formats.conversion": ("Conversion", "convert_config"),
     "planner.formats.writing.export": ("Export",),
     "planner.formats.targets": ("export",),
-    "planner.plan": ("Plan",),
+    "planner.plan": ("Plan", "load"),
     "planner.ranking.result": ("SearchResult",),
     "planner.report.figures": ("plan_figures",),
 }
@@ -71,6 +83,10 @@ _exported = on_demand(__name__, {name: home for home, names in _NAMES.items() fo
 
 
 def __getattr__(name: str) -> Any:
+    if name == "report":
+        import planner.report  # The package of the page, which is also the function that writes it.
+
+        return planner.report
     if name == "__version__":
         from planner.version import version  # To look for it among what is installed takes some time.
 
@@ -79,4 +95,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

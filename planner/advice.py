@@ -14,6 +14,9 @@ from planner.problem import Problem
 from planner.proposals.search import proposals
 from planner.ranking.result import SearchResult
 
+NEAREST = 5
+"""Plans that do not fit which an error carries."""
+
 REACH = 64
 """Neighbouring world sizes and batches that are tried, to either side."""
 
@@ -47,7 +50,7 @@ def no_layout_fits(result: SearchResult) -> NoLayoutFits:
     changes = [str(one) for one in found]
     if all(one.kind != "device" for one in found):
         changes.append(f"on devices of at least {math.ceil(10 * need) / 10:g} GiB")
-    return NoLayoutFits(f"{line}; it fits {', or '.join(changes)}", closest, found)
+    return NoLayoutFits(f"{line}; it fits {', or '.join(changes)}", closest, found, result.closest(NEAREST))
 
 
 def _is_legal(problem: Problem) -> bool:

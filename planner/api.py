@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @keywords(SearchKeywords)
-def search(model: ModelSpec | str | Path, *, world_size: int, **job: Unpack[SearchKeywords]) -> SearchResult:
+def search(model: ModelSpec | str | Path, world_size: int, **job: Unpack[SearchKeywords]) -> SearchResult:
     """Rank the legal layouts of `model` on `world_size` devices by their prices.
 
     `model` is a `ModelSpec`, a catalogue name, or the path of a YAML file or of a Hugging Face
@@ -67,7 +67,7 @@ def search_problem(problem: Problem) -> SearchResult:
 
 
 @keywords(SearchKeywords)
-def suggest(model: ModelSpec | str | Path, *, world_size: int, **job: Unpack[SearchKeywords]) -> Plan:
+def suggest(model: ModelSpec | str | Path, world_size: int, **job: Unpack[SearchKeywords]) -> Plan:
     """The best plan that `search` finds for the same arguments.
 
     Raises `NoLayoutFits` when every legal layout needs more memory than a device has; its line holds

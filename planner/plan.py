@@ -54,12 +54,17 @@ class Plan(Record):
     """
 
     version: Literal[1] = VERSION
+    """Version of the file format."""
     model: ModelSpec
+    """What is trained."""
     cluster: Cluster
+    """Devices, and the links that join them."""
     engine: Engine
     """The constants that the estimate was made with, so that the file needs no catalogue."""
     layout: Layout
+    """How the job is split."""
     estimate: Estimate
+    """Predicted seconds, bytes and rates of the layout."""
     fits: bool
     """The estimated peak of every device is within the cluster's memory."""
     reason: str
@@ -71,6 +76,7 @@ class Plan(Record):
     considered: CountOrZero
     """Layouts of the whole product, legal or not."""
     legal: CountOrZero
+    """Layouts that break no rule."""
     feasible: CountOrZero
     """Legal layouts that fit into memory."""
     rejected: dict[str, CountOrZero]
@@ -215,3 +221,14 @@ def _digest(values: Mapping[str, Any]) -> str:
     """A checksum of what an estimate is of, and of the estimate, as the file spells them."""
     parts = [values.get(name) for name in ("model", "cluster", "engine", "layout", "estimate")]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load(path: str | Path) -> Plan:
+    """The plan of a file that `Plan.save` or `--save` wrote; raises `InputError` as `Plan.load` does.
+
+    >>> import planner
+    >>> planner.suggest("gpt2-small", world_size=4, device="h100", global_batch_size=16).save("plan.json")
+    >>> planner.load("plan.json").layout.world_size
+    4
+    """
+    return Plan.load(path)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError, NoLayoutFits
@@ -28,6 +28,7 @@ from planner.inputs.model import resolve_model
 from planner.inputs.node_kinds import is_of_kinds
 from planner.objective import DEFAULT_OBJECTIVE, MEANINGS, Objective, equal_peak, parse_objective
 from planner.plan import Plan
+from planner.plan_rows import COLUMNS, data_frame, html_table, record, shown
 from planner.problem import Problem, SearchKeywords, cluster_of
 from planner.processes import Calls, helpers_for
 from planner.ranking.ranking import rank
@@ -35,6 +36,7 @@ from planner.ranking.result import SearchResult
 from planner.space.rule import divisors
 
 if TYPE_CHECKING:
+    import pandas
     from typing_extensions import Unpack
 
 WorldSizes = str | SupportsIndex | Iterable[SupportsIndex]
@@ -79,6 +81,20 @@ class Sizes:
         best = "none" if self.chosen is None else self.chosen.world_size
         sizes = ", ".join(str(size.world_size) for size in self.sizes)
         return f"<Sizes of {self.problem.model.name}: {sizes} devices; recommended: {best}>"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the best plan of each size, and the size to take."""
+        found = self.recommendation
+        title = repr(self).strip("<>") + ("" if found is None else f", as {found.why}")
+        columns = ("devices", "front", *COLUMNS, "days", "device-hours")
+        return html_table(title, columns, map(_cells, self.sizes))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A row for each size: its plan, seconds, bytes, days, device-hours and money.
+
+        Raises `InputError` where pandas is not installed.
+        """
+        return data_frame([_record(size) for size in self.sizes])
 
     @property
     def problem(self) -> Problem:
@@ -145,6 +161,29 @@ class Sizes:
         return figures[self.objective]
 
 
+def _cells(size: Size) -> tuple[str, ...]:
+    """The cells of a size's row."""
+    if size.plan is None or size.run is None:
+        return (str(size.world_size), "", size.problem or "", *[""] * (len(COLUMNS) + 1))
+    days, hours = f"{size.run.days:.3g}", f"{size.run.device_hours:,.0f}"
+    front = "*" if size.on_front else ""
+    return (str(size.world_size), front, *shown(size.plan.layout, size.plan.estimate), days, hours)
+
+
+def _record(size: Size) -> dict[str, Any]:
+    """A size's row for programs."""
+    found: dict[str, Any] = {
+        "world_size": size.world_size,
+        "on_front": size.on_front,
+        "problem": size.problem,
+    }
+    if size.plan is None or size.run is None:
+        return found
+    run = size.run
+    spent = {name: getattr(run, name) for name in ("days", "days_low", "days_high", "device_hours", "money")}
+    return found | spent | record(size.plan.layout, size.plan.estimate)
+
+
 def parse_world_sizes(text: WorldSizes, per_node: int) -> tuple[int, ...]:
     """The world sizes that a text names, ascending, each once.
 
@@ -206,8 +245,8 @@ def _count(given: object, word: str) -> int:
 @keywords(SearchKeywords)
 def sizes(
     model: ModelSpec | str | Path,
-    *,
     world_size: WorldSizes,
+    *,
     tokens: str | float | None = None,
     price_per_hour: str | float | Money | None = None,
     deadline_days: float | None = None,

@@ -13,12 +13,15 @@ class StepTime(Record):
     compute: NonNegative
     """GEMMs of layers and head, forward and backward."""
     attention: NonNegative
+    """Core attention: scores, softmax and their products with values."""
     elementwise: NonNegative
+    """Norms, activation functions, residual sums and the loss, by bytes of memory traffic."""
     recompute: NonNegative
     """Forward work that backward repeats."""
     launch: NonNegative = 0.0
     """Device idle while the host launches the kernels of small layers."""
     tensor_parallel: NonNegative
+    """Collectives of tensor parallelism that computation does not hide."""
     context_parallel: NonNegative = 0.0
     """Keys and values, or heads, of other ranks, as far as attention does not hide their way."""
     expert_parallel: NonNegative = 0.0
@@ -47,10 +50,15 @@ class StageMemory(Record):
     """Bytes on one device of one pipeline rank at the peak of the step."""
 
     parameters: NonNegative
+    """Weights in the format of GEMMs, with second copies."""
     gradients: NonNegative
+    """Accumulated gradients."""
     optimizer: NonNegative
+    """Master copy of the weights, and the optimizer's state."""
     activations: NonNegative
+    """Tensors that layers keep for backward, of all microbatches in flight."""
     logits: NonNegative
+    """Logits, their gradient and copies of the loss."""
     communication: NonNegative = 0.0
     """Buffers of collectives that the training job itself allocates."""
     temporaries: NonNegative = 0.0
@@ -104,10 +112,13 @@ class Estimate(Record):
     """Predicted cost of one layout."""
 
     step_time_s: Positive
+    """Seconds of one optimizer step."""
     step_time_low_s: Positive
     """Lower end of the range that holds four of five measured steps; `step_time_high_s` is the upper one."""
     step_time_high_s: Positive
+    """Upper end of the range that holds four of five measured steps."""
     time: StepTime
+    """Parts of the step."""
     memory: tuple[StageMemory, ...]
     """One entry for each pipeline rank."""
     peak_memory_bytes: Positive
@@ -121,6 +132,7 @@ class Estimate(Record):
     tokens_per_s: Positive
     """Tokens of all devices together."""
     tokens_per_s_per_device: Positive
+    """Tokens of one device."""
     tflops_per_device: Positive
     """Model TFLOP/s by `costmodels.spec.model_flops` (no recomputation, causal attention)."""
     mfu: Positive

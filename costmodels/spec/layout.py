@@ -147,23 +147,29 @@ class Layout(Record):
     """
 
     tensor_parallel: Count = 1
+    """Ranks that share each matrix of a layer."""
     sequence_parallel: bool = False
     """Norms and residuals are split over the sequence inside the tensor-parallel group."""
     pipeline_parallel: Count = 1
+    """Ranks that layers are spread over, a part of the layers each."""
     virtual_pipeline_parallel: Count = 1
     """Model chunks on each pipeline rank."""
     context_parallel: Count = 1
+    """Ranks that share the tokens of one sequence."""
     context_parallel_form: ContextParallelForm = "all_gather"
+    """How attention reaches the tokens of other context-parallel ranks."""
     expert_parallel: Count = 1
     """Ranks over which the routed experts of a layer are spread."""
     expert_tensor_parallel: Count = 1
     """Ranks that share one routed expert, whatever `expert_parallel` is."""
     data_parallel: Count = 1
+    """Ranks that train copies of the model on different sequences."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """Split over data- and context-parallel ranks: 1 optimizer state, 2 and gradients, 3 and parameters."""
     zero_replicas: Count = 1
     """Copies of what ZeRO splits: each is split over dp x cp / zero_replicas neighbouring ranks."""
     schedule: Schedule = "1f1b"
+    """Order in which a pipeline runs the passes of microbatches."""
     layers_per_stage: tuple[Count, ...]
     """Layers of each stage; `stages_of` tells which rank runs it."""
     micro_batch_size: Count = 1
@@ -171,22 +177,29 @@ class Layout(Record):
     global_batch_size: Count
     """Sequences of one optimizer step over all ranks."""
     recompute: Recompute = "none"
+    """Activations that backward computes again: none, selective modules, or full layers."""
     recompute_modules: tuple[RecomputeModule, ...] = ()
     """Modules of selective recomputation; core attention when not given."""
     recompute_method: RecomputeMethod = "uniform"
+    """Layers that recompute: all (uniform), or the first ones of each stage (block)."""
     recompute_num_layers: Count = 1
+    """Layers of a block, or layers that keep one input together."""
     offload_activations: bool = False
     """Tensors that attention keeps for backward wait in host memory (MindSpeed's swap-attention)."""
     offload_optimizer: bool = False
     """Optimizer state and master weights stay in host memory, and the step runs there."""
     precision: Precision = "bf16"
+    """Number format of GEMMs."""
     gradient_reduction: GradientReduction = "fp32"
+    """Number format in which data-parallel ranks sum gradients."""
     fp8_recipe: Fp8Recipe = "default"
     """The scaling recipe of precision fp8."""
     fp8_param_gather: bool = False
     """Where ZeRO gathers weights of GEMMs in fp8, it does so in fp8 (Megatron-LM's flag of the name)."""
     optimizer: Optimizer = "adam"
+    """Optimizer that updates the weights."""
     muon_mode: MuonMode = "default"
+    """How tensor-parallel ranks share the Newton-Schulz steps of Muon."""
     expert_halves: bool = False
     """Dispatch of a microbatch to experts in two parts: one travels while experts compute the other."""
     cuda_graphs: bool = False

@@ -35,6 +35,7 @@ from planner.inputs.keywords import keywords
 from planner.inputs.pins import PinInput, Pins, degrees_of
 from planner.objective import EQUAL
 from planner.plan import Plan
+from planner.plan_rows import data_frame
 from planner.problem import Problem, SearchKeywords
 from planner.processes import Calls
 from planner.proposals.proposal import Proposal, proposal_lines
@@ -45,6 +46,7 @@ from planner.solve.recompute import MODULE_SETS
 from planner.space.grid import SINGLE_VALUES
 
 if TYPE_CHECKING:
+    import pandas
     from typing_extensions import Unpack
 
 
@@ -83,6 +85,33 @@ class Explanation:
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
+    def _repr_html_(self) -> str:
+        """What notebooks show: the answer in words, and the best plan term by term against the others."""
+        import html  # Notebooks alone ask for one, and it loads a table of all entities.
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A row for each term of each comparison, the best plan against another; seconds and bytes.
+
+        Raises `InputError` where pandas is not installed.
+        """
+        return data_frame(
+            [
+                {
+                    "against": comparison.second.layout.describe(),
+                    "term": term.name,
+                    "unit": unit,
+                    "best": term.first,
+                    "other": term.second,
+                    "difference": term.difference,
+                }
+                for comparison in self.comparisons
+                for unit, terms in (("seconds", comparison.time), ("bytes", comparison.memory))
+                for term in terms
+            ]
+        )
+
 
 def _lines(found: Explanation) -> Iterator[str]:
     result, best = found.result, found.result.best
@@ -117,8 +146,8 @@ def _lines(found: Explanation) -> Iterator[str]:
 @keywords(SearchKeywords)
 def explain(
     model: ModelSpec | str | Path,
-    *,
     world_size: int,
+    *,
     layout: PinInput | Sequence[PinInput] = None,
     against: PinInput | Sequence[PinInput] = None,
     what_if: bool = True,

@@ -60,6 +60,7 @@ class SearchResult:
     considered: int
     """Layouts of the whole product: `legal` plus those that a rule removed."""
     legal: int
+    """Layouts that break no rule."""
     illegal: dict[str, int]
     """Layouts by the rule that removed them before any was priced."""
     elapsed_s: float
