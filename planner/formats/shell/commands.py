@@ -39,121 +39,187 @@ def simple_commands(chars: Chars, directives: list[tuple[Word, ...]]) -> Iterato
     A sum `((...))` is one word; `f() {` begins with the words `function f`, however it is written. The
     brackets of subshells, and texts that follow a line, are commands of their own.
     """
-    closings = Closings(chars)
-    at, before, raw = 0, "\n", list[Chars]()
-    word: Chars = []
-    size = len(chars)
-    skips = False  # The next word is a file that output goes to.
-    ends: list[_End] = []  # Of texts that follow the line.
-    goes_to: Chars = []  # The file that output of the line goes to.
-    sends = False  # The next word is that file.
-    opened = 0  # Subshells.
-    pattern = False  # What comes next chooses a branch of a `case`.
+    yield from _Reader(chars, directives).commands()
 
-    def char(index: int) -> str:
-        return chars[index][0] if index < size and not isinstance(chars[index][0], Unknown) else ""
 
-    def take_word() -> None:
+_REDIRECTIONS = (">", "<", ">>", "<<", "&>", ">&", "<&")
+
+Found = tuple[str, list[Chars]]
+"""The operator before a command, and the words of the command."""
+
+
+class _Reader:
+    """A place in a script, and what has been read of the command there."""
+
+    def __init__(self, chars: Chars, directives: list[tuple[Word, ...]]) -> None:
+        self.chars = chars
+        self.directives = directives
+        self.closings = Closings(chars)
+        self.at = 0
+        self.before = "\n"
+        self.raw: list[Chars] = []
+        self.word: Chars = []
+        self.skips = False
+        """The next word is a file that output goes to, or input comes from."""
+        self.sends = False
+        """The next word is the file that output of the line goes to."""
+        self.goes_to: Chars = []
+        """The file that output of the line goes to."""
+        self.ends: list[_End] = []
+        """Ends of the texts that follow the line."""
+        self.opened = 0
+        """Subshells that are open."""
+        self.pattern = False
+        """The next words choose a branch of a `case`."""
+
+    def commands(self) -> Iterator[Found]:
+        """All commands, to the end of the script."""
+        while self.at <= len(self.chars):
+            here = self.char(self.at)
+            operator = next((one for one in _OPERATORS if here and _starts(self.chars, self.at, one)), "")
+            if here == "(" and self._takes_brackets():
+                continue
+            if here == "(" and self._names_function():
+                yield self.before, self.raw
+                self.before, self.raw = "\n", []
+            elif operator in _TEST_WORDS and self.raw and _tests([*self.raw, self.word]):
+                self.raw += [part for part in (self.word, self._slice(len(operator))) if part]
+                self.word = []
+                self.at += len(operator)
+            elif here == "<" and (placeholder := _placeholder(self.chars, self.at)):
+                self.word.append((Unknown(placeholder), self.chars[self.at][1]))
+                self.at += len(placeholder) + 2
+            elif here == "#" and not self.word:
+                self._skip_comment()
+            elif here == "\\" and self.char(self.at + 1) == "\n":
+                self.at += 2
+            elif operator and not (operator == "&" and self.word[-1:] and self.word[-1][0] == ">"):
+                yield from self._take_operator(operator)
+            elif self.at == len(self.chars) or here.isspace():
+                self._end_at_blank()
+            else:
+                self._take_until(
+                    self.closings.after(self.at) if self.closings.opens(self.at) else self.at + 1
+                )
+        if self.raw:
+            yield self.before, self.raw
+
+    def char(self, index: int) -> str:
+        """The character at a place; empty where there is none, or one that nobody knows."""
+        known = index < len(self.chars) and not isinstance(self.chars[index][0], Unknown)
+        return self.chars[index][0] if known else ""
+
+    def _slice(self, size: int) -> Chars:
+        return self.chars[self.at : self.at + size]
+
+    def _take_until(self, end: int) -> None:
+        """Add what stands before `end` to the word."""
+        self.word += self.chars[self.at : end]
+        self.at = end
+
+    def _takes_brackets(self) -> bool:
+        """Whether the bracket here begins an array or a sum, which is then taken whole."""
+        if self.word and plain(self.word[-1:]) == "=" and ASSIGNMENT.fullmatch(plain(self.word)):
+            self._take_until(_array_end(self.chars, self.closings, self.at))
+            return True
+        if self.word or not _begins_command(self.raw) or (end := _sum_end(self.chars, self.at)) <= self.at:
+            return False
+        self.raw.append(self.chars[self.at : end])
+        self.at = end
+        return True
+
+    def _names_function(self) -> bool:
+        """Whether the bracket here is that of `f()`, whose name is then the command."""
+        if not (self.word or self.raw) or (end := _empty_brackets_end(self.chars, self.at)) <= self.at:
+            return False
+        name = [*self.raw, self.word] if self.word else self.raw
+        if plain(name[0]) != "function" and not (len(name) == 1 and _NAME.fullmatch(plain(name[0]))):
+            return False
+        line = self.chars[self.at][1]
+        self.raw = name if len(name) > 1 else [[(char, line) for char in "function"], *name]
+        self.word, self.at = [], end
+        return True
+
+    def _skip_comment(self) -> None:
+        """Go to the end of the line; a directive of a scheduler is kept."""
+        end = self.at
+        while end < len(self.chars) and self.char(end) != "\n":
+            end += 1
+        if _DIRECTIVE.match(plain(self.chars[self.at : end])):
+            self.directives.append(tuple(map(word_of, split_words(self.chars[self.at + 1 : end]))))
+        self.at = end
+
+    def _take_word(self) -> None:
         """Put a word that has ended where it belongs."""
-        nonlocal goes_to
-        if word and ends and not ends[-1].word and skips:
-            ends[-1] = _End.of(word)
-        elif word and sends:
-            goes_to = word
-        elif word and not skips:
-            raw.append(word)
+        if self.word and self.ends and not self.ends[-1].word and self.skips:
+            self.ends[-1] = _End.of(self.word)
+        elif self.word and self.sends:
+            self.goes_to = self.word
+        elif self.word and not self.skips:
+            self.raw.append(self.word)
 
-    while at <= size:
-        here = char(at)
-        operator = next((one for one in _OPERATORS if here and _starts(chars, at, one)), "")
-        blank = at == size or (here.isspace() and here != "\n")
-        if here == "(" and word and plain(word[-1:]) == "=" and ASSIGNMENT.fullmatch(plain(word)):
-            end = _array_end(chars, closings, at)
-            word += chars[at:end]
-            at = end
-            continue
-        if here == "(" and not word and _begins_command(raw) and (end := _sum_end(chars, at)) > at:
-            raw.append(chars[at:end])
-            at = end
-            continue
-        if here == "(" and (word or raw) and (end := _empty_brackets_end(chars, at)) > at:
-            name = [*raw, word] if word else raw
-            if plain(name[0]) == "function" or (len(name) == 1 and _NAME.fullmatch(plain(name[0]))):
-                raw = name if len(name) > 1 else [[(char, chars[at][1]) for char in "function"], *name]
-                yield before, raw
-                before, raw, word, at = "\n", [], [], end
-                continue
-        if operator in _TEST_WORDS and raw and _tests([*raw, word]):
-            raw += [part for part in (word, chars[at : at + len(operator)]) if part]
-            word = []
-            at += len(operator)
-            continue
-        if here == "<" and (placeholder := _placeholder(chars, at)):
-            word.append((Unknown(placeholder), chars[at][1]))
-            at += len(placeholder) + 2
-            continue
-        if here == "#" and not word:
-            end = at
-            while end < size and char(end) != "\n":
-                end += 1
-            if _DIRECTIVE.match(plain(chars[at:end])):
-                directives.append(tuple(map(word_of, split_words(chars[at + 1 : end]))))
-            at = end
-            continue
-        if here == "\\" and char(at + 1) == "\n":
-            at += 2
-            continue
-        if operator and not (operator == "&" and word[-1:] and word[-1][0] == ">"):
-            if operator in (">", "<", ">>", "<<", "&>", ">&", "<&") and plain(word).isdigit():
-                word = []  # The number of a stream.
-            take_word()
-            word, skips, sends = [], False, False
-            if operator in (">", "<", ">>", "<<", "&>", ">&", "<&"):
-                skips, sends = True, operator in (">", ">>", "&>")
-                if operator == "<<" and char(at + 2) != "<":
-                    ends.append(_End())
-                at += len(operator) + (operator == "<<" and char(at + 2) == "<")
-                continue
-            closes = operator == ")" and opened > 0 and not pattern and not _chooses(raw)
-            if operator == "(" and _begins_command(raw) and not pattern:
-                if raw:
-                    yield before, raw
-                    before, raw = "\n", []
-                yield before, [[("(", chars[at][1])]]
-                opened, before, at = opened + 1, "\n", at + 1
-                continue
-            if raw:
-                pattern = (pattern or _chooses(raw)) and operator != ")" and plain(raw[0]) != "esac"
-                yield before, raw
-                before, raw = operator, []
-            elif operator != "\n" or before not in ("&&", "||", "|", ";;", ")"):
-                before = operator
-            if operator in (";;", ")"):
-                pattern = operator == ";;"
-            if closes:
-                yield "\n", [[(")", chars[at][1])]]
-                opened, before = opened - 1, "\n"
-            at += len(operator)
-            if operator == "\n" and ends:
-                for last in ends:
-                    start, at = at, _after_text(chars, at, last.word)
-                    yield "\n", [[(mark, 0) for mark in TEXT], goes_to, last.quoted(chars[start:at])]
-                ends = []
-            if operator in ("\n", ";", "&&", "||", "&"):
-                goes_to = []
-            continue
-        if blank:
-            take_word()
-            skips = skips and not word
-            sends = sends and not word
-            word = []
-            at += 1
-            continue
-        end = closings.after(at) if closings.opens(at) else at + 1
-        word += chars[at:end]
-        at = end
-    if raw:
-        yield before, raw
+    def _end_at_blank(self) -> None:
+        self._take_word()
+        self.skips = self.skips and not self.word
+        self.sends = self.sends and not self.word
+        self.word = []
+        self.at += 1
+
+    def _take_operator(self, operator: str) -> Iterator[Found]:
+        """End the word at an operator, and the command at one that stands between commands."""
+        if operator in _REDIRECTIONS and plain(self.word).isdigit():
+            self.word = []  # The number of a stream.
+        self._take_word()
+        self.word, self.skips, self.sends = [], False, False
+        if operator in _REDIRECTIONS:
+            self._redirect(operator)
+        elif operator == "(" and _begins_command(self.raw) and not self.pattern:
+            yield from self._open_subshell()
+        else:
+            yield from self._end_command(operator)
+
+    def _redirect(self, operator: str) -> None:
+        """Let the next word be a file, or the end of a text that follows the line."""
+        self.skips, self.sends = True, operator in (">", ">>", "&>")
+        is_text = operator == "<<" and self.char(self.at + 2) != "<"
+        if is_text:
+            self.ends.append(_End())
+        self.at += len(operator) + (operator == "<<" and not is_text)
+
+    def _open_subshell(self) -> Iterator[Found]:
+        if self.raw:
+            yield self.before, self.raw
+            self.before, self.raw = "\n", []
+        yield self.before, [[("(", self.chars[self.at][1])]]
+        self.opened, self.before, self.at = self.opened + 1, "\n", self.at + 1
+
+    def _end_command(self, operator: str) -> Iterator[Found]:
+        """Hand over the command before an operator, a subshell that it closes, and texts after the line."""
+        closes = operator == ")" and self.opened > 0 and not self.pattern and not _chooses(self.raw)
+        if self.raw:
+            chooses = self.pattern or _chooses(self.raw)
+            self.pattern = chooses and operator != ")" and plain(self.raw[0]) != "esac"
+            yield self.before, self.raw
+            self.before, self.raw = operator, []
+        elif operator != "\n" or self.before not in ("&&", "||", "|", ";;", ")"):
+            self.before = operator
+        if operator in (";;", ")"):
+            self.pattern = operator == ";;"
+        if closes:
+            yield "\n", [[(")", self.chars[self.at][1])]]
+            self.opened, self.before = self.opened - 1, "\n"
+        self.at += len(operator)
+        if operator == "\n":
+            yield from self._texts()
+        if operator in ("\n", ";", "&&", "||", "&"):
+            self.goes_to = []
+
+    def _texts(self) -> Iterator[Found]:
+        """The texts that follow a line which has ended."""
+        for last in self.ends:
+            start, self.at = self.at, _after_text(self.chars, self.at, last.word)
+            yield "\n", [[(mark, 0) for mark in TEXT], self.goes_to, last.quoted(self.chars[start : self.at])]
+        self.ends = []
 
 
 def _begins_command(raw: list[Chars]) -> bool:
