@@ -12,7 +12,7 @@ from costmodels.pricing import peak_memory, price
 from costmodels.spec.table import LayoutTable
 from planner import search
 from planner.ranking.result import SearchResult
-from planner.space.rules import LONGEST_CHUNK, first_violation
+from planner.space.rules import first_violation
 from runtime.settings.checks import check_job
 from tests.support.layouts import layouts_of
 
@@ -116,9 +116,6 @@ def test_what_is_solved_fits_and_the_runtime_takes_it(job: dict[str, Any]) -> No
     assert len(set(layouts)) == len(layouts) and len(set(first)) == len(first)
     for layout in layouts:
         check_job(problem.model, layout, job["world_size"])
-        # Stages of several chunks stay as equal as they can be.
-        split = layout.layers_per_stage
-        assert layout.schedule == "1f1b" or max(split) * len(split) <= LONGEST_CHUNK * sum(split)
 
 
 @pytest.mark.parametrize("world", [5, 13, 17])
