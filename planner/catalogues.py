@@ -44,6 +44,9 @@ class Catalogue(tuple[RecordT, ...], Generic[RecordT]):
         """The record of a name; raises `KeyError` where there is none."""
         return dict(zip(self.names, self, strict=True))[name]
 
+    def __repr__(self) -> str:
+        return f"<Catalogue of {len(self)}: {', '.join(self.names)}>"
+
     def _repr_html_(self) -> str:
         return html_table(f"{len(self)} in the catalogue", self.columns, map(self.row, self))
 

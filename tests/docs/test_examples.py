@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +31,7 @@ def run(folder: Path, name: str, *words: str) -> str:
 
 def test_every_example_is_told_of() -> None:
     told = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    assert all(file.name in told for file in EXAMPLES.glob("*.py"))
+    assert all(file.name in told for file in [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")])
 
 
 @pytest.mark.slow
@@ -70,3 +72,26 @@ def test_the_jobs_of_the_guides_are_planned(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_a_guides_job_trains_in_small(tmp_path: Path) -> None:
     assert "predicted / measured" in run(tmp_path, "guides.py", "pai-llmacc", "--train")
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_its_outputs_are_of_the_kinds_that_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nbclient", "nbformat", "ipykernel", "pandas", "plotly"):
+        pytest.importorskip(name)
+    from tests.support.example_notebook import NOTEBOOK, executed
+
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    shown = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+
+    def kinds(book: dict[str, Any]) -> list[list[Any]]:
+        return [
+            [(output["output_type"], sorted(output.get("data", {}))) for output in cell["outputs"]]
+            for cell in book["cells"]
+            if cell["cell_type"] == "code"
+        ]
+
+    assert all(kinds(shown)) and kinds(executed(tmp_path)) == kinds(shown)
+    assert (tmp_path / "report.html").is_file()
