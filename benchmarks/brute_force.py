@@ -299,7 +299,7 @@ def _words(layout: Layout, problem: Problem) -> str:
 
 
 def _lead(question: Question, result: SearchResult, layout: Layout, speed: float) -> float:
-    """By which share a layout is faster than the first plan; below 0 where it does not fit."""
+    """The share by which a layout is faster than the first plan; below 0 where it does not fit."""
     given = question.keywords()
     names = ("local_world_size", "device", "engine", "memory_margin_gib")
     where = {name: given[name] for name in names if name in given}

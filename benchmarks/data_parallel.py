@@ -70,7 +70,7 @@ ON_CPUS = (
 
 
 Curves = dict[tuple[str, Job], list[list[Curve]]]
-"""By method and job, of each round, of each process."""
+"""Results by method and job: of each round, of each process."""
 
 
 def batches_of(spec: ModelSpec, batch_size: int, steps: int, text: str | None) -> list[Tokens]:

@@ -46,10 +46,10 @@ TOLERANCE = 1e-5
 """Largest relative difference of the losses."""
 
 TIMEOUT_S = 300.0
-"""After which a job that should have moved on is stuck."""
+"""Seconds after which a job that should have moved on is stuck."""
 
 ENDS_WITHIN_S = 45.0
-"""After which processes of a killed job count as left behind: torchrun gives its ranks 30 seconds."""
+"""Seconds after which processes of a killed job count as left behind: torchrun gives its ranks 30 seconds."""
 
 
 @dataclass(frozen=True)

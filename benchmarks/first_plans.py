@@ -93,7 +93,7 @@ class Checked:
         return self.needed > self.memory
 
     def describe(self) -> str:
-        """In one line."""
+        """The result in one line."""
         job = f"{self.job.model} on {self.job.world_size} {self.job.device}, batch {self.job.batch}"
         sizes = f"{self.needed / GIB:.2f} of {self.memory / GIB:.2f} GiB"
         ratio = f"tensors planned over traced {self.planned / self.traced:.3f}"

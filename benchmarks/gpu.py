@@ -34,7 +34,7 @@ from tests.support.layouts import parse_layout
 RUNTIME, TRANSFORMERS = "runtime", "transformers"
 
 WARM = "warm"
-"""In the place of a contestant: the runtime on a small part of the model, for the compiler's caches."""
+"""A stand-in for a contestant: the runtime on a small part of the model, for the compiler's caches."""
 
 WARM_LAYERS, WARM_VOCAB, WARM_S = 2, 512, 120.0
 """Layers and vocabulary of that part, which are not in the graph of a layer; and its seconds at most."""

@@ -42,7 +42,7 @@ class Fault:
     name: str
     """The fault in words."""
     file: str
-    """In `runtime`."""
+    """The file, below `runtime`."""
     old: str
     new: str
     tests: tuple[str, ...]

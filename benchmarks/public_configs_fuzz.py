@@ -90,7 +90,7 @@ class Trial:
     field: str
     file: str
     line: int
-    """From 0."""
+    """The number of the line, from 0."""
     change: Change
     text: str
     """The line as it is then; empty where it is removed."""

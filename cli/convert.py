@@ -33,7 +33,8 @@ class ConvertOptions:
     dtype: str | None = flag(None, "fp32, bf16 or fp16; every tensor keeps its number format when not given.")
     max_shard_size: str | None = flag(None, "Largest safetensors file, such as 5GB (the default) or 500MB.")
     merge_lora: bool = flag(
-        False, "Add adapters to their model; without it they become a folder of Hugging Face's peft."
+        False,
+        "Merge adapters into their model; without the flag they become a folder of peft.",
     )
     seq_length: int | None = flag(
         None, "Tokens of a training sample that the checkpoint of a Hugging Face model states."

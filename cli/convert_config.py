@@ -32,7 +32,7 @@ class ConvertConfigOptions:
         [], "A variable that a script gets from outside, or a key's value; repeatable.", metavar="NAME=VALUE"
     )
     to: str = flag("", f"Software: {', '.join(TARGETS)}.", metavar="NAME")
-    out: str | None = flag(None, "Write it here, not to standard output.", metavar="FILE")
+    out: str | None = flag(None, "File to write; standard output unless given.", metavar="FILE")
     nearest: bool = flag(
         False, "Write the nearest job where the other software has no words for a part of this one."
     )

@@ -27,7 +27,7 @@ def export(
         ),
     ],
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Write it here, not to standard output.")
+        str | None, typer.Option("--out", metavar="FILE", help="File to write; standard output unless given.")
     ] = None,
     nearest: Annotated[
         bool,

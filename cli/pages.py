@@ -32,7 +32,7 @@ def report(
     ] = "report.html",
     figures: Annotated[
         str | None,
-        typer.Option("--figures", metavar="DIR", help="Write each figure as SVG and PNG there too."),
+        typer.Option("--figures", metavar="DIR", help="Folder for each figure as SVG and PNG."),
     ] = None,
 ) -> None:
     """Write a page about a plan, or about a run of it: ranking, time, memory, pipeline, ranges, devices."""

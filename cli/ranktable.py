@@ -21,7 +21,7 @@ app = typer.Typer(
 def merge(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="A table of each server, in order.")],
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Write it here, not to standard output.")
+        str | None, typer.Option("--out", metavar="FILE", help="File to write; standard output unless given.")
     ] = None,
 ) -> None:
     """Join the tables of servers into one, with ranks numbered through in the order of the files."""
@@ -37,7 +37,7 @@ def merge(
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A table of ranks.")],
     plan: Annotated[
-        str | None, typer.Option("--plan", metavar="FILE", help="Plan whose ranks it is to have.")
+        str | None, typer.Option("--plan", metavar="FILE", help="Plan whose ranks the table is to have.")
     ] = None,
 ) -> None:
     """Say what is wrong with a table: counts, ranks, addresses and devices."""

@@ -38,7 +38,7 @@ class ScriptOptions:
 
     plan: str = argument("Plan file that --save wrote.", metavar="PLAN")
     to: str = flag("", f"Scheduler or launcher: {', '.join(SCHEDULERS)}.", metavar="NAME")
-    out: str | None = flag(None, "Write it here, not to standard output.", metavar="FILE")
+    out: str | None = flag(None, "File to write; standard output unless given.", metavar="FILE")
     kind: str | None = flag(None, f"With --to kubernetes: {', '.join(KINDS)}.", metavar="KIND")
     job_name: str = flag("", "Name of the job; the model's unless given.")
     time_limit: str | None = flag(None, "Time limit of Slurm, such as 24:00:00.", metavar="TIME")

@@ -190,7 +190,7 @@ def _answer_sizes(answer: SizesAnswer, output: Output) -> None:
 
 
 def _print_notes(answer: Answer | SizesAnswer) -> None:
-    """On standard error, beside an answer for programs."""
+    """Print notes on standard error, beside an answer for programs."""
     notes = [*(f"assumed: {note}" for note in answer.assumed), *(f"note: {note}" for note in answer.notes)]
     for line in notes:
         print(f"planner: {line}", file=sys.stderr)

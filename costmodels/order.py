@@ -80,7 +80,7 @@ def measured_choices(engine: str, architecture: str | None) -> Mapping[str, tupl
 
 
 def differences(one: LayoutTable, others: LayoutTable) -> Floats:
-    """By how many doublings and choices the rows differ, for each of `KINDS`, [kinds, n]."""
+    """The doublings and choices by which the rows differ, for each of `KINDS`, [kinds, n]."""
     found = dict.fromkeys(KINDS, np.zeros(len(others)))
     found[RUN] = np.ones(len(others))
     for kind, columns in DOUBLINGS.items():

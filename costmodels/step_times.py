@@ -140,7 +140,7 @@ def _after_backward(
 
 
 def _bubbles(costs: RankCosts, rank_seconds: Floats, slowest: Ints) -> tuple[Floats, Floats, Floats]:
-    """In closed form, the bubble of each row, its spare seconds, and the gradients of weights of its slowest
+    """The bubble of each row in closed form, its spare seconds, and the gradients of weights of its slowest
     rank, [n]. The last two are zero where backward is one pass.
     """
     table, ranks = costs.table, costs.ranks

@@ -67,7 +67,7 @@ class Timeline:
     messages: list[Event]
     """Activations (F) and gradients (B, I) on their way to the next rank; a rank sends one at a time."""
     seconds: float
-    """From the first to the last pass."""
+    """Seconds from the first to the last pass."""
     busy_s: list[float]
     """Seconds that each pipeline rank computes."""
     chunks: int

@@ -15,7 +15,7 @@ from costmodels.spec.model_parts import ExpertLoad, LayerKind, MlpKind
 from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_rows
 
 PEAK_LOAD = 1.25
-"""For memory: rows of the busiest device's experts over those of an even load, in the fullest microbatch.
+"""Rows for memory: of the busiest device's experts over those of an even load, in the fullest microbatch.
 
 An assumption, which holds for balanced routers; one that nothing balances can be worse.
 """

@@ -78,7 +78,7 @@ class Ranks:
 
 
 ZERO: Floats = np.zeros((1, 1))
-"""In a table, what stands for a field that is zero on every rank, such as the experts of a dense model."""
+"""What stands in a table for a field that is zero on every rank, such as the experts of a dense model."""
 
 
 def _sum(some: Floats, others: Floats) -> Floats:

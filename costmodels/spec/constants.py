@@ -77,7 +77,7 @@ class AttentionConstants(Constants):
     backward_half_seq: Positive = 1.0
     """`half_seq` of the backward pass, relative to that of the forward pass."""
     softmax_passes: Positive = 1.0
-    """Without flash attention: traffic of scale, mask, softmax and dropout, relative to one fused kernel."""
+    """Traffic without flash attention of scale, mask, softmax and dropout, relative to one fused kernel."""
     softmax_batch: CountOrZero = 0
     """The fused softmax kernel takes sequences times heads of one device that are a multiple of this only
     (Megatron-LM's `FusedScaleMaskSoftmax.is_kernel_available`: 4); 0 for a kernel that takes all."""

@@ -44,7 +44,7 @@ class ScheduleTraits(NamedTuple):
     steady_passes: int = 2
     """Passes of a microbatch on a stage while the pipeline is full; whole backward passes are one."""
     least_micro_batches: int = 0
-    """For each pipeline rank: PyTorch refuses fewer."""
+    """Fewest microbatches for each pipeline rank: PyTorch refuses fewer."""
 
 
 SCHEDULE_TRAITS: dict[Schedule, ScheduleTraits] = {

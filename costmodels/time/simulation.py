@@ -93,7 +93,7 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """From the first to the last pass."""
+        """Seconds from the first to the last pass."""
         return float(self.end.max(initial=0.0))
 
     @property

@@ -72,7 +72,7 @@ class Failures:
     checkpoint_gbps: float | None = None
     """Gigabits per second (8 x GB/s) of checkpoint storage, for the whole job; `NODE_GBPS` a node if None."""
     restart_seconds: float | None = None
-    """From a failure until the job reads its last checkpoint; `RESTART_SECONDS` if None."""
+    """Seconds from a failure until the job reads its last checkpoint; `RESTART_SECONDS` if None."""
     save_interval: int | None = None
     """Steps between two checkpoints; as many as are best if None."""
     async_save: bool = False

@@ -46,7 +46,7 @@ class Run:
     device_hours: float
     """Hours of all devices together."""
     money: float | None
-    """In the unit of the price; None without one."""
+    """The cost in the unit of the price; None without one."""
     money_low: float | None
     money_high: float | None
     price_per_hour: float | None

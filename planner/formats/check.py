@@ -76,7 +76,7 @@ class Check:
     best: Plan | None
     """The best plan for the same job in the same software; None where nothing fits."""
     changes: tuple[FlagChange, ...]
-    """From the configuration to the best plan."""
+    """What changes from the configuration to the best plan."""
     proposals: tuple[tuple[Proposal, tuple[FlagChange, ...]], ...] = ()
     """Where the configuration does not fit: changes with which it does, as flags of the files too."""
 

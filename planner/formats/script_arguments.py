@@ -30,7 +30,7 @@ SCRIPT_STARTS = {
     "deepspeed": ScriptStart("deepspeed", "--deepspeed_config", ".json"),
     "nanotron": ScriptStart("nanotron", "--config-file", ".yaml"),
 }
-"""By the name of the engine: those whose ranks torchrun or a scheduler starts."""
+"""Programs by the name of the engine: those whose ranks torchrun or a scheduler starts."""
 
 SAVE_INTERVAL = 1000
 """Steps between checkpoints where nobody says: Megatron-LM has no default, and wants one."""

@@ -18,7 +18,7 @@ class StepParts(Record):
     """All other kernels: norms, activations, copies, the loss."""
     optimizer: NonNegative = 0.0
     host_gaps: NonNegative = 0.0
-    """On a device: it idles while the host launches. On a CPU: Python between operators."""
+    """Seconds that a device idles while the host launches. On a CPU: Python between operators."""
     collectives: dict[Name, NonNegative] = Field(default_factory=dict)
     """Waits for other ranks that no kernel hides, by the kind of collective."""
 

@@ -83,7 +83,7 @@ class HardwareOptions:
 
 @dataclass(frozen=True)
 class ClusterOptions(HardwareOptions):
-    """On what a job runs."""
+    """What a job runs on."""
 
     world_size: int | None = flag(None, "Devices of the job.")
 
@@ -99,7 +99,7 @@ class ClusterOptions(HardwareOptions):
 
 @dataclass(frozen=True)
 class WorldSizesOptions(HardwareOptions):
-    """On what a job runs, of which several sizes may be compared."""
+    """What a job runs on, of which several sizes may be compared."""
 
     world_size: str | None = flag(
         None,

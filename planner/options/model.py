@@ -50,7 +50,7 @@ class Dimensions:
     seq_length: int | None = flag(None, "Tokens of one training sample.")
     max_position_embeddings: int | None = flag(None, "Longest sequence; rows of a learned position table.")
     position_embedding_type: str | None = flag(None, "learned_absolute, rope or none.")
-    use_rotary_position_embeddings: bool = flag(False, "The same as --position-embedding-type rope.")
+    use_rotary_position_embeddings: bool = flag(False, "Short for --position-embedding-type rope.")
     no_position_embedding: bool = flag(False, "No table of positions; goes with rope or none.")
     rotary_base: float | None = flag(
         None, "Base of the rotary embedding.", within=Bounds("at least 1, such as 10000", 1)

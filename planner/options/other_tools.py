@@ -32,7 +32,7 @@ SUBSTITUTES = {
     "--num-devices": "use --world-size",
     "--batch-size": "use --global-batch-size or --micro-batch-size",
 }
-"""By the flag, spelled with dashes."""
+"""Substitutes by the flag, spelled with dashes."""
 
 
 def substitute(name: str, known: Container[str]) -> str:

@@ -18,7 +18,7 @@ class DistinctPlan:
     """A plan at a place of the ranking that stands for its twins too."""
 
     place: int
-    """In the ranking, from 1; its twins have the next ones."""
+    """The place in the ranking, from 1; the plan's twins have the next ones."""
     plan: Plan
     twins: tuple[str, ...] = ()
     """What they have instead, such as `zero 2`."""

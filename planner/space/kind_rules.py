@@ -103,7 +103,7 @@ KIND_RULES: tuple[Rule, ...] = (
         ),
     ),
 )
-"""In the order in which they are asked."""
+"""The rules in the order in which they are asked."""
 
 FLOAT8_RULE = Rule(
     "fp8_split_backward",

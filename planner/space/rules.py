@@ -229,7 +229,7 @@ RULES: tuple[Rule, ...] = (
     *LORA_RULES,
     *GRAPH_RULES,
 )
-"""In the order in which they are applied: a layout is counted under the first rule that it breaks."""
+"""Rules in the order of their use: a layout is counted under the first rule that it breaks."""
 
 DEVICE_MEMORY = "device_memory"
 """Name under which legal layouts that need more memory than a device has are counted."""

@@ -65,7 +65,7 @@ class Place(NamedTuple):
     """The file that holds a piece of a tensor, with offset and length in bytes."""
 
     file: str
-    """In the checkpoint's folder."""
+    """The file's name in the checkpoint's folder."""
     offset: int
     length: int
 

@@ -20,7 +20,7 @@ from runtime.parallel.cores import use_all_cores
 from runtime.train.trainer import Trainer
 
 SAVE_TIMEOUT = timedelta(hours=2)
-"""After which ranks give up waiting for one whose disk does not answer."""
+"""Seconds after which ranks give up waiting for one whose disk does not answer."""
 
 LAST_CHANCE_S = 60.0
 """How long a run that ends with an error waits for a save that is under way."""

@@ -19,7 +19,7 @@ _STEP = 2**22
 
 
 def identity(files: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
-    """For each of some files: its name, and checksums of its index and of blocks of its tokens."""
+    """The name of each of some files, with checksums of its index and of blocks of its tokens."""
     return [{"name": one.prefix.name, **_checksums(one)} for one in files]
 
 

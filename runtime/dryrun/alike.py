@@ -10,7 +10,7 @@ from runtime.dryrun.steady import enough_micro_batches
 
 
 def alike_ranks(spec: ModelSpec, layout: Layout, ranks: Sequence[int]) -> dict[int, list[int]]:
-    """By the first of them: ranks whose stages have the same layers and run them in the same order.
+    """Ranks by the first of them: those whose stages have the same layers and run them in the same order.
 
     Ranks of one stage are told apart: the first one holds the largest shards.
     """

@@ -120,7 +120,7 @@ def _renumbered(course: Course, kinds: Sequence[Kind]) -> Ints:
 
 
 def matched(few: Course, other: Course) -> Ints:
-    """For each change of `few`, the one of `other` that is the same.
+    """The change of `other` that is the same as each one of `few`.
 
     Raises:
         UnlikeError: there is none for some of them.

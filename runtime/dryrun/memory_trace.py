@@ -46,9 +46,9 @@ class Moment:
     """forward, backward, reduce, optimizer, schedule for what is between them (messages of the pipeline, the
     losses), or build for what comes before the first step."""
     allocated: Mapping[str, int]
-    """By category, each tensor rounded up as the allocator does; on a CPU as it is."""
+    """Bytes by category, each tensor rounded up as the allocator does; on a CPU as it is."""
     live: Mapping[str, int]
-    """By category, without rounding."""
+    """Bytes by category, without rounding."""
     layers: Mapping[str, int]
     """The activations of `allocated` by the kind of layer that saved them."""
 

@@ -82,7 +82,7 @@ class Result(NamedTuple):
 
 
 _known: dict[Key, Result | None] = {}
-"""By the operator and its arguments; None for what has to be asked for each time."""
+"""Results by the operator and its arguments; None for what has to be asked for each time."""
 
 _eligible: dict[Any, bool] = {}
 """Whether the results of an operator follow from its arguments."""

@@ -294,7 +294,7 @@ def inner_tensors(tensor: object) -> Iterator[Tensor]:
 
 @contextmanager
 def without_cache(tensor: Any) -> Iterator[None]:
-    """Without the cache of the fake tensors that `tensor` is one of."""
+    """Run without the cache of the fake tensors that `tensor` is one of."""
     mode, before = tensor.fake_mode, tensor.fake_mode.cache_enabled
     mode.cache_enabled = False
     try:

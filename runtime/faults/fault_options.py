@@ -31,7 +31,7 @@ class FaultOptions:
     )
     max_skipped_steps: int = flag(
         10,
-        "Stop after this many steps in a row that were skipped for such a reason.",
+        "Stop after this many skipped steps in a row.",
         within=AT_LEAST_1,
     )
     hang_timeout_seconds: float | None = flag(

@@ -42,7 +42,7 @@ EVENTS_VARIABLE = "PLANNER_GENERATE_EVENTS"
 """Environment variable: print pieces of text as lines of JSON, for the process that started the ranks."""
 
 TIMEOUT_MINUTES = 30.0
-"""After which a rank that nobody answers gives up: reading a large model takes long."""
+"""Seconds after which a rank that nobody answers gives up: reading a large model takes long."""
 
 
 class StatusDisplay(Protocol):

@@ -148,7 +148,7 @@ class GeneratingStage:
 
 
 def _plain(spec: ModelSpec) -> ModelSpec:
-    """Without what training alone has: multi-token prediction, and a limited capacity of experts.
+    """The model without what training alone has: multi-token prediction, and a limited capacity of experts.
 
     The latter depends on tokens that come later; here experts take in all of them.
     """

@@ -31,7 +31,7 @@ LARGEST_BYTES = 200 * 10**6
 
 
 class Names(BaseModel):
-    """In what the tensors of a model's files differ from those that transformers writes today."""
+    """How the tensors of a model's files differ from those that transformers writes today."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

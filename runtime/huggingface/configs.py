@@ -80,7 +80,7 @@ def with_dtype(config: Config, dtype: torch.dtype) -> Config:
 
 
 def _differences_from(spec: ModelSpec, config: Config) -> list[str]:
-    """In what the model that is read from `config` differs from `spec`."""
+    """How the model that is read from `config` differs from `spec`."""
     try:
         fields = model_fields(config)
         fields |= {"name": spec.name, "seq": fields["max_positions"]}
@@ -442,7 +442,7 @@ _WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
     "granite": _granite,
     "llama4_text": _llama4,
 }
-"""By model type; a model may be several, of which the first counts."""
+"""Writers by model type; a model may be several, of which the first counts."""
 
 CLASSES = {
     "gpt2": "GPT2LMHeadModel",

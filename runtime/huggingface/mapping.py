@@ -275,7 +275,7 @@ STYLES = {
     **dict.fromkeys(("gemma2", "gemma3_text"), Style(_GEMMA_NORMS)),
     "starcoder2": Style(mlp={"up": "c_fc", "down": "c_proj"}),
 }
-"""By model type; those that are missing are as Llama or Qwen."""
+"""Mappings by model type; those that are missing are as Llama or Qwen."""
 
 
 def style_of(model_type: str) -> Style:

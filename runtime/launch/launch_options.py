@@ -52,7 +52,7 @@ class LaunchOptions(RunOptions):
         "of your own installation, with the plan as its flags or file.",
         metavar="FILE",
     )
-    script_args: str | None = flag(None, "With --script: further words for it.", metavar="WORDS")
+    script_args: str | None = flag(None, "Further words for the program of --script.", metavar="WORDS")
     nearest: bool = flag(
         False, "With --script: run the nearest job where its software has no words for a part of the plan."
     )

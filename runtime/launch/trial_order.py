@@ -22,7 +22,7 @@ class TrialSeries:
     """Plans that were measured, and what that makes likely of the others."""
 
     trials: tuple[Trial, ...]
-    """In the order in which they ran."""
+    """The trials in the order in which they ran."""
     best: Trial
     untried: tuple[tuple[Plan, Expected], ...]
     """The most promising first."""

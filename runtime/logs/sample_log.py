@@ -40,7 +40,7 @@ def drop_samples_after(log_dir: str | Path, iteration: int) -> None:
 
 
 def read_samples(log_dir: str | Path) -> dict[int, dict[int, int]]:
-    """By iteration: the samples that it consumed, each with the checksum of its tokens.
+    """The samples that each iteration consumed, each with the checksum of its tokens.
 
     Raises `ValueError` when two ranks, or one of them twice, consumed the same sample in a step.
     """

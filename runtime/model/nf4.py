@@ -28,7 +28,7 @@ STEPS = 255
 """Largest code of a scale."""
 
 TINY = torch.finfo(torch.float32).tiny
-"""In the place of the scales of blocks that are zero."""
+"""What stands for the scales of blocks that are zero."""
 
 
 class NF4Weight(nn.Module):

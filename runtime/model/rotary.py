@@ -133,4 +133,4 @@ ROPE_KINDS: dict[str, Callable[[Tensor, float, RopeScaling], Tensor]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""By `RopeScaling.kind`: stretched frequencies from the plain ones [dim / 2], their base and the scaling."""
+"""Functions by kind: stretched frequencies from the plain ones [dim / 2], their base and the scaling."""

@@ -28,7 +28,7 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 """Empties the list of its arguments, so that memory is free as soon as it can be."""
 
 INPUT = -1
-"""In the place of the number of a parameter: the input of the layer."""
+"""What stands for the number of a parameter: the input of the layer."""
 
 Source = int | None
 """Where an argument of a compiled layer comes from: one of its parameters, by number, or its `INPUT`; None if
@@ -113,7 +113,7 @@ class _Pair:
 
 
 _pairs: MutableMapping[type, _Pair | None] = WeakKeyDictionary()
-"""By AOTAutograd's function; None if it does more than call a pair. Stages share them."""
+"""Pairs by AOTAutograd's function; None if it does more than call a pair. Stages share them."""
 
 _noted: list[Any] | None = None
 """The arguments of a pair, while somebody wants to know."""

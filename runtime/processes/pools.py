@@ -15,7 +15,7 @@ from typing import Any
 
 @contextmanager
 def _among_pythons_own() -> Iterator[None]:
-    """In the folder of Python's own library meanwhile.
+    """Work in the folder of Python's own library meanwhile.
 
     A spawned Python looks for modules where it is started, until it has been told this one's path; then it
     goes to where this one is.
@@ -72,7 +72,7 @@ class _Context(SpawnContext):
 
 
 def spawn_context() -> SpawnContext:
-    """For processes that begin anew: threads of PyTorch do not survive a fork."""
+    """A context for processes that begin anew: threads of PyTorch do not survive a fork."""
     with _among_pythons_own():
         # A Python of its own too, which the first lock would start.
         resource_tracker.ensure_running()
@@ -80,6 +80,6 @@ def spawn_context() -> SpawnContext:
 
 
 def default_context() -> BaseContext:
-    """For processes that are forked where that is this system's way, and begin anew elsewhere."""
+    """A context for processes that are forked where that is this system's way, and begin anew elsewhere."""
     context = get_context()
     return context if context.get_start_method() == "fork" else spawn_context()

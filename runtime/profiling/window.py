@@ -32,7 +32,7 @@ UPDATES = ("squared_norm", "scale", "clip_values", "step")
 """What the optimizer of a trainer does in a step, but for the reduction of gradients."""
 
 ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
-"""By the name of a device; those that an extension brings (NPUs) have the last one."""
+"""Activities by the name of a device; those that an extension brings (NPUs) have the last one."""
 
 
 @contextmanager

@@ -116,7 +116,7 @@ class TrainingOptions:
     )
     muon_extra_scale_factor: float = flag(
         0.2,
-        "Further factor of Muon's update; with 0.2, learning rates of Adam suit it.",
+        "Extra factor on Muon's update; with 0.2, learning rates of Adam suit it.",
         within=POSITIVE,
     )
     came_beta1: float = flag(0.9, "Decay of CAME's momentum.", within=SHARE)
@@ -328,9 +328,9 @@ class DataOptions:
         "Prefix of a .bin/.idx pair, or several with weights, as '0.3 PREFIX 0.7 PREFIX' in quotes; the "
         "standard library of Python when not given.",
     )
-    train_data_path: list[str] = flag([], "As --data-path, for training alone; --split does not apply.")
-    valid_data_path: list[str] = flag([], "As --data-path, for validation alone.")
-    test_data_path: list[str] = flag([], "As --data-path, for a test at the end of the run.")
+    train_data_path: list[str] = flag([], "Data of training alone, like --data-path; without --split.")
+    valid_data_path: list[str] = flag([], "Data of validation alone, like --data-path.")
+    test_data_path: list[str] = flag([], "Data of a test at the end of the run, like --data-path.")
     split: str = flag("969,30,1", "Shares of training, validation and test.")
     allow_data_change: bool = flag(
         False, "Go on with --load on other data, seed or split than before: at the same count of samples."
@@ -441,10 +441,10 @@ class OutputOptions:
     )
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard event files.", metavar="FOLDER")
     wandb_project: str | None = flag(None, "Project of Weights & Biases that keeps the run.", metavar="NAME")
-    wandb_exp_name: str | None = flag(None, "Name of the run there.", metavar="NAME")
+    wandb_exp_name: str | None = flag(None, "Name of the run in Weights & Biases.", metavar="NAME")
     wandb_save_dir: str | None = flag(None, "Folder of its local files.", metavar="FOLDER")
     mlflow_experiment: str | None = flag(None, "Experiment of MLflow that keeps the run.", metavar="NAME")
-    mlflow_tracking_uri: str | None = flag(None, "Where MLflow keeps it.", metavar="URI")
+    mlflow_tracking_uri: str | None = flag(None, "Server or folder of MLflow.", metavar="URI")
 
     def check(self) -> None:
         """Raise `InputError` for intervals that make no sense."""

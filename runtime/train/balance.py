@@ -34,7 +34,7 @@ class Load(NamedTuple):
     """The rows that the experts of all layers took in since the last report."""
 
     shares: dict[int, list[float]]
-    """By layer: the share of its tokens that chose each expert, times E / k: 1 where all are even."""
+    """The share, by layer, of the tokens that chose each expert, times E / k: 1 where all are even."""
     balancing_loss: float | None
     """Mean of aux over layers and units; None where its coefficient is zero."""
     z_loss: float | None

@@ -18,7 +18,7 @@ class Batch(NamedTuple):
     tokens: Tensor
     """Ids, [B, S + 1]."""
     labels: Tensor
-    """From `next_tokens`, [B, S]."""
+    """What `next_tokens` returns, [B, S]."""
     starts: Tensor | None = None
     """The position at which the document of each token begins, [B, S + 1], where documents matter."""
     is_packed: bool = False

@@ -9,7 +9,7 @@ from costmodels.errors import InputError
 from runtime.world.task import LOOPBACK, Environment, Task, common_number, master_port, number
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""From here on Slurm's steps are none of srun: the batch script, and the shell that salloc opens."""
+"""Steps of Slurm from here on are none of srun: the batch script, and the shell that salloc opens."""
 
 MOST_NODES = 1 << 20
 

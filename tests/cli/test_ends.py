@@ -152,7 +152,7 @@ def test_generation_says_what_it_waits_for(planner_command: Command, monkeypatch
 
 
 def test_ranks_on_gpus_meet_on_the_one_that_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one PyTorch warns that it guesses: `barrier(): using the device under current context`."""
+    """PyTorch without a device warns that it guesses: `barrier(): using the device under current context`."""
     given: list[Any] = []
     monkeypatch.setattr(dist, "barrier", lambda device_ids=None: given.append(device_ids))
     wait_for_ranks(torch.device("cuda", 3))

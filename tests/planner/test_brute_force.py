@@ -56,7 +56,7 @@ class Brute:
 
     considered: int
     legal: list[Layout]
-    """Without the redundant ones."""
+    """The layouts without the redundant ones."""
     redundant: list[Layout]
 
 

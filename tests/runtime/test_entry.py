@@ -45,7 +45,7 @@ def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_a_job_imports_nothing_from_where_it_is_started(crowded: Path) -> None:
-    """From the process that ties it to its launcher, over torchrun, to its rank."""
+    """A job runs from the process that ties it to its launcher, over torchrun, to its rank."""
     done = subprocess.run(
         tether(torchrun_command(1, ["--help"])),
         cwd=crowded,

@@ -20,7 +20,7 @@ LAYOUT = ("--device", "cpu", "--global-batch-size", "4", "--pin", "dp=2", "--pin
 """Two data-parallel ranks."""
 
 TIMEOUT_S = 600.0
-"""After which a job that should have moved on is stuck, however busy the machine is."""
+"""Seconds after which a job that should have moved on is stuck, however busy the machine is."""
 
 
 def write_corpus(folder: Path) -> str:

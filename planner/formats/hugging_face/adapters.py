@@ -38,7 +38,7 @@ DEFAULTS = {
     "ms-swift": AdapterDefaults(method="lora", rank=8, targets=LORA_TARGETS),
     "axolotl": AdapterDefaults(),
 }
-"""By software: trl/trainer/model_config.py, llamafactory/hparams/finetuning_args.py, swift/arguments."""
+"""Sources: trl/trainer/model_config.py, llamafactory/hparams/finetuning_args.py, swift/arguments."""
 
 
 def with_adapters(model: ModelSpec, keys: Keyed, software: str) -> ModelSpec:

@@ -54,7 +54,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _shortened(chars: Chars, operator: str, pattern: re.Pattern[str]) -> Chars:
-    """Without the shortest (`#`, `%`) or longest (`##`, `%%`) part at its begin or end that fits."""
+    """A value without the shortest (`#`, `%`) or longest (`##`, `%%`) part at its begin or end that fits."""
     text, size = plain(chars), len(chars)
     lengths = range(size + 1) if len(operator) == 1 else range(size, -1, -1)
     for length in lengths:

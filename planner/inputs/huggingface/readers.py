@@ -1,4 +1,4 @@
-"""From the keys of a Hugging Face `config.json` to the fields of `ModelSpec`, by model type."""
+"""The fields of `ModelSpec` from the keys of a Hugging Face `config.json`, by model type."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class UnknownType(ValueError):
 
 @cache
 def _defaults() -> dict[str, dict[str, Any]]:
-    """By model type: `defaults`, of keys with one value for all models, and `names`, other names of keys."""
+    """Tables by type: `defaults`, of keys with one value for all models, and `names`, other names of keys."""
     text = files("planner.inputs.huggingface").joinpath("defaults.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, Any]] = json.loads(text)["types"]
     return found

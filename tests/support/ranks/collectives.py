@@ -38,7 +38,7 @@ def cases(dtype: torch.dtype) -> dict[str, Case]:
 
 
 def compiled_differences(dtypes: Sequence[torch.dtype]) -> dict[tuple[str, torch.dtype], float]:
-    """By name and format, the largest relative difference that a compiler makes to results and gradients."""
+    """The largest relative difference that a compiler makes to results and gradients, by name and format."""
     return {
         (name, dtype): compiled_difference(case, "aot_eager")
         for dtype in dtypes

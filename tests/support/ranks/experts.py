@@ -107,7 +107,7 @@ class Objective(NamedTuple):
 
     gradients: dict[str, Tensor]
     expected: dict[str, Tensor]
-    """By autograd, of the objective as `runtime.train.balance` defines it."""
+    """Gradients by autograd of the objective as `runtime.train.balance` defines it."""
     load: Load
     shares: list[list[float]]
     balancing_loss: float

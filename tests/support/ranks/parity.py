@@ -82,7 +82,7 @@ class Training(NamedTuple):
     norms: list[float]
     """Norms of the gradient, before it is clipped."""
     weights: dict[str, npt.NDArray[np.float32]]
-    """After the last step: those of this rank, whole."""
+    """Weights of this rank after the last step, whole."""
 
 
 class Difference(NamedTuple):
