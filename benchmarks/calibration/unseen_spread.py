@@ -99,7 +99,7 @@ def held_left_out(found: Mapping[str, UnseenSource]) -> dict[str, float | None]:
 
 def _width(row: _Row, fields: Mapping[str, float]) -> float:
     """Half the width of a row's range, as a natural logarithm."""
-    whole = fields.get("experts", fields["base"]) if row.experts else fields.get("base", UNSEEN["base"])
+    whole = fields["experts"] if row.experts else fields.get("base", UNSEEN["base"])
     usual = {**STARTS, **fields}
     others = (row.of_one.get(name, 0.0) * usual[name] for name in ("narrow", "network", "launch", "bubble"))
     return math.sqrt(row.blanks**2 + whole**2 + sum(part**2 for part in others))

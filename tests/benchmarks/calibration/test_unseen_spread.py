@@ -8,7 +8,14 @@ import pytest
 from benchmarks.calibration.left_out_sources import UnseenSource
 from benchmarks.calibration.predictions import predict
 from benchmarks.calibration.scores import score
-from benchmarks.calibration.unseen_spread import COVERAGE, UNSEEN_EXPERTS, spreads, weighted_quantile
+from benchmarks.calibration.unseen_spread import (
+    COVERAGE,
+    UNSEEN,
+    UNSEEN_EXPERTS,
+    held_left_out,
+    spreads,
+    weighted_quantile,
+)
 from costmodels import price
 from costmodels.spec.engine import Spread
 from costmodels.spec.table import LayoutTable
@@ -59,6 +66,17 @@ def test_a_quantile_lies_between_two_values():
     # What weighs next to nothing moves nothing.
     heavy = np.array([1.0, 1.0, 1.0, 1.0, 1e-9])
     assert weighted_quantile(np.append(values, 9.0), heavy, 0.75) == pytest.approx(0.35)
+
+
+def test_sources_are_held_to_the_ranges_that_others_set(measurement):
+    near = off(*((measurement(line=line), 0.1) for line in range(4)), source="near")
+    far = off(*((measurement(line=line), 0.9) for line in range(4)), source="far")
+    held = held_left_out({"near": near, "far": far})
+    assert held == {"near": 100.0, "far": 0.0}
+    assert inside(spreads([far]), near) == 1 and inside(spreads([near]), far) == 0
+    # Nobody else has run the engine there.
+    alone = off((measurement(), UNSEEN["base"] - 0.1), (measurement(line=2), UNSEEN["base"] + 0.2))
+    assert held_left_out({"alone": alone}) == {"alone": 50.0}
 
 
 def test_four_rows_leave_the_farthest_one_outside(measurement):
