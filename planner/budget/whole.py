@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
-from costmodels.memory.checkpoints import CheckpointMemory, checkpoint_bytes, checkpoint_memory
 from costmodels.spec.engine import Engine
 from costmodels.spec.estimate import Estimate
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.budget.goodput import Beside, Failures, Goodput, Rates, Stored, goodput
+
+if TYPE_CHECKING:
+    from costmodels.memory.checkpoints import CheckpointMemory
 
 FORWARD = 1 / 3
 """Share of the passes of a step that is forward: backward has two GEMMs for each one of forward."""
@@ -77,6 +81,9 @@ def whole_run(
     Raises:
         InputError: failures leave the job no time to train.
     """
+    # Ranks read plans, and never price them.
+    from costmodels.memory.checkpoints import checkpoint_bytes, checkpoint_memory
+
     memory = checkpoint_memory(model, cluster, engine, layout, estimate, failures.async_save)
     written = checkpoint_bytes(model, cluster, engine, layout)
     copy = memory.device_bytes / cluster.device.host_bandwidth

@@ -21,7 +21,7 @@ class MtpFlags:
 
     mtp_num_layers: int | None = flag(
         None,
-        "Train this many MTP modules; without it those of a model are left out.",
+        "Train this many MTP modules, each for one further token; none of a model's unless given.",
         within=AT_LEAST_1,
     )
     mtp_loss_scaling_factor: float | None = flag(
