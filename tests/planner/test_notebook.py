@@ -13,6 +13,7 @@ import pytest
 import planner
 from costmodels import Layout
 from costmodels.spec.estimate import Estimate, StageMemory, StepTime
+from planner.budget.question import RunQuestion
 from planner.schema import RECORDS, schema
 from tests.support import ROOT
 from tests.support.commands import Command
@@ -129,3 +130,6 @@ def test_plans_are_loaded_compared_drawn_and_reported(plan: planner.Plan, tmp_pa
     assert "memory" in planner.plan_figures(plan)
     path = planner.report(plan, tmp_path / "page.html")
     assert "<html" in path.read_text(encoding="utf-8")[:200].lower()
+    asked = plan.model_copy(update={"asked": RunQuestion(tokens=10**12)})
+    text = planner.report(asked, tmp_path / "days.html").read_text(encoding="utf-8")
+    assert "<dt>with checkpoints and failures</dt>" in text and "storage takes 8 Gb/s from each node" in text

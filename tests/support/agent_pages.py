@@ -100,6 +100,7 @@ def llms() -> str:
         ("planning-sizes.md", "days, cost, numbers of devices, checkpoints and failures"),
         ("scripts-that-you-have.md", "judging scripts of other software"),
         ("clusters.md", "Slurm, Kubernetes and others"),
+        ("agents.md", "the tools of `planner mcp`, notebooks"),
         ("reference.md", "Python"),
         ("glossary.md", "symbols and terms"),
     )
