@@ -24,7 +24,7 @@ from planner.plan import Plan
 from planner.problem import Problem
 from planner.processes import Calls, helpers_for
 from planner.proposals.devices import with_world_size
-from planner.ranking.distinct import distinct_plans
+from planner.ranking.distinct import DistinctPlan, distinct_plans
 from planner.ranking.result import SearchResult
 from planner.report.measured import profiled_parts
 from planner.world_sizes import Size, marked_front, own_run, planned_size, size_run
@@ -59,8 +59,8 @@ class Contents:
     """Everything that a page shows."""
 
     plan: Plan
-    rivals: tuple[Plan, ...]
-    """The first plans of the same question, best first."""
+    rows: tuple[DistinctPlan, ...]
+    """The first plans of the same question without their twins, best first."""
     comparison: Comparison | None
     """The plan against the best other one."""
     cloud: Cloud
@@ -78,18 +78,22 @@ class Contents:
     parts: StepParts | None
     """What a profiler saw of the run's first rank, scaled to the median step; None without it."""
 
+    @property
+    def rivals(self) -> tuple[Plan, ...]:
+        """The plans of the rows."""
+        return tuple(row.plan for row in self.rows)
+
 
 def gather(plan: Plan, records: Sequence[dict[str, Any]] = ()) -> Contents:
     """What a page shows of a plan: the search for its batch is run again, and its pipeline simulated."""
     # Twins, which every estimate has equal, stand for each other: a runner-up has something else.
     result = search_problem(problem_of(plan))
     rows = distinct_plans(result, RIVALS)
-    rivals = [row.plan for row in rows]
-    others = [one for one in rivals if one.layout != plan.layout]
+    others = [row.plan for row in rows if row.plan.layout != plan.layout]
     timeline, missing = _timeline(plan)
     return Contents(
         plan=plan,
-        rivals=tuple(rivals),
+        rows=tuple(rows),
         comparison=compare(plan, others[0]) if others else None,
         cloud=_cloud(result),
         timeline=timeline,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from costmodels.errors import InputError
@@ -9,11 +11,13 @@ from costmodels.spec.estimate import StageMemory, StepTime
 from costmodels.spec.layout import SHORT_NAMES
 from costmodels.spec.record import GIB, in_seconds
 from costmodels.timeline import Event, Timeline
+from planner.budget.question import RunQuestion
 from planner.plan import Plan
+from planner.ranking.distinct import DistinctPlan
 from planner.report.contents import MOST_PASSES, Contents, gather
 from planner.report.device_map import device_map
 from planner.report.drawing import COLOURS, Figure, empty_figure, time_unit
-from planner.report.run_figures import loss, measured, profiled
+from planner.report.run_figures import LoggedRun, loss, profiled, steps
 
 PASSES = {
     "F": ("forward", "#4477aa"),
@@ -25,16 +29,17 @@ PASSES = {
 
 def figures(contents: Contents) -> dict[str, Figure]:
     """The figures by name, in the order of the page; those without data are left out."""
+    runs = [LoggedRun("", contents.records)]
     found = {
-        "loss": loss(contents),
-        "measured": measured(contents),
-        "profile": profiled(contents),
-        "step-time": step_time(contents),
+        "loss": loss(runs),
+        "measured": steps(runs, contents.plan.estimate),
+        "profile": profiled(contents.plan.estimate, contents.parts),
+        "step-time": step_time(contents.plan, contents.rows),
         "memory": memory(contents.plan),
         "pipeline": None if contents.timeline is None else pipeline(contents.timeline),
-        "range": ranges(contents),
+        "range": ranges(contents.plan, contents.rows),
         "front": front(contents),
-        "sizes": device_counts(contents),
+        "sizes": device_counts(contents.asked),
         "map": device_map(contents.plan),
     }
     return {name: figure for name, figure in found.items() if figure is not None}
@@ -60,11 +65,10 @@ def plan_figures(plan: Plan) -> dict[str, Figure]:
     return figures(gather(plan))
 
 
-def _shown(contents: Contents, most: int) -> tuple[list[Plan], list[str]]:
+def _shown(chosen: Plan, rows: Sequence[DistinctPlan], most: int) -> tuple[list[Plan], list[str]]:
     """The plan and the first of its rivals, and a name of each by the degrees that tell them apart."""
-    chosen = contents.plan
-    plans = [chosen, *(one for one in contents.rivals if one.layout != chosen.layout)][:most]
-    places = {one.layout: str(place) for place, one in enumerate(contents.rivals, 1)}
+    plans = [chosen, *(row.plan for row in rows if row.plan.layout != chosen.layout)][:most]
+    places = {row.plan.layout: str(row.place) for row in rows}
     differing = [
         short
         for short in ("vpp", "cp", "ep", "zero", "mbs")
@@ -73,15 +77,15 @@ def _shown(contents: Contents, most: int) -> tuple[list[Plan], list[str]]:
     return plans, [
         f"{places.get(plan.layout, 'this')}: "
         + " ".join(
-            f"{short}{getattr(plan.layout, SHORT_NAMES[short])}" for short in ("tp", "pp", "dp", *differing)
+            f"{short}={getattr(plan.layout, SHORT_NAMES[short])}" for short in ("tp", "pp", "dp", *differing)
         )
         for plan in plans
     ]
 
 
-def step_time(contents: Contents) -> Figure:
-    """The parts of a step of the plan and of its rivals."""
-    plans, names = _shown(contents, 6)
+def step_time(chosen: Plan, rows: Sequence[DistinctPlan]) -> Figure:
+    """The parts of a step of a plan and of its rivals."""
+    plans, names = _shown(chosen, rows, 6)
     scale, unit = time_unit(plan.estimate.step_time_s for plan in plans)
     result = empty_figure(f"step ({unit})", "", height=120 + 44 * len(plans), barmode="stack")
     for colour, part in zip(COLOURS, StepTime.model_fields, strict=False):
@@ -123,19 +127,19 @@ def memory(plan: Plan) -> Figure:
     return result
 
 
-def _some_passes(timeline: Timeline) -> list[Event]:
+def _some_passes(timeline: Timeline, most: int) -> list[Event]:
     """All passes, or those of the first and of the last microbatches."""
     passes = timeline.passes
-    if len(passes) <= MOST_PASSES:
+    if len(passes) <= most:
         return passes
     count = max(event.micro_batch for event in passes) + 1
-    each = max(1, MOST_PASSES * count // len(passes) // 2)
+    each = max(1, most * count // len(passes) // 2)
     return [event for event in passes if event.micro_batch < each or event.micro_batch >= count - each]
 
 
-def pipeline(timeline: Timeline) -> Figure:
-    """When each rank computes which microbatch; hover names a pass."""
-    shown = _some_passes(timeline)
+def pipeline(timeline: Timeline, most: int = MOST_PASSES) -> Figure:
+    """When each rank computes which microbatch, in about `most` passes at most; hover names a pass."""
+    shown = _some_passes(timeline, most)
     scale, unit = time_unit(event.end_s for event in shown)
     result = empty_figure(
         f"time ({unit})",
@@ -179,9 +183,9 @@ def pipeline(timeline: Timeline) -> Figure:
     return result
 
 
-def ranges(contents: Contents) -> Figure:
-    """The steps of the plan and its rivals with their 80 % prediction intervals."""
-    plans, names = _shown(contents, RANGES)
+def ranges(chosen: Plan, rows: Sequence[DistinctPlan]) -> Figure:
+    """The steps of a plan and its rivals with their 80 % prediction intervals."""
+    plans, names = _shown(chosen, rows, RANGES)
     scale, unit = time_unit(plan.estimate.step_time_s for plan in plans)
     result = empty_figure(f"step ({unit})", "", height=120 + 30 * len(plans))
     steps = [plan.estimate for plan in plans]
@@ -253,9 +257,8 @@ def front(contents: Contents) -> Figure | None:
     return result
 
 
-def device_counts(contents: Contents) -> Figure | None:
+def device_counts(asked: RunQuestion) -> Figure | None:
     """Days against cost of the best plans of several numbers of devices, for the same tokens."""
-    asked = contents.asked
     found = [size for size in asked.sizes if size.days is not None and size.device_hours is not None]
     if len(found) < 2:
         return None

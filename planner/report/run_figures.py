@@ -1,62 +1,158 @@
-"""Figures of a run: its losses, its steps, and what they went to, beside what its plan promised."""
+"""Figures of runs by iteration: losses, steps, tokens per second and memory; several runs in one picture."""
 
 from __future__ import annotations
 
-from planner.history.step_parts import TERMS, predicted_parts
-from planner.report.contents import Contents
+from collections.abc import Sequence
+from typing import Any
+
+from costmodels.dataclass import dataclass
+from costmodels.spec.estimate import Estimate
+from costmodels.spec.record import GIB, in_seconds
+from planner.explanation.side_by_side import measured_steps
+from planner.history.step_parts import TERMS, StepParts, predicted_parts
 from planner.report.drawing import COLOURS, Figure, empty_figure, time_unit
 
-
-def _steps(contents: Contents, name: str) -> tuple[list[int], list[float]]:
-    found = [record for record in contents.records if record.get(name) is not None and "iteration" in record]
-    return [record["iteration"] for record in found], [record[name] for record in found]
+MOST_POINTS = 2000
+"""Points of a line; of more, every n-th."""
 
 
-def loss(contents: Contents) -> Figure | None:
-    """Losses of a run by iteration."""
-    iterations, values = _steps(contents, "loss")
-    if not values:
-        return None
+@dataclass(frozen=True)
+class LoggedRun:
+    """The records of a run, and its name beside others."""
+
+    name: str
+    records: Sequence[dict[str, Any]]
+
+    def line(self, name: str) -> tuple[list[int], list[float]]:
+        """Iterations and the values of a metric in them, without steps that a profiler slowed."""
+        found = [
+            (record["iteration"], record[name])
+            for record in self.records
+            if isinstance(record.get(name), (int, float))
+            and isinstance(record.get("iteration"), int)
+            and not (record.get("profiled") and name != "loss")
+        ]
+        some = found[:: -(-len(found) // MOST_POINTS) or 1]
+        return [iteration for iteration, _ in some], [value for _, value in some]
+
+
+def loss(runs: Sequence[LoggedRun]) -> Figure | None:
+    """Losses of runs by iteration."""
     result = empty_figure("iteration", "loss")
-    result.add_scatter(x=iterations, y=values, mode="lines", name="training", line={"color": COLOURS[0]})
-    evaluated = _steps(contents, "validation_loss")
-    if evaluated[1]:
-        line = {"color": COLOURS[4]}
-        result.add_scatter(x=evaluated[0], y=evaluated[1], mode="lines+markers", name="validation", line=line)
-    return result
+    drawn = False
+    for number, run in enumerate(runs):
+        for metric, label, dash in (("loss", "training", "solid"), ("validation_loss", "validation", "dot")):
+            iterations, values = run.line(metric)
+            if values:
+                drawn = True
+                result.add_scatter(
+                    x=iterations,
+                    y=values,
+                    mode="lines" if metric == "loss" else "lines+markers",
+                    name=_name(runs, run, label),
+                    line={"color": _colour(runs, number, 0 if metric == "loss" else 4), "dash": dash},
+                )
+    return result if drawn else None
 
 
-def measured(contents: Contents) -> Figure | None:
-    """Measured steps of a run beside the predicted one and its range."""
-    iterations, seconds = _steps(contents, "step_time_s")
-    if not seconds:
+def steps(runs: Sequence[LoggedRun], estimate: Estimate | None = None) -> Figure | None:
+    """Measured steps of runs beside the predicted ones, with the median of each run.
+
+    Args:
+        estimate: of the plan of the only run, whose range is drawn too.
+    """
+    lines = [run.line("step_time_s") for run in runs]
+    if not any(values for _, values in lines):
         return None
-    estimate = contents.plan.estimate
-    scale, unit = time_unit([*seconds, estimate.step_time_high_s])
+    highest = 0.0 if estimate is None else estimate.step_time_high_s
+    scale, unit = time_unit([*(second for _, values in lines for second in values), highest])
     result = empty_figure("iteration", f"step ({unit})")
-    result.add_hrect(
-        y0=scale * estimate.step_time_low_s,
-        y1=scale * estimate.step_time_high_s,
-        fillcolor=COLOURS[0],
-        opacity=0.15,
-        line_width=0,
-        annotation_text="predicted range",
-    )
-    predicted = scale * estimate.step_time_s
-    for name, values, mode, line in (
-        ("predicted", [predicted] * len(seconds), "lines", {"color": COLOURS[0], "dash": "dash"}),
-        ("measured", [scale * value for value in seconds], "lines+markers", {"color": COLOURS[4]}),
-    ):
-        result.add_scatter(x=iterations, y=values, mode=mode, name=name, line=line)
+    if estimate is not None:
+        result.add_hrect(
+            y0=scale * estimate.step_time_low_s,
+            y1=scale * estimate.step_time_high_s,
+            fillcolor=COLOURS[0],
+            opacity=0.15,
+            line_width=0,
+            annotation_text="predicted range",
+        )
+    for number, (run, (iterations, seconds)) in enumerate(zip(runs, lines, strict=True)):
+        if not seconds:
+            continue
+        predicted = run.line("predicted_step_time_s")[1]
+        if estimate is not None:
+            predicted = [estimate.step_time_s]
+        median = measured_steps(run.records)
+        measured = _colour(runs, number, 4)
+        flat = [
+            ("predicted", predicted[-1] if predicted else None, _colour(runs, number, 0), "dash"),
+            ("median", median, measured, "dot"),
+        ]
+        result.add_scatter(
+            x=iterations,
+            y=[scale * second for second in seconds],
+            mode="lines+markers",
+            name=_name(runs, run, "measured"),
+            line={"color": measured},
+            marker={"size": 4},
+        )
+        for label, second, colour, dash in flat:
+            if second is not None:
+                result.add_scatter(
+                    x=[iterations[0], iterations[-1]],
+                    y=[scale * second] * 2,
+                    mode="lines",
+                    name=_name(runs, run, f"{label} {in_seconds(second)}"),
+                    line={"color": colour, "dash": dash},
+                )
     result.update_yaxes(rangemode="tozero")
     return result
 
 
-def profiled(contents: Contents) -> Figure | None:
+def of_metric(runs: Sequence[LoggedRun], metric: str, title: str, unit: float = 1.0) -> Figure | None:
+    """A metric of runs by iteration, in `unit` of what is logged, from zero on."""
+    result = empty_figure("iteration", title)
+    drawn = False
+    for number, run in enumerate(runs):
+        iterations, values = run.line(metric)
+        if values:
+            drawn = True
+            result.add_scatter(
+                x=iterations,
+                y=[value / unit for value in values],
+                mode="lines",
+                name=run.name,
+                line={"color": _colour(runs, number, 4)},
+            )
+    result.update_yaxes(rangemode="tozero")
+    result.update_layout(showlegend=len(runs) > 1)
+    return result if drawn else None
+
+
+def speed(runs: Sequence[LoggedRun]) -> Figure | None:
+    """Tokens per second of runs."""
+    return of_metric(runs, "tokens_per_s", "tokens/s")
+
+
+def peaks(runs: Sequence[LoggedRun]) -> Figure | None:
+    """Peak memory of the fullest device of runs, in GiB."""
+    return of_metric(runs, "peak_memory_bytes", "GiB", GIB)
+
+
+def _name(runs: Sequence[LoggedRun], run: LoggedRun, label: str) -> str:
+    return label if len(runs) == 1 else f"{run.name}, {label}"
+
+
+def _colour(runs: Sequence[LoggedRun], number: int, alone: int) -> str:
+    """The colour of a run beside others, or the usual one of what is shown of it alone."""
+    return COLOURS[alone if len(runs) == 1 else number % len(COLOURS)]
+
+
+def profiled(estimate: Estimate, parts: StepParts | None) -> Figure | None:
     """What a step of the first rank went to by its profiler, beside what the plan expected of each part."""
-    if contents.parts is None:
+    if parts is None:
         return None
-    promised, seen = predicted_parts(contents.plan.estimate.time), contents.parts.by_term()
+    promised, seen = predicted_parts(estimate.time), parts.by_term()
     shown = [name for name in TERMS if promised[name] or seen[name]]
     scale, unit = time_unit([*promised.values(), *seen.values()])
     result = empty_figure(f"step ({unit})", "", height=120 + 44 * len(shown), barmode="group")
