@@ -24,6 +24,7 @@ COMMANDS = {
     "timeline": "cli.timeline",
     "report": "cli.pages",
     "compare": "cli.pages",
+    "web": "cli.web",
     "dryrun": "cli.dryrun",
     "profile": "cli.profile",
     "mcp": "cli.mcp",

@@ -21,6 +21,7 @@ from planner.ranking.distinct import DistinctPlan
 from planner.ranking.reasons import lead_share
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import chances, indistinguishable, ties_text
+from planner.service.commands import run_command
 
 SCREEN = 23
 """Lines of a terminal of 24, without that of the next prompt."""
@@ -34,9 +35,6 @@ MORE = "--verbose shows the ranking and the memory of each rank, --json everythi
 
 MOST_PARTS = 3
 """Parts of the step that have a bar each; one more shows the rest."""
-
-PROGRAMS = {"megatron": "pretrain_gpt.py", "mindspeed": "pretrain_gpt.py"}
-"""The file of another software that trains a plan, where each of its jobs starts the same one."""
 
 LABEL = 9
 """Columns of the names of lines."""
@@ -165,24 +163,7 @@ def _plan_lines(screen: Screen, plan: Plan, saved: str | None) -> Iterator[Line]
     nodes = plan.cluster.nodes
     where = f" on each of {nodes} nodes" if nodes > 1 and plan.engine.name == DEFAULT_ENGINE else ""
     how = "" if saved else f" (after --save {file})"
-    yield from _wrapped(screen, f"run: {_command(plan, file)}{where}{how}", indent=5)
-
-
-def _command(plan: Plan, file: str) -> str:
-    """What runs a plan that is saved, or writes it for the software that does."""
-    if plan.engine.name == DEFAULT_ENGINE:
-        return f"planner launch --plan {file}"
-    # They write many formats, and most plans are trained here.
-    from planner.formats.targets import TARGETS, export, target_of
-
-    target = target_of(plan.engine.name)
-    if target is None:
-        return f"planner export {file} --to NAME, one of {', '.join(TARGETS)}"
-    nearest = " --nearest" if export(plan, to=target).inexpressible else ""
-    program = PROGRAMS.get(plan.engine.name)
-    if program is not None:
-        return f"planner script {file} --to slurm --program {program}{nearest}"
-    return f"planner export {file} --to {target}{nearest}"
+    yield from _wrapped(screen, f"run: {run_command(plan, file)}{where}{how}", indent=5)
 
 
 def _figures(plan: Plan, traced: Sequence[float]) -> Iterator[Bar]:

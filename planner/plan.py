@@ -163,9 +163,13 @@ class Plan(Record):
 
         Raises `InputError` when the folder cannot be written.
         """
+        write_whole("plan", path, self.file_text())
+
+    def file_text(self) -> str:
+        """What the file of the plan holds."""
         values = self.model_dump(mode="json")
         values[DIGEST] = _digest(values)
-        write_whole("plan", path, json.dumps(values, indent=2) + "\n")
+        return json.dumps(values, indent=2) + "\n"
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

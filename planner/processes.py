@@ -56,7 +56,7 @@ class Calls(Generic[ResultT]):
         self._calls = calls
         self._left = deque(range(len(calls)))
         self._found: dict[int, ResultT] = {}
-        self._helpers: list[_Helper] = []
+        self._helpers: list[Helper] = []
         packed = _packed(calls) if helpers else None
         self._threads = [] if packed is None else self._started(packed, helpers)
 
@@ -90,7 +90,7 @@ class Calls(Generic[ResultT]):
         threads = []
         try:
             for _ in range(helpers):
-                helper = _Helper()
+                helper = Helper()
                 self._helpers.append(helper)
                 threads.append(Thread(target=self._ask, args=(helper, packed), daemon=True))
                 threads[-1].start()
@@ -98,7 +98,7 @@ class Calls(Generic[ResultT]):
             pass  # No processes, or no threads, here.
         return threads
 
-    def _ask(self, helper: _Helper, packed: Sequence[Packed]) -> None:
+    def _ask(self, helper: Helper, packed: Sequence[Packed]) -> None:
         """Have a helper make calls until none is left, or it fails."""
         while self._left:
             try:
@@ -110,7 +110,7 @@ class Calls(Generic[ResultT]):
                 self._found[number] = result
 
 
-class _Helper:
+class Helper:
     """A process that makes calls."""
 
     def __init__(self) -> None:

@@ -57,6 +57,7 @@ ORDER = {
         ),
         *("proposals", "advice", "api", "world_sizes", "explanation", "options", "formats", "megatron_plan"),
         *("catalogues", "scripts", "service", "report"),
+        *("scripts", "service", "report", "web"),
     ),
     "planner.formats": (
         *("shell", "facts", "python", "writing"),

@@ -1,0 +1,44 @@
+"""`planner web`: a page in the browser that answers questions."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from costmodels.errors import InputError
+
+HOST = "127.0.0.1"
+"""Where pages are served unless told otherwise: to this machine alone."""
+
+MOST_PORT = 65_535
+
+
+def check_port(port: int) -> None:
+    """Raise `InputError` for a number that no port has."""
+    if not 0 <= port <= MOST_PORT:
+        raise InputError(f"--port {port}: expected a number from 0 (a free one) to {MOST_PORT}")
+
+
+def web(
+    port: Annotated[int, typer.Option("--port", help="Port to listen at; 0 for a free one.")] = 8000,
+    host: Annotated[
+        str,
+        typer.Option("--host", help="Address to listen at; 0.0.0.0 lets every machine of the network ask."),
+    ] = HOST,
+    workers: Annotated[int, typer.Option("--workers", help="Questions that are answered at once.")] = 2,
+) -> None:
+    """Serve a page with a form: the plan, its alternatives, memory, time, pipeline, cost and script, at once."""
+    check_port(port)
+    if not 1 <= workers <= 64:
+        raise InputError(f"--workers {workers}: expected a number from 1 to 64")
+    from planner.web.server import LOOPBACK, address, listening, make_server, question_app
+    from planner.web.workers import Workers
+
+    opened = listening(host, port)
+    app = question_app(host, Workers(workers))
+    print(f"planner: {address(opened)} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+    if host not in LOOPBACK:
+        print("planner: every machine that reaches this one can ask", file=sys.stderr, flush=True)
+    make_server(app).run(sockets=[opened])
