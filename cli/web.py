@@ -29,7 +29,7 @@ def web(
     ] = HOST,
     workers: Annotated[int, typer.Option("--workers", help="Questions that are answered at once.")] = 2,
 ) -> None:
-    """Serve a page with a form: the plan, its alternatives, memory, time, pipeline, cost and script, at once."""
+    """Serve a page that answers questions: plan, alternatives, memory, time, pipeline, cost and script."""
     check_port(port)
     if not 1 <= workers <= 64:
         raise InputError(f"--workers {workers}: expected a number from 1 to 64")

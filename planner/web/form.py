@@ -70,7 +70,8 @@ def form() -> str:
     options = "".join(f"<option>{html.escape(name)}</option>" for name in targets())
     parts.append(
         '<fieldset><legend>File to write</legend><label class="field"><span>Scheduler or software</span>'
-        f'<select name="{SCRIPT}"><option value="">as the engine</option>{options}</select></label></fieldset>'
+        f'<select name="{SCRIPT}"><option value="">as the engine</option>{options}</select></label>'
+        "</fieldset>"
     )
     sections: dict[str, list[str]] = {}
     for field in known.values():

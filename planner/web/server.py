@@ -1,4 +1,4 @@
-"""The server of the pages: it sends the form, and answers one question a request. It wants the extra `web`."""
+"""The server of the pages: it sends the form, and answers one question a request. Wants the extra `web`."""
 
 from __future__ import annotations
 
