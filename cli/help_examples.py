@@ -26,6 +26,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "sweep": ("planner sweep --models gpt2-nano --device cpu --world-size 2 --gbs 32",),
     "timeline": ("planner timeline plan.json --out trace.json",),
     "report": ("planner report plan.json --out report.html", "planner report runs/my-run --figures figures"),
+    "web": ("planner web --port 8000",),
+    "watch": ("planner watch runs/my-run", "planner watch runs/one runs/other --serve"),
     "compare": ("planner compare plan.json other.json",),
     "dryrun": ("planner dryrun --plan plan.json --stage 0",),
     "models": ("planner models --json",),

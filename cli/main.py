@@ -25,6 +25,7 @@ COMMANDS = {
     "report": "cli.pages",
     "compare": "cli.pages",
     "web": "cli.web",
+    "watch": "cli.watch",
     "dryrun": "cli.dryrun",
     "profile": "cli.profile",
     "mcp": "cli.mcp",

@@ -22,12 +22,16 @@ def check_port(port: int) -> None:
 
 
 def web(
-    port: Annotated[int, typer.Option("--port", help="Port to listen at; 0 for a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option("--port", help="Number of the port to listen at; 0 for a free one.")
+    ] = 8000,
     host: Annotated[
         str,
         typer.Option("--host", help="Address to listen at; 0.0.0.0 lets every machine of the network ask."),
     ] = HOST,
-    workers: Annotated[int, typer.Option("--workers", help="Questions that are answered at once.")] = 2,
+    workers: Annotated[
+        int, typer.Option("--workers", help="Number of questions that are answered at once.")
+    ] = 2,
 ) -> None:
     """Serve a page that answers questions: plan, alternatives, memory, time, pipeline, cost and script."""
     check_port(port)

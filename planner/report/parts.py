@@ -39,6 +39,8 @@ TITLES = {
         "dimension.",
     ),
     "loss": ("Loss", "What the run has logged."),
+    "speed": ("Tokens per second", "Of the whole job, as logged."),
+    "peaks": ("Peak memory", "Of the fullest device, as logged."),
     "measured": ("Predicted and measured", "Steps of the run, and what the plan promised."),
     "profile": (
         "Step time by operation",

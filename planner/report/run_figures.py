@@ -167,3 +167,44 @@ def profiled(estimate: Estimate, parts: StepParts | None) -> Figure | None:
         )
     result.update_yaxes(autorange="reversed")
     return result
+
+
+RUN_COLUMNS = (
+    "run",
+    "iteration",
+    "loss",
+    "median step",
+    "predicted",
+    "predicted / measured",
+    "tokens/s",
+    "GiB",
+)
+"""Headings of `run_row`."""
+
+
+def run_row(run: LoggedRun) -> tuple[str, ...]:
+    """How a run is, in the cells of a row by `RUN_COLUMNS`; what is not logged yet is left empty."""
+    (iterations, losses), step = run.line("loss"), measured_steps(run.records)
+    predicted = run.line("predicted_step_time_s")[1][-1:]
+    speed_of, memory_of = run.line("tokens_per_s")[1][-1:], run.line("peak_memory_bytes")[1]
+    return (
+        run.name,
+        *(f"{iterations[-1]:,}" if iterations else "", f"{losses[-1]:.4g}" if losses else ""),
+        "" if step is None else in_seconds(step),
+        *(in_seconds(seconds) for seconds in predicted or ()),
+        *(() if predicted else ("",)),
+        f"{predicted[0] / step:.2f}" if predicted and step else "",
+        f"{speed_of[0]:,.0f}" if speed_of else "",
+        f"{max(memory_of) / GIB:.2f}" if memory_of else "",
+    )
+
+
+def stragglers(runs: Sequence[LoggedRun], most: int = 5) -> list[str]:
+    """The last lines that name a slow rank, newest first, with the iteration of each."""
+    found = [
+        (record["iteration"], f"{run.name}, iteration {record['iteration']:,}: {record['straggler']}")
+        for run in runs
+        for record in run.records
+        if isinstance(record.get("straggler"), str) and isinstance(record.get("iteration"), int)
+    ]
+    return [line for _, line in sorted(found, key=lambda one: -one[0])[:most]]

@@ -276,6 +276,7 @@ class Loop:
             self.recorder.step(metrics, self.consumed_samples, self.batch)
         self._tell_step(metrics, sequences)
         if self.recorder is not None and straggler:
+            self.recorder.straggler(self.trainer.iteration, straggler)
             say(straggler)
 
     def _tell_step(self, metrics: dict[str, Any], sequences: float) -> None:

@@ -191,6 +191,10 @@ class Recorder:
         """Record what the profiler saw of a step."""
         self._write({"iteration": iteration, "parts": parts.model_dump()})
 
+    def straggler(self, iteration: int, line: str) -> None:
+        """Record the line that names a slow rank."""
+        self._write({"iteration": iteration, "straggler": line})
+
     def close(self) -> None:
         """Flush and close the files."""
         self.trackers.close()

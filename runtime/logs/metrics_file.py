@@ -29,7 +29,7 @@ class MetricsReader:
         None of a file that cannot be read.
         """
         file, size = self._state()
-        if file != self.file:
+        if file != self.file or size < self.offset:
             self.file, self.offset = file, 0
         if size <= self.offset:
             return []
@@ -51,6 +51,26 @@ class MetricsReader:
         if not stat.S_ISREG(status.st_mode):
             return 0, 0
         return status.st_ino, status.st_size
+
+
+class FollowedMetrics:
+    """All records of a run so far, whose file grows, or is written anew where the run goes on from before."""
+
+    def __init__(self, log_dir: str | Path) -> None:
+        self._reader = MetricsReader(log_dir)
+        self._reader.offset = 0
+        self._records: list[dict[str, Any]] = []
+
+    def update(self) -> list[dict[str, Any]]:
+        """The records by now, without the load of each expert, which is most of a line."""
+        file, offset = self._reader.file, self._reader.offset
+        found = self._reader.new_records()
+        if self._reader.file != file or self._reader.offset < offset:
+            self._records.clear()
+        for record in found:
+            record.pop("expert_load", None)
+        self._records += found
+        return list(self._records)
 
 
 def drop_metrics_after(log_dir: str | Path, iteration: int) -> Path:
