@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import math
@@ -16,15 +17,18 @@ import pytest
 import typer
 
 import planner
-from benchmarks.pictures import PATIENCE_MS
 from cli.pages import compare, report
 from costmodels.catalogue import calibrated_fits, device_names, engine_names, load_device, load_engine
 from costmodels.spec.record import GIB
+from planner.budget.question import RunQuestion
 from planner.options.flags import run
+from planner.ranking.distinct import distinct_plans
 from planner.report.contents import gather
-from planner.report.figures import figures
+from planner.report.figures import figures, step_time
 from planner.report.page import write_page
+from planner.report.parts import ranking
 from planner.report.range_basis import range_basis
+from tests.support.browser import chromium, tab
 
 pytest.importorskip("plotly")
 
@@ -156,14 +160,6 @@ def test_every_engine_has_a_page(engine: str, tmp_path: Path) -> None:
     assert "It reaches from -" in out.read_text()
 
 
-def complaints_of(tab: Any) -> list[str]:
-    """Errors of a browser's tab, which fill while it lives."""
-    found: list[str] = []
-    tab.on("console", lambda message: found.append(message.text) if message.type == "error" else None)
-    tab.on("pageerror", lambda error: found.append(str(error)))
-    return found
-
-
 @pytest.fixture(scope="module")
 def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = planner.suggest("llama3-405b", world_size=16_384, device="h100", max_global_batch_size=2048)
@@ -172,83 +168,61 @@ def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+OVERLAPS = """(id) => {
+    const bar = document.querySelector(`#${id} .modebar-group`);
+    const legend = document.querySelector(`#${id} .legend`);
+    const shown = bar && getComputedStyle(bar.closest('.modebar-container')).display !== 'none';
+    if (!shown || !legend) return [!!shown, false];
+    const [one, other] = [bar.closest('.modebar').getBoundingClientRect(), legend.getBoundingClientRect()];
+    const apart = one.right <= other.left || other.right <= one.left || one.bottom <= other.top
+        || other.bottom <= one.top;
+    return [true, !apart];
+}"""
+"""Whether the toolbar of a figure is shown, and whether it covers the legend."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["page", "large_page"])
 def test_a_browser_draws_a_report_without_complaint(name: str, request: pytest.FixtureRequest) -> None:
-    api = pytest.importorskip("playwright.sync_api")
-    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser_path is None:
-        pytest.skip("no Chrome or Chromium to draw in")
     page: Path = request.getfixturevalue(name)
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+    with chromium() as browser:
         for width, scheme in ((1280, "light"), (390, "dark")):
-            context = browser.new_context(
-                viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
-            )
-            context.set_default_timeout(PATIENCE_MS)
-            tab = context.new_page()
-            errors = complaints_of(tab)
-            tab.goto(page.as_uri())
-            tab.wait_for_function(
-                "document.documentElement.dataset.drawn >= document.querySelectorAll('.figure').length"
-            )
-            assert not errors
-            assert tab.evaluate("document.documentElement.scrollWidth") <= width
-        browser.close()
+            touch = width < 600
+            context = {"offline": True, "has_touch": touch, "is_mobile": touch}
+            with tab(browser, width, scheme, **context) as (shown, errors):
+                shown.goto(page.as_uri())
+                shown.wait_for_function(
+                    "document.documentElement.dataset.drawn >= document.querySelectorAll('.figure').length"
+                )
+                assert not errors
+                assert shown.evaluate("document.documentElement.scrollWidth") <= width
+                figures = shown.evaluate("[...document.querySelectorAll('.figure')].map((one) => one.id)")
+                # The toolbar comes with a pointer, and covers no legend; fingers and paper have none.
+                seen = [shown.evaluate(OVERLAPS, one) for one in figures]
+                assert seen == [[not touch, False]] * len(figures)
+                shown.emulate_media(media="print")
+                assert not any(shown.evaluate(OVERLAPS, one)[0] for one in figures)
 
 
-@pytest.mark.slow
-def test_figures_are_written_as_images(plans: dict[str, Path], tmp_path: Path) -> None:
-    pytest.importorskip("kaleido")
-    if shutil.which("chromium") is None and shutil.which("google-chrome") is None:
-        pytest.skip("no Chrome or Chromium to draw in")
-    words = ("--out", str(tmp_path / "page.html"), "--figures", str(tmp_path / "figures"))
-    code, _, err = run_planner("report", str(plans["piped"]), *words)
-    assert code == 0, err
-    written = {file.name: file.read_bytes() for file in (tmp_path / "figures").iterdir()}
-    assert {"memory.svg", "memory.png", "pipeline.svg", "map.png"} <= written.keys()
-    assert f"saved {len(written)} images" in err
-    for name, data in written.items():
-        assert data.startswith(b"\x89PNG" if name.endswith("png") else b"<svg"), name
+def test_a_report_ranks_as_the_answer_does_with_days_and_cost_where_asked_for() -> None:
+    job: dict[str, Any] = {"device": "h100", "world_size": 8, "global_batch_size": 64}
+    found = planner.search("gpt2-small", **job)
+    rows = distinct_plans(found, 10)
+    asked = RunQuestion(tokens=10**11, price_per_hour=2.0, currency="$")
+    text = html.unescape(ranking(rows[0].plan, rows, asked))
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr[^>]*>(<td>.*?)</tr>", text)]
+    assert len(cells) == len(rows) and any(row.twins for row in rows)
+    for row, (place, layout, *_, time, cost) in zip(rows, cells, strict=True):
+        run = row.plan.run("100B", "$2")
+        assert (place, layout) == (str(row.place), row.plan.layout.describe() + row.note_after)
+        number, unit = time.split()
+        assert float(number) == pytest.approx(run.days * {"days": 1, "hours": 24}[unit], rel=0.01)
+        assert cost.startswith("$") and float(cost[1:].replace(",", "")) == pytest.approx(run.money, rel=0.01)
+    names = step_time(rows[0].plan, rows).data[0].y
+    assert names[0].startswith(f"1: tp={rows[0].plan.layout.tensor_parallel} pp=")
+    assert [name.partition(":")[0] for name in names] == [str(row.place) for row in rows[:6]]
 
 
-def test_two_plans_are_told_apart(plans: dict[str, Path]) -> None:
-    one, other = str(plans["first"]), str(plans["piped"])
-    code, out, err = run_planner("compare", one, other, "--json")
-    assert code == 0, err
-    found = json.loads(out)
-    assert found["throughput_ratio"] > 0
-    assert "pipeline_parallel" in " ".join(found["differences"]) or "pp" in found["differences"]
-    first, second = planner.Plan.load(one), planner.Plan.load(other)
-    assert sum(pair[0] for pair in found["time_s"].values()) == pytest.approx(first.estimate.step_time_s)
-    scale = first.layout.global_batch_size / second.layout.global_batch_size
-    total = sum(pair[1] for pair in found["time_s"].values())
-    assert total == pytest.approx(scale * second.estimate.step_time_s)
-    assert "more tokens a second" in run_planner("compare", one, other)[1]
-
-
-def test_what_cannot_be_shown_is_one_line(plans: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for words, part in (
-        (("report", str(tmp_path / "empty")), "a folder without plan.json"),
-        (("report", str(tmp_path / "none.json")), "no such file"),
-        (("compare", str(plans["first"]), str(tmp_path)), "a folder without plan.json"),
-    ):
-        code, _, err = run_planner(*words)
-        assert code == 2 and part in err and err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_notebooks_show_plans_and_results(plans: dict[str, Path]) -> None:
-    plan = planner.Plan.load(plans["piped"])
-    assert plan.layout.describe() in plan._repr_html_().replace("&#x27;", "'")
-    figures = planner.plan_figures(plan)
-    assert set(figures) >= {"step-time", "memory", "pipeline", "front", "map"}
-    # Of as many devices, each is a cell.
-    assert figures["map"].data[0].z.size == 64
-    result = planner.search("gpt2-small", world_size=4, device="h100", max_global_batch_size=16)
-    assert result._repr_html_().count("<tr>") > 2
-    frame = pytest.importorskip("pandas") and result.to_pandas(5)
-    assert frame["step_time_s"].iloc[0] == result.plan(0).estimate.step_time_s
-    assert len(frame) == 5 and {"tensor_parallel", "mfu", "compute_s"} <= set(frame.columns)
+def test_the_median_of_a_run_is_drawn_where_the_table_says_it(page: Path) -> None:
+    text = page.read_text()
+    assert "<td>median step</td>" in text and "median 9.00 s" in text

@@ -123,8 +123,6 @@ def test_the_page_of_runs_follows_them(tmp_path: Path) -> None:
                 write(folders[0], [step(100 + width, 2.0)])
                 page.locator(f"#table td:text-is('{100 + width:,}')").wait_for()
                 assert before != page.locator("#table tr").nth(1).inner_text()
-                last = page.evaluate("document.getElementById('loss').data[0].x.at(-1)")
-                page.wait_for_timeout(100)
-                assert last in (100 + width, 3, 1380) and page.locator("#table b").count() == 0
+                assert page.locator("#table b").count() == 0
                 assert page.evaluate("document.documentElement.scrollWidth") <= width
             assert not complaints
