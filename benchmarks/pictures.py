@@ -2,8 +2,8 @@
 
     python -m benchmarks.pictures docs/pictures
 
-Terminals become SVG; pages are taken in Chromium, by playwright, at 1280 and 390 columns of pixels. The run
-trains `gpt2-nano` for a minute.
+Terminals become SVG; pages are taken in Chromium, by playwright, at 1280 and 390 columns of pixels. The runs
+train `gpt2-nano` for a minute each.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from rich.console import Console
 from rich.text import Text
@@ -74,7 +78,35 @@ def draw_terminal(command: str, columns: int, file: Path) -> None:
     file.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")
 
 
-def take_page(page: Path, folder: Path, name: str) -> None:
+QUESTION = {
+    "model": "llama3-70b",
+    "device": "h100",
+    "world_size": "64",
+    "global_batch_size": "256",
+    "tokens": "1T",
+    "price_per_hour": "$2.5",
+}
+"""What the page in the picture is asked."""
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """The address of an application that a thread serves."""
+    from planner.web.server import address, listening, make_server
+
+    opened = listening("127.0.0.1", 0)
+    server = make_server(app)
+    thread = threading.Thread(target=server.run, args=([opened],), daemon=True)
+    thread.start()
+    try:
+        yield address(opened)
+    finally:
+        server.should_exit = True
+        thread.join()
+        opened.close()
+
+
+def take_page(page: str, folder: Path, name: str, offline: bool = True) -> None:
     """Take a page at two widths, in light and in dark."""
     from playwright.sync_api import sync_playwright
 
@@ -83,19 +115,48 @@ def take_page(page: Path, folder: Path, name: str) -> None:
         browser: Any = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         for width, scheme in ((1280, "light"), (390, "dark")):
             context = browser.new_context(
-                viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
+                viewport={"width": width, "height": 900}, color_scheme=scheme, offline=offline
             )
             context.set_default_timeout(PATIENCE_MS)
             tab = context.new_page()
             tab.on(
                 "console", lambda message: print("console:", message.text) if message.type == "error" else 0
             )
-            tab.goto(page.as_uri())
-            tab.wait_for_function(
-                "document.documentElement.dataset.drawn >= document.querySelectorAll('.figure').length"
-            )
+            tab.goto(page)
+            tab.locator("html[data-drawn]").wait_for()
+            figures = tab.locator(".figure:visible").count()
+            tab.locator(f"html[data-drawn='{figures}']").wait_for()
             tab.screenshot(path=folder / f"{name}-{width}-{scheme}.png", full_page=True)
         browser.close()
+
+
+def take_question(target: Path) -> None:
+    """Take the page that answers a question."""
+    from planner.web.server import question_app
+
+    with served(question_app("127.0.0.1")) as site:
+        take_page(f"{site}#{urlencode(QUESTION)}", target, "web", offline=False)
+
+
+def take_runs(target: Path) -> None:
+    """Take the page of two runs that train."""
+    from planner.report.run_figures import LoggedRun
+    from planner.web.watch import watch_app
+    from runtime.logs.metrics_file import FollowedMetrics
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, rate in (("lr-3e-3", "3e-3"), ("lr-1e-3", "1e-3")):
+            command = TRAIN.replace("--log-dir run", f"--log-dir {name}").replace("--lr 3e-3", f"--lr {rate}")
+            shown = in_terminal(*command.split(), columns=80, folder=Path(folder))
+            if shown.code:
+                raise SystemExit(f"planner {command}: {shown.text}")
+        followed = {name: FollowedMetrics(Path(folder) / name) for name in ("lr-3e-3", "lr-1e-3")}
+
+        def now() -> list[LoggedRun]:
+            return [LoggedRun(name, one.update()) for name, one in followed.items()]
+
+        with served(watch_app("127.0.0.1", now)) as site:
+            take_page(site, target, "watch", offline=False)
 
 
 def main() -> None:
@@ -118,7 +179,10 @@ def main() -> None:
                 shown = in_terminal(*one, columns=80, folder=here)
                 if shown.code:
                     raise SystemExit(f"planner {' '.join(one)}: {shown.text}")
-            take_page(here / "page.html", target, name)
+            take_page((here / "page.html").as_uri(), target, name)
+    for name, take in (("web", take_question), ("watch", take_runs)):
+        if not wanted or name in wanted:
+            take(target)
 
 
 if __name__ == "__main__":

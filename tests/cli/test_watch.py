@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pictures import served
 from planner.report.run_figures import LoggedRun, loss, run_row, steps, stragglers
 from runtime.logs.metrics_file import FollowedMetrics, drop_metrics_after
-from tests.support.browser import chromium, served, tab
+from tests.support.browser import chromium, tab
 from tests.support.commands import Command
 
 

@@ -10,6 +10,8 @@ from urllib.parse import urlencode
 
 import pytest
 
+from benchmarks.pictures import served
+
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("plotly")
@@ -22,7 +24,7 @@ from planner.service.questions import read_question
 from planner.web.answer_page import page_answer
 from planner.web.server import MOST_BYTES, question_app
 from tests.planner.test_service import CONFIG, comparable, printed
-from tests.support.browser import chromium, served, tab
+from tests.support.browser import chromium, tab
 
 pytestmark = pytest.mark.slow
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-PATIENCE_MS = 600_000
-"""Milliseconds in which a browser draws a page, whatever else its machine does."""
+from benchmarks.pictures import PATIENCE_MS
 
 
 @contextmanager
@@ -41,20 +39,3 @@ def tab(
     page.on("dialog", lambda dialog: (found.append(f"dialog {dialog.message}"), dialog.dismiss()))
     yield page, found
     opened.close()
-
-
-@contextmanager
-def served(app: Any) -> Iterator[str]:
-    """The address of an application that a thread serves."""
-    from planner.web.server import address, listening, make_server
-
-    opened = listening("127.0.0.1", 0)
-    server = make_server(app)
-    thread = threading.Thread(target=server.run, args=([opened],), daemon=True)
-    thread.start()
-    try:
-        yield address(opened)
-    finally:
-        server.should_exit = True
-        thread.join()
-        opened.close()
