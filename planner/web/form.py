@@ -53,6 +53,12 @@ EXAMPLES = {
 CHOICES: dict[str, Sequence[str]] = {"precision": PRECISIONS, "quantize_base": FORMATS}
 """Values of which one is chosen."""
 
+BUTTONS = (
+    '<p class="buttons"><button type="submit">Plan</button> '
+    '<button type="button" id="copy">Copy the link</button> '
+    '<button type="button" id="clear">Start over</button></p>'
+)
+
 FIRST = {"model": "llama3-8b", "device": "h100", "world_size": "8", "global_batch_size": "64"}
 """The question of a page whose address has none."""
 
@@ -82,7 +88,7 @@ def form() -> str:
         f"<fieldset><legend>{html.escape(section)}</legend>{''.join(found)}</fieldset>"
         for section, found in sections.items()
     )
-    parts.append(f"<details><summary>All other flags</summary>{further}</details>")
+    parts += [BUTTONS, f"<details><summary>All other flags</summary>{further}</details>"]
     return "".join(parts)
 
 

@@ -206,7 +206,7 @@ def test_a_browser_draws_a_report_without_complaint(name: str, request: pytest.F
 
 def test_a_report_ranks_as_the_answer_does_with_days_and_cost_where_asked_for() -> None:
     job: dict[str, Any] = {"device": "h100", "world_size": 8, "global_batch_size": 64}
-    found = planner.search("gpt2-small", **job)
+    found = planner.search("llama3-8b", **job)
     rows = distinct_plans(found, 10)
     asked = RunQuestion(tokens=10**11, price_per_hour=2.0, currency="$")
     text = html.unescape(ranking(rows[0].plan, rows, asked))
