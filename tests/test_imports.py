@@ -56,8 +56,7 @@ ORDER = {
             "ranking",
         ),
         *("proposals", "advice", "api", "world_sizes", "explanation", "options", "formats", "megatron_plan"),
-        *("catalogues", "scripts", "service", "report"),
-        *("scripts", "service", "report", "web"),
+        *("catalogues", "scripts", "service", "report", "web"),
     ),
     "planner.formats": (
         *("shell", "facts", "python", "writing"),

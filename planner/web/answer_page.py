@@ -38,7 +38,7 @@ from planner.service.questions import Asked, answered
 from planner.web.form import SCRIPT
 
 MOST_PASSES = 3000
-"""Passes of a pipeline that are drawn at once; of a longer one the first and the last micro batches."""
+"""Passes of a pipeline that are drawn at once; of a longer one the first and the last microbatches."""
 
 
 def page_answer(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _pipeline(plan: Plan, place: Place) -> str:
     except InputError as error:
         return f"<section><h2>{title}</h2><p>{html.escape(str(error))}</p></section>"
     if len(timeline.passes) > MOST_PASSES:
-        caption = caption.replace("every micro batch", "the first and the last micro batches")
+        caption = caption.replace("every microbatch", "the first and the last microbatches")
     return place("pipeline", pipeline(timeline, MOST_PASSES), caption)
 
 
