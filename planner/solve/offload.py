@@ -61,7 +61,7 @@ def within_host(problem: Problem, space: Space) -> Space:
     if held.all():
         return space
     return replace(
-        _taken(space, held), illegal={**space.illegal, HOST_MEMORY: len(held) - np.count_nonzero(held)}
+        _taken(space, held), illegal={**space.illegal, HOST_MEMORY: len(held) - int(np.count_nonzero(held))}
     )
 
 

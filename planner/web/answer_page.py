@@ -53,11 +53,16 @@ def page_answer(question: Mapping[str, Any]) -> dict[str, Any]:
         return _shown(asked, found, str(question.get(SCRIPT) or ""))
     except InputError as error:
         return {"error": str(error)}
+
+
+def answer_text(question: Mapping[str, Any]) -> str:
+    """The JSON of `page_answer`; a fault of the planner is an error of one line there, and tells more here."""
+    try:
+        return json.dumps(page_answer(question))
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        return {
-            "error": f"the planner failed on this question ({type(error).__name__}), which is a fault of it"
-        }
+        line = f"the planner failed on this question ({type(error).__name__}), which is a fault of it"
+        return json.dumps({"error": line})
 
 
 def _shown(asked: Asked, found: Answer | SizesAnswer, to: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from costmodels.errors import InputError
 from costmodels.files import MIB
 from planner.report.page import asset, plotly_script
-from planner.web.answer_page import page_answer
+from planner.web.answer_page import answer_text
 from planner.web.form import FIRST, form
 from planner.web.workers import Workers
 
@@ -68,10 +68,10 @@ def question_app(host: str, workers: Workers | None = None) -> Starlette:
     async def answer(request: Request) -> Response:
         try:
             question = await _question(request)
-            found = await shared.made(partial(page_answer, question))
+            text = await shared.made(partial(answer_text, question))
         except InputError as error:
-            found = {"error": str(error)}
-        return JSONResponse(found, headers=HEADERS)
+            text = json.dumps({"error": str(error)})
+        return Response(text, headers=HEADERS, media_type="application/json")
 
     page = Template(own_asset("ask.html")).substitute(form=form(), first=json.dumps(FIRST))
     scripts = {"ask.js": own_asset("ask.js")}

@@ -21,7 +21,7 @@ import httpx
 import planner
 from planner.budget.run import spent_text
 from planner.service.questions import read_question
-from planner.web.answer_page import page_answer
+from planner.web import answer_page
 from planner.web.server import MOST_BYTES, question_app
 from tests.planner.test_service import CONFIG, comparable, printed
 from tests.support.browser import chromium, tab
@@ -137,7 +137,7 @@ def test_all_of_an_answer_is_shown(site: str, browser: Any, width: int, scheme: 
 
 
 def test_the_plan_of_a_page_is_a_plan_file(tmp_path: Any) -> None:
-    found = page_answer(SMALL)
+    found = answer_page.page_answer(SMALL)
     (tmp_path / "plan.json").write_text(found["files"]["plan.json"])
     plan = planner.Plan.load(tmp_path / "plan.json")
     best = planner.suggest("gpt2-small", device="h100", world_size=4, global_batch_size=8)
@@ -199,6 +199,16 @@ def test_hostile_values_are_text(site: str, browser: Any) -> None:
             if name != HOSTILE:
                 assert "<img" in page.locator("#found").inner_text()
     assert not complaints
+
+
+def test_a_fault_of_the_planner_is_one_line_of_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(answer_page, "page_answer", lambda question: {"error": object()})
+    assert json.loads(answer_page.answer_text({})) == {
+        "error": "the planner failed on this question (TypeError), which is a fault of it"
+    }
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_a_question_has_bounds(site: str) -> None:
