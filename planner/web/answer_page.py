@@ -56,7 +56,7 @@ def page_answer(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_text(question: Mapping[str, Any]) -> str:
-    """The JSON of `page_answer`; a fault of the planner is an error of one line there, and tells more here."""
+    """The JSON of `page_answer`; a fault of the planner is one line in it, and is printed for the server."""
     try:
         return json.dumps(page_answer(question))
     except Exception as error:

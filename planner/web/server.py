@@ -24,7 +24,7 @@ try:
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import Request
-    from starlette.responses import HTMLResponse, JSONResponse, Response
+    from starlette.responses import HTMLResponse, Response
     from starlette.routing import Route
 except ImportError:
     raise InputError(

@@ -63,7 +63,7 @@ def fact(page: Any, name: str) -> str:
     return str(page.locator(f"dt:text-is('{name}') + dd").first.inner_text())
 
 
-MODELS = {"gpt2-small": ("a100-80g", "h100"), "llama3-8b": ("h100", "h200"), "mixtral-8x7b": ("h100", "b200")}
+MODELS = {"gpt2-small": ("a100-80g", "h100"), "llama3-8b": ("h100", "h200"), "gpt2-medium": ("l40s", "b200")}
 """Models, and devices for them."""
 
 
@@ -76,8 +76,8 @@ def random_questions(count: int) -> list[dict[str, str]]:
         question = {
             "model": model,
             "device": draw.choice(MODELS[model]),
-            "world_size": str(draw.choice((8, 16, 32))),
-            draw.choice(("global_batch_size", "max_global_batch_size")): str(draw.choice((32, 64))),
+            "world_size": str(draw.choice((2, 4, 8))),
+            draw.choice(("global_batch_size", "max_global_batch_size")): str(draw.choice((16, 32))),
             "engine": draw.choice(("bundled", "megatron", "bundled")),
         }
         if draw.random() < 0.3:
