@@ -8,7 +8,7 @@ gradients are summed as well.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -119,6 +119,61 @@ TINY = 1e-30
 """Seconds; keeps a ratio of nothing to nothing finite."""
 
 
+class _Exchange(NamedTuple):
+    """The exchange of gradients and parameters among data-parallel ranks, before any of it hides."""
+
+    cluster: Cluster
+    engine: Engine
+    table: LayoutTable
+    layers: Floats
+    """Layers on the device; each is one call."""
+
+    def seconds(
+        self,
+        ranks: Ints,
+        stride: Ints,
+        count: Floats,
+        still: Floats | float,
+        narrow: Floats | None = None,
+    ) -> Floats:
+        """`ranks` that lie `stride` apart hold the same `count` parameters, and `still` that are frozen.
+
+        `narrow` of them may be gathered in fp8.
+        """
+        cluster, engine, table, layers = self.cluster, self.engine, self.table, self.layers
+        policy, copies, stage = engine.memory_policy(table.precision), table.zero_replicas, table.zero_stage
+        reduced = reduction_element_bytes(engine, table)
+        reductions, gathers = _calls(engine, table)
+        # What shards only hold the state of need not be gathered where it does not change.
+        regathered = (stage == 3) | engine.sharding.fully_sharded
+        shards = np.maximum(ranks // copies, 1)
+        members = group(cluster, engine, shards, stride)
+        calls, buckets = layers, layers
+        if engine.overlap.gathered is not None:
+            # A ring's links stay busy while the parts that travel take longer than a hop.
+            calls = np.where(stage == 3, 1.0, layers)
+        if engine.network.reduction_bucket:
+            calls = np.ones_like(layers)
+            buckets = np.ceil(count * policy.gathered / engine.network.reduction_bucket)
+        packed = count / engine.network.sharded_efficiency
+        scatter = reduce_scatter(members, packed * reduced, calls)
+        cuts = np.where(shards > 1, np.minimum(shards, MOST_SHARDS), 0)
+        scatter = scatter + engine.host.shard * layers * cuts
+        unchanged = regathered * still / engine.network.sharded_efficiency
+        sent = (packed + unchanged) * policy.gathered
+        if narrow is not None and table.fp8_param_gather:
+            less = (policy.gathered - FP8) / engine.network.sharded_efficiency
+            sent = sent - table.gathers_fp8 * less * narrow
+        gather = all_gather(members, sent, calls)
+        if (copies > 1).any():
+            # Neighbours share the shards; the copies of a shard lie farther apart and are summed.
+            among = group(cluster, engine, np.minimum(ranks, copies), stride * shards)
+            scatter = scatter + all_reduce(among, count * reduced / shards, layers)
+        # Switches that add up and trees make a plain all-reduce faster than a reduce-scatter and a gathering.
+        summed = all_reduce(members, count * reduced, buckets)
+        return np.where(stage == 0, summed, reductions * scatter + gathers * gather)
+
+
 def exchange_seconds(
     cluster: Cluster,
     engine: Engine,
@@ -147,59 +202,34 @@ def exchange_seconds(
     need the parameters, and those before; at most `engine.overlap.data_parallel` of all hides (with ZeRO
     `engine.overlap.sharded`, if given).
     """
-    policy = engine.memory_policy(table.precision)
-    stage, micro_batches = table.zero_stage, table.micro_batches
-    reductions, gathers = _calls(engine, table)
-
-    reduced = reduction_element_bytes(engine, table)
-    copies = table.zero_replicas
-
-    # What shards only hold the state of need not be gathered where it does not change.
-    regathered = (stage == 3) | engine.sharding.fully_sharded
-
-    def seconds(
-        ranks: Ints, stride: Ints, count: Floats, still: Floats | float, narrow: Floats | None = None
-    ) -> Floats:
-        """`ranks` that lie `stride` apart hold the same `count` parameters, and `still` that are frozen.
-
-        `narrow` of them may be gathered in fp8.
-        """
-        shards = np.maximum(ranks // copies, 1)
-        members = group(cluster, engine, shards, stride)
-        calls, buckets = layers, layers
-        if engine.overlap.gathered is not None:
-            # A ring's links stay busy while the parts that travel take longer than a hop.
-            calls = np.where(stage == 3, 1.0, layers)
-        if engine.network.reduction_bucket:
-            calls = np.ones_like(layers)
-            buckets = np.ceil(count * policy.gathered / engine.network.reduction_bucket)
-        packed = count / engine.network.sharded_efficiency
-        scatter = reduce_scatter(members, packed * reduced, calls)
-        cuts = np.where(shards > 1, np.minimum(shards, MOST_SHARDS), 0)
-        scatter = scatter + engine.host.shard * layers * cuts
-        unchanged = regathered * still / engine.network.sharded_efficiency
-        sent = (packed + unchanged) * policy.gathered
-        if narrow is not None and table.fp8_param_gather:
-            less = (policy.gathered - FP8) / engine.network.sharded_efficiency
-            sent = sent - table.gathers_fp8 * less * narrow
-        gather = all_gather(members, sent, calls)
-        if (copies > 1).any():
-            # Neighbours share the shards; the copies of a shard lie farther apart and are summed.
-            among = group(cluster, engine, np.minimum(ranks, copies), stride * shards)
-            scatter = scatter + all_reduce(among, count * reduced / shards, layers)
-        # Switches that add up and trees make a plain all-reduce faster than a reduce-scatter and a gathering.
-        summed = all_reduce(members, count * reduced, buckets)
-        return np.where(stage == 0, summed, reductions * scatter + gathers * gather)
-
+    exchange = _Exchange(cluster, engine, table, layers)
     still, still_experts = (0.0, 0.0) if frozen is None else frozen
-    total = seconds(table.replicas, table.tensor_parallel, shared, still, inner)
+    total = exchange.seconds(table.replicas, table.tensor_parallel, shared, still, inner)
     if table.fp8_param_gather:
         # Of the largest elements of all weights, once a step.
-        among = group(cluster, engine, np.maximum(table.replicas // copies, 1), table.tensor_parallel)
+        among = group(
+            cluster, engine, np.maximum(table.replicas // table.zero_replicas, 1), table.tensor_parallel
+        )
         total = total + table.gathers_fp8 * all_reduce(among, np.zeros(len(table)))
     if experts.any() or np.any(still_experts):
         holders = table.expert_tensor_parallel * table.expert_parallel
-        total = total + seconds(table.expert_replicas, holders, experts, still_experts)
+        total = total + exchange.seconds(table.expert_replicas, holders, experts, still_experts)
+    exposed = _exposed(engine, table, total, forward, backward)
+    if engine.network.step_reductions:
+        everyone = group(cluster, engine, np.full(len(table), cluster.world_size), 1)
+        exposed = exposed + engine.network.step_reductions * all_reduce(everyone, np.zeros(len(table)))
+    return exposed
+
+
+def _exposed(engine: Engine, table: LayoutTable, total: Floats, forward: Floats, backward: Floats) -> Floats:
+    """Seconds of an exchange of `total` seconds that the passes of a step do not hide, [n].
+
+    Args:
+        forward: seconds of one microbatch's forward pass on a device.
+        backward: seconds of its backward pass.
+    """
+    stage, micro_batches = table.zero_stage, table.micro_batches
+    reductions, _ = _calls(engine, table)
     own = engine.overlap.data_parallel
     overlap = own if engine.overlap.sharded is None else np.where(stage > 0, engine.overlap.sharded, own)
     if engine.overlap.gathered is not None:
@@ -219,9 +249,6 @@ def exchange_seconds(
         last = total / chunks
         hidden = overlap_seconds(overlap * last, once / chunks, engine.overlap.sharpness)
         exposed = np.where((chunks > 1) & (stage < 3), np.maximum(exposed, last - hidden), exposed)
-    if engine.network.step_reductions:
-        everyone = group(cluster, engine, np.full(len(table), cluster.world_size), 1)
-        exposed = exposed + engine.network.step_reductions * all_reduce(everyone, np.zeros(len(table)))
     return exposed
 
 

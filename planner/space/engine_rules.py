@@ -102,12 +102,24 @@ def engine_rules(engine: Engine, precision: str) -> tuple[Rule, ...]:
 
 
 def _rules(engine: Engine, precision: str) -> Iterator[Rule]:
-    runs, limited = engine.runs, limits(engine)
-    if runs.splits_plain_layers:
+    """All rules of an engine: a layout is counted under the first that it breaks."""
+    if engine.runs.splits_plain_layers:
         yield from kind_rules(precision)
+    for subject in SUBJECTS:
+        yield from subject(engine)
+
+
+def _degree_rules(engine: Engine) -> Iterator[Rule]:
+    """Values of single degrees that an engine does not run."""
+    limited = limits(engine)
     for name in sorted(limited, key=lambda name: name not in MESH_DEGREES):
         where = _in_context if name == "context_parallel_form" else None
         yield _only(engine, name, limited[name], where)
+
+
+def _zero_rules(engine: Engine) -> Iterator[Rule]:
+    """Stages of ZeRO beside pipelines, context parallelism and experts, and without a pipeline."""
+    runs = engine.runs
     for rule, stages, degree in (
         ("engine_zero_pipeline", runs.pipeline_zero_stages, "pipeline_parallel"),
         ("engine_zero_context", runs.context_zero_stages, "context_parallel"),
@@ -124,6 +136,11 @@ def _rules(engine: Engine, precision: str) -> Iterator[Rule]:
             " without pipeline_parallel",
             "engine_zero_alone",
         )
+
+
+def _expert_rules(engine: Engine) -> Iterator[Rule]:
+    """How experts and key/value heads may be split, and beside what."""
+    runs = engine.runs
     if runs.pipeline_parallel and not runs.pipelines_of_experts:
         yield Rule(
             "engine_pipeline_experts",
@@ -162,6 +179,11 @@ def _rules(engine: Engine, precision: str) -> Iterator[Rule]:
             ),
             of_mesh=True,
         )
+
+
+def _schedule_rules(engine: Engine) -> Iterator[Rule]:
+    """Schedules beside other parts of a layout, and how layers are shared out."""
+    runs = engine.runs
     if runs.untied_schedules:
         tied = [code_of("schedule", name) for name in runs.untied_schedules]
         yield Rule(
@@ -202,6 +224,11 @@ def _rules(engine: Engine, precision: str) -> Iterator[Rule]:
             of_mesh=True,
             lifted_by=(("layers_per_stage",),),
         )
+
+
+def _zero_state_rules(engine: Engine) -> Iterator[Rule]:
+    """Stages of ZeRO beside copies of shards and an offloaded optimizer."""
+    runs = engine.runs
     if set(runs.hybrid_zero_stages) < {1, 2, 3}:
         yield _only(
             engine,
@@ -220,6 +247,11 @@ def _rules(engine: Engine, precision: str) -> Iterator[Rule]:
             " with offload_optimizer",
             "engine_zero_offload",
         )
+
+
+def _recompute_rules(engine: Engine) -> Iterator[Rule]:
+    """Modules and layers that an engine recomputes."""
+    runs = engine.runs
     if runs.modules_of(0) != type(runs).model_fields["recompute_modules"].default:
         yield Rule(
             "engine_recompute_modules",
@@ -242,6 +274,17 @@ def _rules(engine: Engine, precision: str) -> Iterator[Rule]:
             " of some layers alone (recompute_method block)",
             "engine_recompute_layers",
         )
+
+
+SUBJECTS: tuple[Callable[[Engine], Iterator[Rule]], ...] = (
+    _degree_rules,
+    _zero_rules,
+    _expert_rules,
+    _schedule_rules,
+    _zero_state_rules,
+    _recompute_rules,
+)
+"""What the rules are about, in the order in which they are asked."""
 
 
 def _expert_split(engine: Engine) -> Rule:

@@ -11,10 +11,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= 150
-
-
 def test_errors_of_unseen_sources_are_those_of_the_command() -> None:
     printed = (RESULTS / "unseen_sources.txt").read_text(encoding="utf-8")
     rows = re.findall(r"^\S+ +(\d+) +([\d.]+) +([\d.]+) +[\d.]+ +-?[\d.]+ +([\d.]+) ", printed, re.MULTILINE)
