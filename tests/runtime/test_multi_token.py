@@ -188,7 +188,7 @@ def test_a_job_goes_on_from_weights_with_as_many_modules_or_fewer(pool: WorkerPo
         found = pool.run(loss_with_loaded_weights, split.world_size, wanted, split, str(tmp_path))
         losses[layout, depths] = found[0]
     assert list(losses.values()) == pytest.approx([losses["", 2]] * 4, rel=1e-5)
-    with pytest.raises(InputError, match=r"3: checkpoint .* has weights of 2 modules"):
+    with pytest.raises(InputError, match=r"3: checkpoint .* has weights of 2 MTP modules"):
         check_loaded(
             OutputOptions(load=str(tmp_path)),
             spec.model_copy(update={"mtp": MultiTokenPrediction(depths=3)}),
