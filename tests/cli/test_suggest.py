@@ -189,10 +189,10 @@ def test_mindspeeds_guide_is_planned_as_it_stands_on_eight_devices(planner: Any)
 def test_save_names_the_plan_also_beside_flags_of_a_run(planner: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     code, out, _ = planner(
-        *SMALL, "--global-batch-size", "64", "--json", "--save", str(path), "--save-interval", "5"
+        *SMALL, "--global-batch-size", "64", "--json", "--save", str(path), "--log-interval", "5"
     )
     assert code == 0 and path.is_file()
-    assert json.loads(out)["notes"] == ["not used for planning: --save-interval"]
+    assert json.loads(out)["notes"] == ["not used for planning: --log-interval"]
 
 
 @pytest.mark.parametrize(
