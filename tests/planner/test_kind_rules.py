@@ -119,7 +119,7 @@ def test_before_pytorch_2_13_no_backward_is_split_in_8_bits(monkeypatch: pytest.
     layout = parse_layout("pp=2,vpp=2,schedule=interleaved_zb,gbs=8,precision=fp8", LLAMA)
     check_job(LLAMA, layout, 2)
     monkeypatch.setattr(kind_rules, "installed_version", lambda: "2.11")
-    words = "interleaved_zb splits backward passes, in which PyTorch 2.11 loses products in 8 bits; install"
+    words = "interleaved_zb splits backward passes, in which PyTorch 2.11 loses GEMMs in 8 bits; install"
     with pytest.raises(InputError, match=words):
         check_job(LLAMA, layout, 2)
     check_job(LLAMA, layout.model_copy(update={"precision": "bf16"}), 2)
