@@ -127,13 +127,39 @@ def _able(
     held = _peak(model, cluster, engine, most)
     fits: Bools = held <= cluster.memory_bytes
     near = held <= NEAR * cluster.memory_bytes
+    split = plain.runs(*SPLIT_BACKWARD)
     for kind, modules in recompute_sets(model, engine, kinds):
-        rest = np.flatnonzero(near & ~fits)
         # Schedules that split backward do not recompute whole layers.
-        if len(rest) and kind == SELECTIVE:
-            some = with_recompute(plain.take(rest), kind, modules)
-            fits[rest] = _peak(model, cluster, engine, some) <= cluster.memory_bytes
+        rest = np.flatnonzero(near & ~fits & ~(split & (kind == FULL)))
+        if len(rest):
+            some = plain.take(rest)
+            held = _peak(model, cluster, engine, with_recompute(some, kind, modules))
+            if kind in _kinds_of_some_layers(engine):
+                held = np.minimum(held, _peak_of_all_but_one(model, cluster, engine, some, kind, modules))
+            fits[rest] = held <= cluster.memory_bytes
     return fits
+
+
+def _kinds_of_some_layers(engine: Engine) -> list[int]:
+    """The kinds of recomputation that the engine does in a part of the layers of a stage."""
+    return [code_of("recompute", one) for one in engine.runs.recompute_some_layers]
+
+
+def _peak_of_all_but_one(
+    model: ModelSpec,
+    cluster: Cluster,
+    engine: Engine,
+    plain: LayoutTable,
+    kind: Ints | int,
+    modules: Ints | int,
+) -> Floats:
+    """Bytes of rows where the last layer of a stage keeps what the others recompute, [n].
+
+    What the last layer recomputes is there beside the loss, so that it may be better kept.
+    """
+    deepest = plain.deepest
+    some = with_recompute(plain, kind, modules, np.maximum(deepest - 1, 1))
+    return np.where(deepest > 1, _peak(model, cluster, engine, some), np.inf)
 
 
 def with_fewest_micro_batches(table: LayoutTable) -> LayoutTable:
@@ -237,10 +263,19 @@ def _fewest_layers(
     number is of; of rows that offload activations, all layers too."""
     base, every_layer = with_each_recompute(model, engine, plain, kinds)
     kind, modules = every_layer.recompute, every_layer.recompute_modules
-    held = _peak(model, cluster, engine, every_layer)
+    held, most = _peak(model, cluster, engine, every_layer), every_layer.deepest.copy()
+    some_layers = np.isin(kind, _kinds_of_some_layers(engine))
+    near = some_layers & (held > cluster.memory_bytes) & (held <= NEAR * cluster.memory_bytes)
+    rows = np.flatnonzero(near & (most > 1))
+    if len(rows):
+        held[rows] = _peak_of_all_but_one(
+            model, cluster, engine, plain.take(base[rows]), kind[rows], modules[rows]
+        )
+        most[rows] -= 1
     fits = held <= cluster.memory_bytes
-    base, kind, modules, held = base[fits], kind[fits], modules[fits], held[fits]
-    table = plain.take(base)
+    base, kind, modules, most = (array[fits] for array in (base, kind, modules, most))
+    held = held[fits]
+    some_layers, table = some_layers[fits], plain.take(base)
     deepest = table.deepest
 
     def peak(rows: Ints, layers: Ints) -> Floats:
@@ -248,17 +283,16 @@ def _fewest_layers(
             model, cluster, engine, with_recompute(table.take(rows), kind[rows], modules[rows], layers)
         )
 
-    some_layers = np.isin(kind, [code_of("recompute", one) for one in engine.runs.recompute_some_layers])
-    layers = deepest.copy()
+    layers = most.copy()
     part = np.flatnonzero(some_layers)
     layers[part] = _fewest(
-        lambda rows, layers: peak(part[rows], layers), deepest[part], held[part], cluster.memory_bytes
+        lambda rows, layers: peak(part[rows], layers), most[part], held[part], cluster.memory_bytes
     )
-    more = np.flatnonzero(table.offload_activations & (layers < deepest))
+    more = np.flatnonzero(table.offload_activations & (layers < most))
     base, kind, modules, deepest = (
         np.concatenate([array, array[more]]) for array in (base, kind, modules, deepest)
     )
-    layers = np.concatenate([layers, deepest[len(layers) :]])
+    layers = np.concatenate([layers, most[more]])
     table = plain.take(base)
     every = layers == deepest
     new = usual | ~(every & ((kind == FULL) | (modules == USUAL)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -173,6 +173,8 @@ def with_one_turn(table: LayoutTable) -> LayoutTable:
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
+# Memory is short by what the last layer recomputes beside the loss.
+@example(layers=2, heads=(3, 1), seq=64, vocab=100, job=(4, {}), size=3, maximum=True, share=0.0)
 @given(
     layers=st.integers(1, 4),
     heads=st.sampled_from([(8, 8), (4, 2), (3, 1)]),
