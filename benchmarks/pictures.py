@@ -86,7 +86,7 @@ QUESTION = {
     "tokens": "1T",
     "price_per_hour": "$2.5",
 }
-"""What the page in the picture is asked."""
+"""The question that the page in the picture answers."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What the catalogues hold: models, devices and engines, as records and as tables of a notebook."""
+"""The models, devices and engines of the catalogues, as records and as tables of a notebook."""
 
 from __future__ import annotations
 

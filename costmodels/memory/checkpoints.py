@@ -75,7 +75,7 @@ def checkpoint_memory(
     estimate: Estimate,
     async_save: bool = False,
 ) -> CheckpointMemory:
-    """What a save and a resume of a layout take in host memory and on a device.
+    """The host memory of a save and the device memory of a resume of a layout.
 
     Ranks that hold the same parameters share out the writing (`torch.distributed.checkpoint`'s planner and
     Megatron-Core's fully parallel save do). A save that goes on beside training is of a copy in host memory;

@@ -1,4 +1,4 @@
-"""What pipeline ranks hold: their layers, and the microbatches that each keeps in flight."""
+"""The layers that pipeline ranks hold, and the microbatches that each keeps in flight."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Ranks:
 
 
 ZERO: Floats = np.zeros((1, 1))
-"""What stands in a table for a field that is zero on every rank, such as the experts of a dense model."""
+"""The stand-in for a field that is zero on every rank, such as the experts of a dense model."""
 
 
 def _sum(some: Floats, others: Floats) -> Floats:

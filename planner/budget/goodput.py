@@ -62,9 +62,9 @@ HALVINGS = 50
 
 @dataclass(frozen=True)
 class Failures:
-    """What keeps a job from its steps: failures, checkpoints, evaluation, data; raises `InputError`.
+    """The causes that keep a job from its steps: failures, checkpoints, evaluation and data.
 
-    What is None is assumed, and an answer names it.
+    What is None is assumed, and an answer names it. Raises `InputError` for numbers out of their range.
     """
 
     mtbf_hours: float | None = None
@@ -132,7 +132,7 @@ class Failures:
         )
 
     def assumed(self) -> tuple[str, ...]:
-        """What is assumed, each with its range and the argument that says otherwise."""
+        """The assumptions, each with its range and the argument that says otherwise."""
         found = []
         if self.mtbf_hours is None:
             low, high = MTBF_RANGE

@@ -77,7 +77,7 @@ class RunQuestion(Record):
 
     @property
     def failures(self) -> Failures | None:
-        """What keeps the job from its steps, where anything of it was asked for."""
+        """The causes that keep the job from its steps, where the question asked for any of them."""
         given = Failures(**{name: getattr(self, name) for name in OF_FAILURES})
         return None if given == Failures() else given
 

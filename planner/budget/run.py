@@ -186,7 +186,7 @@ def run_lines(run: Run, spell: Callable[[str], str] = str) -> Iterator[str]:
 
 
 def whole_facts(run: Run) -> dict[str, str]:
-    """What keeps a job from its steps, by what each fact is of."""
+    """The facts of a job that keep it from its steps, by subject."""
     whole, with_all = run.whole, "with checkpoints and failures"
     if whole is None:
         return {with_all: "as assumed they leave no time to train; give mtbf_hours"}

@@ -42,7 +42,7 @@ class WholeRun:
     save_interval_given: bool
     """Whether the steps between two checkpoints were given; they are the best number elsewhere."""
     assumed: tuple[str, ...]
-    """What nobody gave, each with the range and the argument that gives it."""
+    """The values that nobody gave, each with its range and the argument that gives it."""
 
 
 def step_forward_s(estimate: Estimate) -> float:

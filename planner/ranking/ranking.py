@@ -149,9 +149,7 @@ def _recomputing(problem: Problem, overfull: Space, known: list[Prices], plain_a
     found = fit_of(problem, overfull)
     none = np.zeros(len(overfull.table), dtype=np.bool_)
     floor = floor_of(problem.model, problem.cluster, problem.constants, overfull, problem.objective)
-    empty = price(
-        problem.model, problem.cluster, problem.constants, overfull.table.take(np.flatnonzero(none))
-    )
+    empty = price(problem.model, problem.cluster, problem.constants, overfull.table.take(none))
     return solved_within_host(
         problem, solutions(problem, overfull, replace(found, rows=none), floor, empty, known, plain_alone)
     )
