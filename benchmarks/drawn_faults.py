@@ -34,7 +34,7 @@ NUMERICS = (
     *("settings/learning_rate.py", "settings/loss_scale.py", "settings/batch_ramp.py"),
     *("data/samples.py", "data/blend.py", "data/packing.py", "data/boundaries.py", "data/datasets.py"),
     *("generation/sampling.py", "generation/cache.py", "generation/generator.py", "generation/stage.py"),
-    *("job/metrics.py", "job/drift.py", "huggingface/mapping.py", "checkpoint/tensors.py"),
+    *("job/metrics.py", "huggingface/mapping.py", "checkpoint/tensors.py"),
 )
 """Modules of the runtime that compute numbers."""
 
@@ -93,6 +93,9 @@ TEXTS = ("path", "folder", "name", "text", "word", "line", "prefix", "key", "mes
 
 GENERAL = [f"tests/runtime/test_{name}.py" for name in ("model", "training", "parity", "parity_mixed")]
 """Test files that any module may break."""
+
+UNCOUNTED = ("check", "describe", "require", "refuse", "warn", "remedy", "forget", "free", "move", "told")
+"""How functions begin that check, tell, or make room."""
 
 Node = ast.expr | ast.stmt
 
@@ -204,7 +207,7 @@ class _Places(ast.NodeVisitor):
             self._add("mask" if isinstance(node.op, ast.Invert) else "sign", node, self._text(node.operand))
 
     def _of_ifexp(self, node: ast.IfExp) -> None:
-        if not any(isinstance(one, ast.Constant) and one.value is None for one in (node.body, node.orelse)):
+        if not _is_text(node) and not any(isinstance(one, ast.Constant) and one.value is None for one in (node.body, node.orelse)):
             self._add("condition", node, self._text(node.body))
             self._add("condition", node, self._text(node.orelse))
 
@@ -306,7 +309,7 @@ def _is_silent(node: ast.AST) -> bool:
         # What only refuses is a check of arguments.
         return isinstance(node.body[0], ast.Raise) or "TYPE_CHECKING" in ast.dump(node.test)
     if isinstance(node, ast.FunctionDef):
-        return node.name.lstrip("_").startswith(("check", "describe", "require", "refuse", "warn"))
+        return node.name.lstrip("_").startswith(UNCOUNTED)
     return isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) in ("str", "TypeAlias")
 
 
