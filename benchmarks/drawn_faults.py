@@ -171,13 +171,16 @@ class _Places(ast.NodeVisitor):
     def _of_binop(self, node: ast.BinOp) -> None:
         if any(map(_is_text, (node.left, node.right))) or "None" in self._text(node):
             return
+        if isinstance(node.op, ast.BitOr) and self._text(node.right)[0].isupper():
+            # A union of types.
+            return
         kind = {ast.Add: "sign", ast.Sub: "sign", ast.BitAnd: "mask", ast.BitOr: "mask"}.get(type(node.op), "factor")
         self._swap(kind, node.left, node.op, node.right)
         if isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div | ast.BitAnd | ast.BitOr):
             self._add(f"{kind} lost", node, self._text(node.left))
             if isinstance(node.op, ast.Add | ast.Mult | ast.BitAnd | ast.BitOr):
                 self._add(f"{kind} lost", node, self._text(node.right))
-        if isinstance(node.op, ast.FloorDiv):
+        if isinstance(node.op, ast.FloorDiv) and not isinstance(node.left, ast.UnaryOp):
             self._add("count", node, f"-(-{_wrapped(self._text(node.left))} // {_wrapped(self._text(node.right))})")
 
     def _of_augassign(self, node: ast.AugAssign) -> None:
@@ -203,7 +206,12 @@ class _Places(ast.NodeVisitor):
             self._swap("condition", left, node.op, right)
 
     def _of_unaryop(self, node: ast.UnaryOp) -> None:
-        if not isinstance(node.operand, ast.Constant):
+        inner = node.operand
+        if isinstance(inner, ast.BinOp) and isinstance(inner.left, ast.UnaryOp):
+            # Division that rounds up.
+            if isinstance(inner.op, ast.FloorDiv):
+                self._add("count", node, f"({self._text(inner.left.operand)} // {self._text(inner.right)})")
+        elif not isinstance(node.operand, ast.Constant):
             self._add("mask" if isinstance(node.op, ast.Invert) else "sign", node, self._text(node.operand))
 
     def _of_ifexp(self, node: ast.IfExp) -> None:

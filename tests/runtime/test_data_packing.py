@@ -222,3 +222,14 @@ def test_documents_end_where_they_end_in_the_file(tmp_path: Path) -> None:
         (4,) * 10: [0] * 10,
         (5, 9, 9, 6, 9, 1, 9, 2, 3, 7): [0] * 5 + [5] * 4 + [9],
     }
+
+
+def test_rows_are_shuffled_anew_in_each_epoch_as_by_the_next_seed(tmp_path: Path) -> None:
+    tokens = np.arange(20)
+    with IndexedWriter(tmp_path / "pair", np.uint16) as writer:
+        writer.add_documents(tokens, np.full(20, 1, np.int64), np.ones(20, np.int64))
+    indexed = IndexedDataset(tmp_path / "pair")
+    data, next_seed = (PackedDataset(indexed, range(20), seq=1, seed=seed) for seed in (5, 6))
+    first, second = (data.batch(range(start, start + 10)) for start in (0, 10))
+    assert sorted(first.flatten()) == sorted(second.flatten()) == tokens.tolist()
+    assert first.tolist() != second.tolist() == next_seed.batch(range(10)).tolist()

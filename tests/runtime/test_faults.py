@@ -201,18 +201,18 @@ def test_steps_are_skipped_counted_and_then_the_run_stops() -> None:
 def test_a_spike_is_held_against_the_median_of_good_steps() -> None:
     guard = StepGuard(FaultOptions(skip_grad_norm_above=10.0))
     for number in range(FEWEST_NORMS):
-        assert guard.judge(2.0, 50.0 if number == 3 else 1.0) == ""
-    assert guard.judge(2.0, 9.9) == ""
-    assert guard.judge(2.0, 10.1) == "gradient norm 10.1, usually 1"
+        assert guard.judge(2.0, 50.0 if number == 3 else 2.0) == ""
+    assert guard.judge(2.0, 19.8) == ""
+    assert guard.judge(2.0, 20.2) == "gradient norm 20.2, usually 2"
     assert guard.judge(2.0, math.nan) == "loss 2, gradient norm nan"
     # However many there are, spikes do not become usual.
     for _ in range(3 * FEWEST_NORMS):
-        assert guard.judge(2.0, 10.1) == "gradient norm 10.1, usually 1"
+        assert guard.judge(2.0, 20.2) == "gradient norm 20.2, usually 2"
     assert len(guard.norms) == FEWEST_NORMS + 1
     # A run that goes on from a checkpoint decides as this one.
     again = StepGuard(FaultOptions(skip_grad_norm_above=10.0))
     again.load(guard.state())
-    assert again.state() == guard.state() and again.judge(2.0, 10.1) == "gradient norm 10.1, usually 1"
+    assert again.state() == guard.state() and again.judge(2.0, 20.2) == "gradient norm 20.2, usually 2"
     with pytest.raises(InputError, match=r"step_guard is damaged: norms.0 -1"):
         again.load({"norms": [-1.0], "in_a_row": 0})
 
