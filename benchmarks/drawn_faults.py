@@ -45,14 +45,14 @@ NO_NUMERICS = {
 """Those among them that choose devices, or where and when memory is."""
 
 OPERATORS: dict[type[ast.AST], str] = {
-    **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.MatMult: "@"},
-    **{ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="},
-    **{ast.BitAnd: "&", ast.BitOr: "|", ast.And: "and", ast.Or: "or"},
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.MatMult: "@",
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+    ast.BitAnd: "&", ast.BitOr: "|", ast.And: "and", ast.Or: "or",
 }
 
 SWAPPED = {
-    **{"+": "-", "-": "+", "*": "/", "/": "*", "&": "|", "|": "&", "and": "or", "or": "and"},
-    **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="},
+    "+": "-", "-": "+", "*": "/", "/": "*", "&": "|", "|": "&", "and": "or", "or": "and",
+    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==",
 }
 
 OTHER_NAMES = {
@@ -66,7 +66,19 @@ OTHER_NAMES = {
 }
 
 WITHOUT = {
-    *("abs", "square", "sqrt", "rsqrt", "float", "double", "masked_fill", "clamp", "clone", "detach", "round"),
+    *(
+        "abs",
+        "square",
+        "sqrt",
+        "rsqrt",
+        "float",
+        "double",
+        "masked_fill",
+        "clamp",
+        "clone",
+        "detach",
+        "round",
+    ),
     *("floor", "reciprocal", "flip", "sigmoid", "softmax", "cumsum", "sign", "tanh", "logical_not", "tril"),
     *("triu", "roll", "neg", "silu", "gelu", "softplus", "sorted", "reversed", "rotate", "all_reduce"),
     *("index_fill", "nan_to_num", "log", "exp", "normalize", "sort"),
@@ -78,12 +90,23 @@ ALONG = {"softmax", "cumsum", "flip", "sort", "argsort", "roll", "log_softmax", 
 
 SAID = {
     *("non_blocking", "strict", "async_op", "inplace", "persistent", "recurse", "pin_memory", "fullgraph"),
-    *("weights_only", "skipped", "scale_grads", "copy", "use_reentrant", "remove_duplicate", "daemon"),
+    *("weights_only", "skipped", "scale_grads", "copy", "use_reentrant", "remove_duplicate", "daemon", "preserve_rng_state"),
 }
 """Arguments whose truth changes no number, or where PyTorch refuses the other."""
 
 SILENT = {
-    *("print", "log", "warn", "isinstance", "hasattr", "getattr", "setattr", "set_operation", "super", "field"),
+    *(
+        "print",
+        "log",
+        "warn",
+        "isinstance",
+        "hasattr",
+        "getattr",
+        "setattr",
+        "set_operation",
+        "super",
+        "field",
+    ),
     *("InputError", "ValueError", "RuntimeError", "join", "format", "startswith", "endswith", "get_group"),
 }
 """Calls with nothing in them that is a number."""
@@ -174,14 +197,18 @@ class _Places(ast.NodeVisitor):
         if isinstance(node.op, ast.BitOr) and self._text(node.right)[0].isupper():
             # A union of types.
             return
-        kind = {ast.Add: "sign", ast.Sub: "sign", ast.BitAnd: "mask", ast.BitOr: "mask"}.get(type(node.op), "factor")
+        kind = {ast.Add: "sign", ast.Sub: "sign", ast.BitAnd: "mask", ast.BitOr: "mask"}.get(
+            type(node.op), "factor"
+        )
         self._swap(kind, node.left, node.op, node.right)
         if isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div | ast.BitAnd | ast.BitOr):
             self._add(f"{kind} lost", node, self._text(node.left))
             if isinstance(node.op, ast.Add | ast.Mult | ast.BitAnd | ast.BitOr):
                 self._add(f"{kind} lost", node, self._text(node.right))
         if isinstance(node.op, ast.FloorDiv) and not isinstance(node.left, ast.UnaryOp):
-            self._add("count", node, f"-(-{_wrapped(self._text(node.left))} // {_wrapped(self._text(node.right))})")
+            self._add(
+                "count", node, f"-(-{_wrapped(self._text(node.left))} // {_wrapped(self._text(node.right))})"
+            )
 
     def _of_augassign(self, node: ast.AugAssign) -> None:
         if isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div) and not _is_text(node.value):
@@ -215,7 +242,9 @@ class _Places(ast.NodeVisitor):
             self._add("mask" if isinstance(node.op, ast.Invert) else "sign", node, self._text(node.operand))
 
     def _of_ifexp(self, node: ast.IfExp) -> None:
-        if not _is_text(node) and not any(isinstance(one, ast.Constant) and one.value is None for one in (node.body, node.orelse)):
+        if not _is_text(node) and not any(
+            isinstance(one, ast.Constant) and one.value is None for one in (node.body, node.orelse)
+        ):
             self._add("condition", node, self._text(node.body))
             self._add("condition", node, self._text(node.orelse))
 
@@ -230,9 +259,17 @@ class _Places(ast.NodeVisitor):
     def _of_call(self, node: ast.Call) -> None:
         name = _called(node)
         if isinstance(node.func, ast.Attribute):
-            of_module = isinstance(node.func.value, ast.Name) and node.func.value.id in ("torch", "F", "math", "np")
+            of_module = isinstance(node.func.value, ast.Name) and node.func.value.id in (
+                "torch",
+                "F",
+                "math",
+                "np",
+            )
             end = self._span(node.func)[1]
-            here, subject = (end - len(name), end), node.args[0] if of_module and node.args else node.func.value
+            here, subject = (
+                (end - len(name), end),
+                node.args[0] if of_module and node.args else node.func.value,
+            )
             dims = node.args[1:2] if of_module else node.args[:1]
         else:
             here, dims = self._span(node.func), []
@@ -251,7 +288,9 @@ class _Places(ast.NodeVisitor):
                     self._add("axis", dim, {"-1": "0", "0": "-1", "1": "0", "2": "1"}[self._text(dim)])
         if name == "where" and len(node.args) == 3:
             first, second = (self._text(one) for one in node.args[1:])
-            self._add("mask", (self._span(node.args[1])[0], self._span(node.args[2])[1]), f"{second}, {first}")
+            self._add(
+                "mask", (self._span(node.args[1])[0], self._span(node.args[2])[1]), f"{second}, {first}"
+            )
         for keyword in node.keywords:
             if isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, bool):
                 if keyword.arg not in SAID:
@@ -425,7 +464,7 @@ def likely_tests(file: str, root: Path = ROOT) -> list[str]:
         helpers = [root / f"{one.replace('.', '/')}.py" for one in _imports(path) if one.startswith("tests.")]
         score[name] += 3 * any(module in _imports(one) for one in helpers if one.is_file())
         score[name] += 5 * (Path(file).stem.removesuffix("s") in path.stem)
-    score.update({name: 1 for name in GENERAL})
+    score.update(dict.fromkeys(GENERAL, 1))
     return [name for name, points in score.most_common() if points]
 
 
