@@ -23,7 +23,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from benchmarks.planted_faults import LISTS, ROOT, read_faults
+from benchmarks.planted_faults import ROOT, Fault, read_faults
 from planner.options.flags import run
 
 EQUAL = Path(__file__).with_name("drawn_faults_equal.yaml")
@@ -45,15 +45,19 @@ NO_NUMERICS = {
 """Those among them that choose devices, or where and when memory is."""
 
 OPERATORS: dict[type[ast.AST], str] = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.MatMult: "@",
-    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
-    ast.BitAnd: "&", ast.BitOr: "|", ast.And: "and", ast.Or: "or",
+    **dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv), ("+", "-", "*", "/", "//"), strict=True)),
+    **dict(zip((ast.Lt, ast.LtE, ast.Gt, ast.GtE), ("<", "<=", ">", ">="), strict=True)),
+    **dict(zip((ast.Eq, ast.NotEq, ast.BitAnd, ast.BitOr), ("==", "!=", "&", "|"), strict=True)),
+    **dict(zip((ast.And, ast.Or), ("and", "or"), strict=True)),
 }
 
 SWAPPED = {
-    "+": "-", "-": "+", "*": "/", "/": "*", "&": "|", "|": "&", "and": "or", "or": "and",
-    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==",
+    one: other
+    for pair in (("+", "-"), ("*", "/"), ("&", "|"), ("and", "or"), ("<", "<="), (">", ">="), ("==", "!="))
+    for one, other in (pair, pair[::-1])
 }
+
+KINDS = {ast.Add: "sign", ast.Sub: "sign", ast.BitAnd: "mask", ast.BitOr: "mask"}
 
 OTHER_NAMES = {
     one: other
@@ -66,22 +70,10 @@ OTHER_NAMES = {
 }
 
 WITHOUT = {
-    *(
-        "abs",
-        "square",
-        "sqrt",
-        "rsqrt",
-        "float",
-        "double",
-        "masked_fill",
-        "clamp",
-        "clone",
-        "detach",
-        "round",
-    ),
+    *("abs", "square", "sqrt", "rsqrt", "float", "double", "masked_fill", "clamp", "clone", "detach"),
     *("floor", "reciprocal", "flip", "sigmoid", "softmax", "cumsum", "sign", "tanh", "logical_not", "tril"),
     *("triu", "roll", "neg", "silu", "gelu", "softplus", "sorted", "reversed", "rotate", "all_reduce"),
-    *("index_fill", "nan_to_num", "log", "exp", "normalize", "sort"),
+    *("round", "index_fill", "nan_to_num", "log", "exp", "normalize", "sort"),
 }
 """Calls whose result has the shape of their argument, which can stand in its place."""
 
@@ -90,29 +82,32 @@ ALONG = {"softmax", "cumsum", "flip", "sort", "argsort", "roll", "log_softmax", 
 
 SAID = {
     *("non_blocking", "strict", "async_op", "inplace", "persistent", "recurse", "pin_memory", "fullgraph"),
-    *("weights_only", "skipped", "scale_grads", "copy", "use_reentrant", "remove_duplicate", "daemon", "preserve_rng_state"),
+    *("weights_only", "skipped", "scale_grads", "copy", "use_reentrant", "remove_duplicate"),
+    *("daemon", "preserve_rng_state"),
 }
 """Arguments whose truth changes no number, or where PyTorch refuses the other."""
 
 SILENT = {
+    *("print", "log", "warn", "isinstance", "hasattr", "getattr", "setattr", "set_operation", "super"),
     *(
-        "print",
-        "log",
-        "warn",
-        "isinstance",
-        "hasattr",
-        "getattr",
-        "setattr",
-        "set_operation",
-        "super",
+        "InputError",
+        "ValueError",
+        "RuntimeError",
+        "join",
+        "format",
+        "startswith",
+        "endswith",
+        "get_group",
         "field",
     ),
-    *("InputError", "ValueError", "RuntimeError", "join", "format", "startswith", "endswith", "get_group"),
 }
 """Calls with nothing in them that is a number."""
 
 TEXTS = ("path", "folder", "name", "text", "word", "line", "prefix", "key", "message", "title")
 """Parts of the names of what is no number."""
+
+MODULES = ("torch", "F", "math", "np", "dist")
+"""Modules whose functions take what they compute with as their first argument."""
 
 GENERAL = [f"tests/runtime/test_{name}.py" for name in ("model", "training", "parity", "parity_mixed")]
 """Test files that any module may break."""
@@ -197,9 +192,7 @@ class _Places(ast.NodeVisitor):
         if isinstance(node.op, ast.BitOr) and self._text(node.right)[0].isupper():
             # A union of types.
             return
-        kind = {ast.Add: "sign", ast.Sub: "sign", ast.BitAnd: "mask", ast.BitOr: "mask"}.get(
-            type(node.op), "factor"
-        )
+        kind = KINDS.get(type(node.op), "factor")
         self._swap(kind, node.left, node.op, node.right)
         if isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div | ast.BitAnd | ast.BitOr):
             self._add(f"{kind} lost", node, self._text(node.left))
@@ -258,22 +251,12 @@ class _Places(ast.NodeVisitor):
 
     def _of_call(self, node: ast.Call) -> None:
         name = _called(node)
+        subject: ast.expr | None = node.args[0] if node.args else None
+        dims, here = node.args[1:2], self._span(node.func)
         if isinstance(node.func, ast.Attribute):
-            of_module = isinstance(node.func.value, ast.Name) and node.func.value.id in (
-                "torch",
-                "F",
-                "math",
-                "np",
-            )
-            end = self._span(node.func)[1]
-            here, subject = (
-                (end - len(name), end),
-                node.args[0] if of_module and node.args else node.func.value,
-            )
-            dims = node.args[1:2] if of_module else node.args[:1]
-        else:
-            here, dims = self._span(node.func), []
-            subject = node.args[0] if node.args else None
+            here = here[1] - len(name), here[1]
+            if self._text(node.func.value) not in MODULES:
+                subject, dims = node.func.value, node.args[:1]
         if name in OTHER_NAMES:
             self._add("reduction", here, OTHER_NAMES[name])
         if name in WITHOUT and subject is not None:
@@ -361,24 +344,11 @@ def _is_silent(node: ast.AST) -> bool:
 
 
 def changes(path: Path) -> list[Change]:
-    """All changes of a file that leave Python."""
+    """All changes of a file."""
     source = path.read_text()
     places = _Places(source)
     places.visit(ast.parse(source))
-    return [one for one in places.changes if _compiles(_changed(source, one))]
-
-
-def _changed(source: str, change: Change) -> str:
-    text = source.encode()
-    return (text[: change.first] + change.new.encode() + text[change.end :]).decode()
-
-
-def _compiles(source: str) -> bool:
-    try:
-        ast.parse(source)
-    except SyntaxError:
-        return False
-    return True
+    return places.changes
 
 
 def _as_lines(source: str, change: Change) -> tuple[str, str]:
@@ -447,6 +417,11 @@ def _imports(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
+@cache
+def _written() -> list[Fault]:
+    return read_faults()
+
+
 def likely_tests(file: str, root: Path = ROOT) -> list[str]:
     """Test files that may notice a fault of a file, the likeliest first.
 
@@ -454,7 +429,7 @@ def likely_tests(file: str, root: Path = ROOT) -> list[str]:
     """
     module = "runtime." + file.removesuffix(".py").replace("/", ".")
     score: Counter[str] = Counter()
-    for fault in read_faults():
+    for fault in _written():
         if fault.file == file:
             for place, words in enumerate(fault.tests):
                 score[words.split()[0].partition("::")[0]] += 4 - min(place, 3)
@@ -486,9 +461,6 @@ def main(
             entries.append({**one, "tests": likely_tests(one["file"])[:most_tests]})
         if len(entries) == count:
             break
-    if target.parent == LISTS:
-        known = {fault.name for fault in read_faults()}
-        entries = [one for one in entries if one["name"] not in known]
     target.write_text(yaml.safe_dump(entries, sort_keys=False, allow_unicode=True, width=110))
 
 

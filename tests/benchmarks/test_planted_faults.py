@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.drawn_faults import changes, drawn, likely_tests
 from benchmarks.planted_faults import (
     ROOT,
     Fault,
@@ -81,3 +82,45 @@ def test_words_that_no_fault_has_are_refused() -> None:
     assert [one.name for one in chosen(FAULTS, "Nesterov")] and chosen(FAULTS, "") == FAULTS
     with pytest.raises(InputError, match="no fault"):
         chosen(FAULTS, "nothing like it")
+
+
+SUMS = '''
+def mean(x, group, size):
+    """The mean of a - b."""
+    if size < 1:
+        raise ValueError(f"{size - 1} ranks")
+    print(size * 2)
+    dist.all_reduce(x, group=group)
+    return x.sum(0)[: size + 1] / size if size > 1 else x.masked_fill(x < 0, 0.0)
+
+
+class _Scaled(Function):
+    def backward(ctx, grad):
+        return grad * ctx.scale, None
+'''
+
+
+def test_faults_are_drawn_of_what_computes_and_of_nothing_that_tells(tmp_path: Path) -> None:
+    path = tmp_path / "model/sums.py"
+    path.parent.mkdir()
+    path.write_text(SUMS)
+    news = [(SUMS[one.first : one.end].strip(), one.new.strip()) for one in changes(path)]
+    kinds = {one.kind for one in changes(path)}
+    assert kinds == {
+        *("sign", "sign lost", "factor", "factor lost", "border", "axis", "reduction", "call lost"),
+        *("condition", "gradient", "step lost"),
+    }
+    assert {("dist.all_reduce(x, group=group)", "pass"), ("grad * ctx.scale", "None")} <= set(news)
+    assert not {"size - 1", "size * 2", "size < 1"} & {old for old, _ in news}
+    faults = list(drawn(1, tmp_path))
+    assert [one["name"] for one in drawn(1, tmp_path)] == [one["name"] for one in faults]
+    # One in a statement, each of which is there once and is Python still.
+    assert len(faults) == 3
+    for one in faults:
+        assert SUMS.count(one["old"]) == 1 and one["old"] != one["new"]
+        compile(SUMS.replace(one["old"], one["new"]), one["file"], "exec")
+
+
+def test_likely_tests_of_a_module_begin_with_its_own() -> None:
+    assert likely_tests("parallel/loss.py")[0] == "tests/runtime/test_loss.py"
+    assert likely_tests("settings/loss_scale.py")[0] == "tests/runtime/test_precision.py"
