@@ -298,17 +298,25 @@ def test_ids_outside_the_vocabulary_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "epochs"),
+    ("tokens", "samples", "epochs"),
     [
         # Megatron's rule: a last epoch of which less than 80 % is used is shuffled apart.
-        (101, Epochs(2, 100, True)),
-        (179, Epochs(2, 100, True)),
-        (180, Epochs(2, 100, False)),
-        (200, Epochs(2, 100, False)),
-        (201, Epochs(3, 200, True)),
-        (None, Epochs(1, 0, False)),
+        (1001, 101, Epochs(2, 100, True)),
+        (1001, 179, Epochs(2, 100, True)),
+        (1001, 180, Epochs(2, 100, False)),
+        (1001, 200, Epochs(2, 100, False)),
+        (1001, 201, Epochs(3, 200, True)),
+        (1001, None, Epochs(1, 0, False)),
+        # 80 % of 104 samples are 83 whole ones; the 8 tokens after them are not a sample.
+        (1049, 186, Epochs(2, 104, True)),
+        (1049, 187, Epochs(2, 104, False)),
     ],
 )
-def test_epochs_are_counted_as_in_megatron(samples: int | None, epochs: Epochs) -> None:
+def test_epochs_are_counted_as_in_megatron(tokens: int, samples: int | None, epochs: Epochs) -> None:
     # 1001 tokens hold 100 samples of 10 and the token after the last one; two epochs hold 200.
-    assert count_epochs(1001, 10, samples) == epochs
+    assert count_epochs(tokens, 10, samples) == epochs
+
+
+def test_a_document_of_more_than_2_to_the_31_tokens_has_room_in_the_index() -> None:
+    index = sample_index(np.array([2**32 + 2, 1]), 2**31)
+    assert index.tolist() == [[0, 0], [0, 2**31], [0, 2**32]]
