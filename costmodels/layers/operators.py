@@ -4,6 +4,7 @@ Shapes are those of Megatron-LM (Narayanan et al., arXiv:2104.04473, section 2.3
 arXiv:2205.05198, section 4). All functions take a `LayoutTable` of n rows; sizes are per row.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -278,7 +279,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
         alternate_gemms=alternate,
         adapter_gemms=adapters,
         is_frozen=model.lora is not None,
-        kernels=kernels + _attention_kernels(model) / LAYER_KERNELS,
+        kernels=kernels + _attention_kernels(model, engine) / LAYER_KERNELS,
     )
 
 
@@ -286,16 +287,19 @@ LAYER_KERNELS, ADAPTER_KERNELS, MATRIX_KERNELS = 20, 3, 1
 """Kernels of the forward pass of a layer, roughly, of an adapter (two GEMMs and a scaled addition), and of
 a matrix in 4 bits that is turned back."""
 
-LATENT_KERNELS, LINEAR_KERNELS = 12, 16
+LATENT_KERNELS, LINEAR_KERNELS, SCAN_KERNELS = 12, 16, 3
 """Kernels besides of latent attention (two or three products, two norms, and splits, rotations and
-concatenations of heads), and of linear attention (a convolution, gates, norms, and products of chunks)."""
+concatenations of heads), and of linear attention (a convolution, gates, norms, and products of all chunks);
+and those of each chunk where plain operators hand the state on (`runtime.model.delta_rule.scan`)."""
 
 
-def _attention_kernels(model: ModelSpec) -> float:
+def _attention_kernels(model: ModelSpec, engine: Engine) -> float:
     """Kernels of the first layer's attention beyond those of plain attention."""
     kind = model.attention_pattern[0]
     if kind == "linear":
-        return LINEAR_KERNELS
+        assert model.linear_attention is not None
+        chunks = math.ceil(model.seq / model.linear_attention.chunk)
+        return LINEAR_KERNELS + SCAN_KERNELS * chunks * engine.activations.plain_delta_rule
     return LATENT_KERNELS if model.latent_attention is not None and kind != "none" else 0.0
 
 

@@ -24,7 +24,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import MlpKind
-from costmodels.spec.table import FULL, RING, SELECTIVE, Floats, LayoutTable, by_context_form, code_of
+from costmodels.spec.table import FULL, RING, SELECTIVE, Bools, Floats, LayoutTable, by_context_form, code_of
 
 CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
 """Modules that selective recomputation repeats unless others are named, as bits."""
@@ -123,7 +123,7 @@ def activation_bytes(
         attention = attention + e * t * made
         attention_input = e * t * h / (part if mla.q_lora_rank else gathered)
     if kind == "linear" and engine.activations.plain_delta_rule:
-        core = _delta_rule_bytes(model, table)
+        core = _delta_rule_bytes(model, table, compiled)
     elif kind in ("linear", "none"):
         core = np.zeros(len(table))
     elif engine.attention.flash:
@@ -239,16 +239,18 @@ def _expert_weights(model: ModelSpec, table: LayoutTable) -> Floats:
     return result
 
 
-def _delta_rule_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
+def _delta_rule_bytes(model: ModelSpec, table: LayoutTable, compiled: Bools) -> Floats:
     """Bytes in fp32 that the delta rule keeps of one layer, computed in chunks by plain operators.
 
-    Of each token and head: queries, keys, both with decays, keys with strengths, what they read and values
-    before and after they are corrected, five rows of products within a chunk, and the state before it.
+    Of each token and head of values: keys and queries with decays, keys that are left and what keys read;
+    values before and after they are corrected; rows of a chunk's products and inverses; the state before the
+    chunk. Of each head of keys: queries, keys and both products. Compiled, what they are made of is not kept.
     """
     sizes = model.linear_attention
     assert sizes is not None
     k, z, chunk = sizes.key_dim, sizes.value_dim, min(sizes.chunk, model.seq)
-    each = 6 * k + 3 * z + 5 * chunk + k * z / chunk
+    shared, made = sizes.key_heads / sizes.value_heads, 2 * ~compiled
+    each = (4 + (2 + made) * shared) * k + 2 * z + (3 + made + 2 * shared) * chunk + k * z / chunk
     result: Floats = 4 * tokens(model, table) * sizes.value_heads / table.tensor_parallel * each
     return result
 

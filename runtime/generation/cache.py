@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.model.attention import LatentAttention, MakeTables, MultiHeadAttention, Tables
+from runtime.model.delta_rule import delta_rule
 from runtime.model.fused_attention import reaching_attention
-from runtime.model.gated_delta import GatedDelta, delta_rule
+from runtime.model.gated_delta import GatedDelta
 from runtime.model.reach import Reach
 from runtime.model.rotary import rotate
 from runtime.model.transformer import Transformer

@@ -1,7 +1,6 @@
 """Gated DeltaNet (arXiv:2412.06464): attention whose state has one size for any length of sequence.
 
-Shapes: see `runtime.model`; N are heads of values here, K of queries and keys, c tokens of a chunk and n
-chunks, Z the size of a value.
+Shapes: see `runtime.model`; N are heads of values here, K of queries and keys, Z the size of a value.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 from costmodels import ModelSpec
 from costmodels.spec.model_parts import LinearAttention
 from runtime.model.attention import CoreAttention, MultiHeadAttention
-
-SMALLEST_NORM = 1e-6
-"""Added to the squares of queries and keys, which are brought to length one."""
+from runtime.model.delta_rule import delta_rule
+from runtime.model.flash_linear_attention import chunked_kernel, flash_delta_rule, takes
 
 
 class DeltaInputs(nn.Module):
@@ -71,15 +69,21 @@ class DeltaInputs(nn.Module):
 
 class DeltaCore(CoreAttention):
     """The gated delta rule over whole sequences (equation 10): queries read the state
-    S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t k_t v_t^T."""
+    S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t k_t v_t^T.
+
+    In the kernels of flash-linear-attention where these can be, which compilers stop for.
+    """
 
     def __init__(self, chunk: int) -> None:
         super().__init__()
-        self.chunk, self.steps = chunk, True
+        self.chunk = chunk
+        self.steps = self.has_kernel = chunked_kernel() is not None
 
     def forward(  # type: ignore[override]
         self, q_BKSH: Tensor, k_BKSH: Tensor, v_BNSZ: Tensor, decay_BNS: Tensor, strength_BNS: Tensor
     ) -> Tensor:
+        if self.has_kernel and takes(v_BNSZ):
+            return flash_delta_rule(q_BKSH, k_BKSH, v_BNSZ, decay_BNS, strength_BNS)
         result, _ = delta_rule(q_BKSH, k_BKSH, v_BNSZ, decay_BNS, strength_BNS, self.chunk)
         return result
 
@@ -110,71 +114,3 @@ class GatedDelta(MultiHeadAttention):
         gated_BSI = (normal_BSNZ.flatten(2) * gate_BSI).to(x_BSD.dtype)
         result_BSD: Tensor = self.output(gated_BSI)
         return result_BSD
-
-
-def unit_length(x: Tensor) -> Tensor:
-    """Vectors of length one, in fp32."""
-    wide = x.float()
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + SMALLEST_NORM)
-
-
-def delta_rule(
-    q_BKSH: Tensor,
-    k_BKSH: Tensor,
-    v_BNSZ: Tensor,
-    decay_BNS: Tensor,
-    strength_BNS: Tensor,
-    chunk: int,
-    state_BNHZ: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What queries read, and the last state: chunks of tokens at a time (arXiv:2412.06464, section 3.3).
-
-    Within a chunk the updates of all its tokens are one product with the inverse of a triangle: with G the
-    sums of log decays in the chunk, D_ij = exp(G_i - G_j), and A_ij = b_i D_ij k_i k_j below the diagonal,
-    new values are (1 + A)^-1 (b v - b exp(G) k S).
-
-    Args:
-        decay_BNS: log decays, at most 0.
-        strength_BNS: 0 for tokens that leave the state as it is but for its decay.
-        chunk: tokens of a chunk; zeros fill up the last one.
-        state_BNHZ: before the first token, fp32; zeros if None.
-
-    Returns:
-        [B, N, S, Z] in the format of values, and [B, N, H, Z] in fp32.
-    """
-    seq, repeats = q_BKSH.shape[2], v_BNSZ.shape[1] // q_BKSH.shape[1]
-    missing = -seq % chunk
-
-    def chunks(x: Tensor) -> Tensor:
-        filled = F.pad(x, (0, 0, 0, missing))
-        return filled.reshape(*x.shape[:2], -1, chunk, x.shape[-1])
-
-    q, k = (unit_length(x).repeat_interleave(repeats, dim=1) for x in (q_BKSH, k_BKSH))
-    q, k = chunks(q * q.shape[-1] ** -0.5), chunks(k)
-    b_BNnc1 = chunks(strength_BNS.float().unsqueeze(-1))
-    sums_BNnc1 = chunks(decay_BNS.float().unsqueeze(-1)).cumsum(3)
-    later_cc = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    # Hidden before the exponent, which would overflow there.
-    between_BNncc = (sums_BNnc1 - sums_BNnc1.mT).masked_fill(later_cc, -torch.inf).exp()
-    decayed_BNnc1 = sums_BNnc1.exp()
-    triangle_BNncc = (k * b_BNnc1) @ k.mT * between_BNncc
-    values_BNncZ = chunks(v_BNSZ.float()) * b_BNnc1
-    both = torch.cat((values_BNncZ, k * (b_BNnc1 * decayed_BNnc1)), dim=-1)
-    # It reads what is below the diagonal, and takes that for ones.
-    solved = torch.linalg.solve_triangular(triangle_BNncc, both, upper=False, unitriangular=True)
-    new_BNncZ, reads_BNncH = solved.split((v_BNSZ.shape[-1], k.shape[-1]), dim=-1)
-    within_BNncc = q @ k.mT * between_BNncc
-    q, last_BNn11 = q * decayed_BNnc1, sums_BNnc1[:, :, :, -1:]
-    k_left = k * (last_BNn11 - sums_BNnc1).exp()
-    kept_BNn11 = last_BNn11.exp()
-    if state_BNHZ is None:
-        state_BNHZ = new_BNncZ.new_zeros(*v_BNSZ.shape[:2], k.shape[-1], v_BNSZ.shape[-1])
-    results = []
-    for q_, new, reads, within, left, kept in zip(
-        *(x.unbind(2) for x in (q, new_BNncZ, reads_BNncH, within_BNncc, k_left, kept_BNn11)), strict=True
-    ):
-        corrected = new - reads @ state_BNHZ
-        results.append(q_ @ state_BNHZ + within @ corrected)
-        state_BNHZ = state_BNHZ * kept + left.mT @ corrected
-    read_BNSZ = torch.cat(results, dim=2)[:, :, :seq]
-    return read_BNSZ.to(v_BNSZ.dtype), state_BNHZ

@@ -373,19 +373,23 @@ def test_linear_attention_in_plain_operators_keeps_its_chunks_unless_they_are_co
 ):
     sizes = LinearAttention(kind="gated_delta", key_heads=2, value_heads=4, key_dim=16, value_dim=8, chunk=32)
     model = llama.with_attention("linear").model_copy(update={"linear_attention": sizes})
-    bundled = engine("bundled").with_constants({"activations.compiled": False})
-    other = engine("megatron")
+    bundled, other = engine("bundled"), engine("megatron")
+    eager = bundled.with_constants({"activations.compiled": False})
     words = (
         {"recompute": "none"},
         {"recompute": "selective", "recompute_modules": ("core_attention",)},
     )
     tables = [LayoutTable.of([layout(model, **fields)]) for fields in words]
-    (whole, again), (fused, _) = (
-        [activation_bytes(model, one, table, "dense")[0][0] for table in tables] for one in (bundled, other)
+    (whole, again), (compiled, compiled_again), (fused, _) = (
+        [activation_bytes(model, one, table, "dense")[0][0] for table in tables]
+        for one in (eager, bundled, other)
     )
-    # Six rows of keys, three of values, five of a chunk and the state before it, in fp32.
-    chunks = 4 * model.seq * 4 * (6 * 16 + 3 * 8 + 5 * 32 + 16 * 8 / 32)
-    assert whole - again == pytest.approx(chunks)
+    # Rows in fp32 of each head of values: keys, values, products of a chunk; and the state before the chunk.
+    # Two heads of values share one of keys: queries, keys and both products count half.
+    rows = 6 * 16 + 2 * 8 + 6 * 32 + 16 * 8 / 32
+    assert whole - again == pytest.approx(4 * model.seq * 4 * rows)
+    # Compiled, vectors before they have length one (half of two) and what makes products (two) are not kept.
+    assert compiled - compiled_again == pytest.approx(4 * model.seq * 4 * (rows - 16 - 2 * 32))
     assert fused < whole
 
 

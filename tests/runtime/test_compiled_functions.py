@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.model import fused_attention, nf4, routing
+from runtime.model import delta_rule, fused_attention, nf4, routing
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.reach import Reach
 from runtime.parallel import loss
@@ -71,6 +71,7 @@ FUNCTIONS: dict[str, Callable[[torch.dtype], Case]] = {
         routing._WideProduct.apply, (drawn(2, 5, 8).to(dtype), drawn(4, 8, seed=1).to(dtype))
     ),
     "model.nf4._Product": _nf4,
+    "model.delta_rule._Inverse": lambda dtype: Case(delta_rule._Inverse.apply, (drawn(2, 5, 5),)),
     "model.fused_attention._Reaching": lambda dtype: _attention(dtype, Reach(window=5), drawn(4, seed=3)),
     "model.capped_attention._Capped": lambda dtype: _attention(dtype, Reach(window=5, softcap=2.0)),
     "parallel.float8_tensorwise._Product": _float8,
