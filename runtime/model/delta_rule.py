@@ -57,11 +57,11 @@ def delta_rule(
     def chunks(x: Tensor) -> Tensor:
         """[B, K, S, ...] -> [n, Y, c, ...], and so for X."""
         filled = F.pad(x, (0, 0, 0, missing)) if missing else x
-        return filled.unflatten(2, (-1, chunk)).permute(2, 0, 1, 3, 4).contiguous().flatten(1, 2)
+        return _split(filled, 2, chunk).permute(2, 0, 1, 3, 4).contiguous().flatten(1, 2)
 
     def each(shared: Tensor, own: Tensor) -> Tensor:
         """What the heads of values that share a key have in common, times what is their own."""
-        return (shared.unsqueeze(2) * own.unflatten(1, (-1, repeats))).flatten(1, 2)
+        return (shared.unsqueeze(2) * _split(own, 1, repeats)).flatten(1, 2)
 
     q_nYcH, k_nYcH = chunks(unit_length(q_BKSH) * q_BKSH.shape[-1] ** -0.5), chunks(unit_length(k_BKSH))
     v_nXcZ, b_nXc1 = chunks(wide(v_BNSZ)), chunks(wide(strength_BNS).unsqueeze(-1))
@@ -81,9 +81,14 @@ def delta_rule(
         state_BNHZ.flatten(0, 1),
     )
     within_nXcc = each(q_nYcH @ k_nYcH.mT, between_nXcc)
-    read_nXcZ = each(q_nYcH, decayed_nXc1) @ states_nXHZ + within_nXcc @ new_nXcZ
-    read_BNSZ = read_nXcZ.unflatten(1, (batch, heads)).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq]
-    return read_BNSZ.to(v_BNSZ.dtype), last_XHZ.unflatten(0, (batch, heads))
+    read_nXcZ: Tensor = each(q_nYcH, decayed_nXc1) @ states_nXHZ + within_nXcc @ new_nXcZ
+    read_BNSZ = _split(read_nXcZ, 1, heads).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq]
+    return read_BNSZ.to(v_BNSZ.dtype), _split(last_XHZ, 0, heads)
+
+
+def _split(x: Tensor, dim: int, inner: int) -> Tensor:
+    """A dimension as two, of which the inner one has `inner` elements."""
+    return x.reshape(*x.shape[:dim], -1, inner, *x.shape[dim + 1 :])
 
 
 class _Inverse(torch.autograd.Function):
@@ -99,7 +104,8 @@ class _Inverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         (inverse,) = ctx.saved_tensors
-        return -(inverse.mT @ grad @ inverse.mT).tril(-1)
+        result: Tensor = -(inverse.mT @ grad @ inverse.mT).tril(-1)
+        return result
 
 
 # One operator for compilers, whose graphs else grow with the number of chunks, and their time with it.

@@ -37,14 +37,20 @@ def recurrence(
     return torch.stack(read, dim=2), state
 
 
-def drawn(keys: int, repeats: int, head: int, value: int, seq: int = SEQ) -> tuple[Tensor, ...]:
-    """Queries, keys, values, log decays and strengths of two sequences, fp64."""
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def drawn(keys: int, repeats: int, head: int, value: int, seq: int = SEQ) -> Given:
+    """Queries, keys, values, log decays and strengths of two sequences, fp64; all need gradients."""
     torch.manual_seed(repeats)
     heads = keys * repeats
     q, k = (torch.randn(2, keys, seq, head, dtype=torch.float64) for _ in range(2))
     v = torch.randn(2, heads, seq, value, dtype=torch.float64)
     decay, strength = (torch.rand(2, heads, seq, dtype=torch.float64) for _ in range(2))
-    return q, k, v, -decay, strength
+    given = q, k, v, -decay, strength
+    for x in given:
+        x.requires_grad_()
+    return given
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
@@ -52,9 +58,9 @@ def test_chunks_read_and_learn_what_the_recurrence_does(repeats: int) -> None:
     keys, head, value = 2, 4, 3
     given = drawn(keys, repeats, head, value)
     state = torch.randn(2, keys * repeats, head, value, dtype=torch.float64)
-    inputs = [x.requires_grad_() for x in (*given, state)]
+    inputs = (*given, state.requires_grad_())
     weights = torch.randn_like(given[2]), torch.randn_like(state)
-    found, expected = delta_rule(*given, chunk=CHUNK, state_BNHZ=state), recurrence(*inputs)
+    found, expected = delta_rule(*given, CHUNK, state), recurrence(*given, state)
     gradients = [torch.autograd.grad(results, inputs, weights) for results in (found, expected)]
     for one, other in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
@@ -65,20 +71,21 @@ def test_equal_keys_that_overwrite_each_other_are_exact() -> None:
     q, k, v, decay, strength = (x.float() for x in drawn(1, 1, 8, 4, seq=64))
     alike = k[:, :, :1].expand_as(k)
     found, _ = delta_rule(q, alike, v, 0 * decay, torch.ones_like(strength), 64)
-    wide = (x.double() for x in (q, alike, v, 0 * decay, torch.ones_like(strength)))
-    expected, _ = recurrence(*wide, state=torch.zeros(2, 1, 8, 4, dtype=torch.float64))
+    q, alike, v = (x.double() for x in (q, alike, v))
+    state, ones = torch.zeros(2, 1, 8, 4, dtype=torch.float64), torch.ones_like(strength).double()
+    expected, _ = recurrence(q, alike, v, 0 * ones, ones, state)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
 
 
 def operators(seq: int) -> int:
     """Operators of the graph of the rule and its gradients."""
-    inputs = [x.float().requires_grad_() for x in drawn(2, 2, 4, 3, seq)]
 
-    def both(*given: Tensor) -> tuple[Tensor, ...]:
-        read, _ = delta_rule(*given, chunk=CHUNK)
-        return torch.autograd.grad(read.sum(), given)
+    def both(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor) -> tuple[Tensor, ...]:
+        read, _ = delta_rule(q, k, v, decay, strength, CHUNK)
+        return torch.autograd.grad(read.sum(), (q, k, v, decay, strength))
 
-    return sum(node.op == "call_function" for node in make_fx(both)(*inputs).graph.nodes)
+    graph = make_fx(both)(*drawn(2, 2, 4, 3, seq)).graph
+    return sum(node.op == "call_function" for node in graph.nodes)
 
 
 def test_graphs_do_not_grow_with_the_sequence() -> None:
@@ -115,9 +122,9 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     ) -> tuple[Tensor, None]:
         assert use_qk_l2norm_in_kernel and not output_final_state and initial_state is None
         assert q.shape[2] == v.shape[2], "a head of keys for each of values"
-        heads = [x.transpose(1, 2) for x in (q, k, v, g, beta)]
         state = v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[-1])
-        return recurrence(*heads, state=state)[0].transpose(1, 2), None
+        q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
+        return recurrence(q, k, v, g, beta, state)[0].transpose(1, 2), None
 
     module.chunk_gated_delta_rule = chunk_gated_delta_rule
     for one in (package, operators, module):
@@ -130,8 +137,8 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def test_kernels_of_fla_get_what_the_rule_gets(fla: ModuleType) -> None:
-    inputs = [x.requires_grad_() for x in drawn(2, 2, 4, 3)]
-    found, (expected, _) = flash_linear_attention.flash_delta_rule(*inputs), delta_rule(*inputs, chunk=CHUNK)
+    inputs = drawn(2, 2, 4, 3)
+    found, (expected, _) = flash_linear_attention.flash_delta_rule(*inputs), delta_rule(*inputs, CHUNK)
     weights = torch.randn_like(expected)
     gradients = [torch.autograd.grad(result, inputs, weights) for result in (found, expected)]
     for one, other in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
