@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from cli.waiting import waiting
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from planner.options.flags import flag, flag_groups
-from runtime.huggingface.folder_kind import check_model_folder, is_hugging_face
+from runtime.huggingface.folder_kind import check_model_folder, is_hugging_face, model_folder
 from runtime.huggingface.new_folder import check_new
 
 MOST_NAMES = 3
@@ -22,8 +23,9 @@ class ConvertOptions:
 
     input: str = flag(
         "",
-        "Folder of a Hugging Face model (config.json and safetensors files), which becomes a checkpoint that "
-        "--load takes, or of checkpoints, of which one becomes a Hugging Face model.",
+        "Folder of a Hugging Face model (config.json and safetensors files), or its id in the cache of the "
+        "Hub, which becomes a checkpoint that --load takes; or folder of checkpoints, of which one becomes a "
+        "Hugging Face model.",
         "--input",
         "--load-dir",
         metavar="FOLDER",
@@ -51,6 +53,7 @@ def convert(options: ConvertOptions) -> None:
     for name in ("input", "output"):
         if not getattr(options, name):
             raise InputError(f"--{name}: none given: name a folder")
+    options = replace(options, input=model_folder(options.input))
     check_model_folder(options.input, None if is_hugging_face(options.input) else options.ckpt_step)
     check_new(Path(options.output), "--output")
     # Imported here so that wrong input need not wait for PyTorch.

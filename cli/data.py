@@ -90,10 +90,12 @@ class Encoding:
     )
     vocab_file: str | None = flag(None, "vocab.json of a GPT2BPETokenizer; GPT-2's own if not given.")
     merge_file: str | None = flag(None, "merges.txt of a GPT2BPETokenizer; GPT-2's own if not given.")
-    tokenizer_model: str | None = flag(None, "tokenizer.json of a HuggingFaceTokenizer, or its folder.")
+    tokenizer_model: str | None = flag(
+        None, "tokenizer.json of a HuggingFaceTokenizer, its folder, or an id on the Hugging Face Hub."
+    )
     model: str | None = flag(
         None,
-        "Folder of a Hugging Face model or of checkpoints, whose tokenizer to take.",
+        "Folder of a Hugging Face model or of checkpoints, or an id on the Hub, whose tokenizer to take.",
         "--model",
         metavar="FOLDER",
     )
@@ -245,7 +247,9 @@ def info(
     ] = None,
     vocab_file: Annotated[str | None, typer.Option(help="vocab.json of a GPT2BPETokenizer.")] = None,
     merge_file: Annotated[str | None, typer.Option(help="merges.txt of a GPT2BPETokenizer.")] = None,
-    tokenizer_model: Annotated[str | None, typer.Option(help="tokenizer.json, or its folder.")] = None,
+    tokenizer_model: Annotated[
+        str | None, typer.Option(help="tokenizer.json, its folder, or an id on the Hub.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each pair.")] = False,
 ) -> None:
     """Say what .bin/.idx pairs hold: documents, tokens, ids and the first text."""

@@ -9,7 +9,8 @@ def mcp() -> None:
     """Answer agents over the Model Context Protocol, on standard input and output.
 
     Tools: suggest, explain, check, export, models, devices. Start it from the configuration of an agent: the
-    command is `planner`, its argument `mcp`. No file of this machine is read or written, and nothing is run.
+    command is `planner`, its argument `mcp`. Nothing is written or run, and no file of this machine is read
+    but the config.json of models in its Hugging Face cache.
     """
     try:
         from planner.service.mcp_server import serve

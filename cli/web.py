@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
 from costmodels.errors import InputError
+from planner.inputs.huggingface.hub import HubUse
 
 HOST = "127.0.0.1"
 """Where pages are served unless told otherwise: to this machine alone."""
@@ -32,16 +33,28 @@ def web(
     workers: Annotated[
         int, typer.Option("--workers", help="Number of questions that are answered at once.")
     ] = 2,
+    hub: Annotated[
+        str | None,
+        typer.Option(
+            "--hub",
+            help="How ids of models, such as Qwen/Qwen3-8B, are followed: never, cached (into this machine's "
+            "Hugging Face cache; the usual one, but never with another --host) or fetched (from the Hub).",
+        ),
+    ] = None,
 ) -> None:
     """Serve a page that answers questions: plan, alternatives, memory, time, pipeline, cost and script."""
     check_port(port)
     if not 1 <= workers <= 64:
         raise InputError(f"--workers {workers}: expected a number from 1 to 64")
+    if hub is not None and hub not in get_args(HubUse):
+        raise InputError(f"--hub {hub!r}: expected {', '.join(get_args(HubUse))}")
     from planner.web.server import LOOPBACK, address, listening, make_server, question_app
     from planner.web.workers import Workers
 
     opened = listening(host, port)
-    app = question_app(host, Workers(workers))
+    # What a cache holds may be private: strangers see it only where whoever serves them says so.
+    followed = cast(HubUse, hub or ("cached" if host in LOOPBACK else "never"))
+    app = question_app(host, Workers(workers), followed)
     print(f"planner: {address(opened)} (Ctrl-C ends it)", file=sys.stderr, flush=True)
     if host not in LOOPBACK:
         print("planner: every machine that reaches this one can ask", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
 from costmodels.spelling import or_nearest
-from planner.inputs.model import is_hf_config, resolve_model
+from planner.inputs.model import is_hf_config, is_hub_id, resolve_model
 from planner.options.experts import ExpertFlags, LatentFlags, expert_changes, latent_changes
 from planner.options.flags import flag
 from planner.options.limits import AT_LEAST_1, Bounds
@@ -34,7 +34,9 @@ class Dimensions:
     SECTIONS: ClassVar[dict[str, str]] = {"model": "Model"}
 
     model: str | None = flag(
-        None, "Catalogue name, or path of a Hugging Face config.json or a YAML file.", values=model_names
+        None,
+        "Catalogue name, id on the Hugging Face Hub, or path of a config.json or a YAML file.",
+        values=model_names,
     )
     num_layers: int | None = flag(None, "Transformer layers.")
     hidden_size: int | None = flag(None, "Width of the residual stream.")
@@ -91,7 +93,7 @@ class ModelOptions(LoraFlags, MtpFlags, LatentFlags, ExpertFlags, Dimensions):
             return self._from_dimensions(changes)
         if self.model is not None and not self.model.strip():
             raise InputError(
-                "--model is empty; give a name (see `planner models`), a config.json or a YAML file"
+                "--model is empty; give a name (see `planner models`), an id, a config.json or a YAML file"
             )
         base = self.named_model(self.model or DEFAULT_MODEL, changes.pop("seq", None))
         changes |= expert_changes(self, base, changes.get("layers", base.layers))
@@ -101,6 +103,10 @@ class ModelOptions(LoraFlags, MtpFlags, LatentFlags, ExpertFlags, Dimensions):
     def named_model(self, name: str, seq: int | None) -> ModelSpec:
         """The model of a name or file, with sequences of `seq` tokens where that is given."""
         return resolve_model(name, seq)
+
+    def is_described(self, name: str) -> bool:
+        """Whether a model is one of a description, which does not say how long the training samples are."""
+        return is_file_name(name) or is_hf_config(name) or is_hub_id(name)
 
     def notes(self) -> list[str]:
         """What was assumed because no flag said it."""
@@ -113,7 +119,7 @@ class ModelOptions(LoraFlags, MtpFlags, LatentFlags, ExpertFlags, Dimensions):
 
     def _assumed(self) -> list[str]:
         if self.model is not None:
-            if self.seq_length is not None or not (is_file_name(self.model) or is_hf_config(self.model)):
+            if self.seq_length is not None or not self.is_described(self.model):
                 return []
             spec = self.spec()
             return [f"sequence length {spec.seq} of at most {spec.max_positions} (no --seq-length given)"]

@@ -17,7 +17,13 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.model import ModelSpec
 from costmodels.spelling import nearest
-from planner.inputs.huggingface.config_file import LARGEST_CONFIG, model_of_config, parse_config
+from planner.inputs.huggingface.config_file import (
+    LARGEST_CONFIG,
+    model_from_hf_config,
+    model_of_config,
+    parse_config,
+)
+from planner.inputs.huggingface.hub import HubModel, HubUse, cached_file, catalogue_hint, hub_file, parsed_id
 from planner.inputs.model import resolve_model, with_seq
 from planner.options.flags import arguments, one_line
 from planner.options.limits import check_bounds
@@ -44,6 +50,7 @@ class NamedModel(ModelOptions):
 
     config: str = ""
     files: bool = True
+    hub: HubUse = "cached"
 
     def named_model(self, name: str, seq: int | None) -> ModelSpec:
         """The model of the pasted config.json, or of the name; raises `InputError` for a file."""
@@ -52,15 +59,33 @@ class NamedModel(ModelOptions):
             return model_of_config(parse_config(self.config, file), file, seq)
         if self.files:
             return resolve_model(name, seq)
-        try:
-            return with_seq(load_model(name), seq)
-        except InputError:
-            if "/" not in name:
-                raise
+        model = parsed_id(name)
+        if model is None and "/" in name:
             raise InputError(
-                f"model {name}: not in the catalogue; paste the text of its config.json, which stands at "
-                f"https://huggingface.co/{name}/blob/main/config.json"
-            ) from None
+                f"model {name}: neither in the catalogue nor an id such as Qwen/Qwen3-8B; paste the text of "
+                "its config.json as config"
+            )
+        if model is None:
+            return with_seq(load_model(name), seq)
+        return model_from_hf_config(known_file(model, self.hub), seq=seq)
+
+    def is_described(self, name: str) -> bool:
+        """Whether a model is one of a description; no file of this machine is looked for."""
+        if self.files:
+            return super().is_described(name)
+        return bool(self.config) or parsed_id(name) is not None
+
+
+def known_file(model: HubModel, hub: HubUse = "cached") -> Path:
+    """The config.json of a model, followed so far; raises `InputError` where that does not lead to it."""
+    found = hub_file(model) if hub == "fetched" else cached_file(model) if hub == "cached" else None
+    if found is not None:
+        return found
+    why = "not in the Hugging Face cache of this machine" if hub == "cached" else "not in the catalogue"
+    raise InputError(
+        f"model {model}: {why}; paste the text of its config.json as config, which stands at "
+        f"{model.page}/blob/{model.revision}/config.json{catalogue_hint(model)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -74,15 +99,18 @@ class Asked:
     """The name under which the pasted config.json is to be saved for them."""
 
 
-def answer(question: Mapping[str, Any], *, files: bool = True, top: int = PLANS) -> dict[str, Any]:
+def answer(
+    question: Mapping[str, Any], *, files: bool = True, top: int = PLANS, hub: HubUse = "cached"
+) -> dict[str, Any]:
     """The answer of `planner suggest --json` to a question.
 
     Args:
         question: values by the names of flags without dashes (`{"model": "llama3-8b", "world_size": 8,
             "device": "h100", "global_batch_size": 64}`), as numbers or as text; besides, `precision`, and
             `config` with the text or the object of a Hugging Face config.json. `fields` lists all of them.
-        files: values may name files of this machine.
+        files: values may name files of this machine, and models of the Hub.
         top: plans that are listed.
+        hub: without `files`, how far an id on the Hub is followed.
 
     Raises `InputError`, in the words of the command line, for a wrong question, and where no layout is legal.
     Where nothing fits, `error` of the answer says so and `proposals` what would.
@@ -92,11 +120,11 @@ def answer(question: Mapping[str, Any], *, files: bool = True, top: int = PLANS)
     >>> answer(job)["plans"][0]["fits"]
     True
     """
-    return answered(question, files=files, top=top)[1].as_json()
+    return answered(question, files=files, top=top, hub=hub)[1].as_json()
 
 
 def answered(
-    question: Mapping[str, Any], *, files: bool = True, top: int = PLANS
+    question: Mapping[str, Any], *, files: bool = True, top: int = PLANS, hub: HubUse = "cached"
 ) -> tuple[Asked, Answer | SizesAnswer]:
     """A question as it was read, and its answer as a record; raises as `answer` does."""
     given = _by_name(question)
@@ -104,7 +132,7 @@ def answered(
     names = [(field.name, field.spellings, field.degree) for field in fields().values() if field.spellings]
     with message_spelling(spelling(names, words)):
         try:
-            asked = _read(given, files)
+            asked = _read(given, files, hub)
             return asked, ask(asked.question, top=top)
         except (InputError, ValidationError) as error:
             kind = type(error) if isinstance(error, InputError) else InputError
@@ -124,10 +152,10 @@ def _words(question: Mapping[str, Any]) -> Iterator[str]:
 
 def read_question(question: Mapping[str, Any], *, files: bool = True) -> Asked:
     """A question from its values by name; raises `InputError` for unknown names and wrong values."""
-    return _read(_by_name(question), files)
+    return _read(_by_name(question), files, "cached")
 
 
-def _read(named: Mapping[str, Any], files: bool) -> Asked:
+def _read(named: Mapping[str, Any], files: bool, hub: HubUse) -> Asked:
     given = {
         name: value if name == CONFIG else _value(fields()[name], value) for name, value in named.items()
     }
@@ -151,7 +179,7 @@ def _read(named: Mapping[str, Any], files: bool) -> Asked:
     words = tuple(word for group in groups.values() for word in arguments(group))
     if config is not None or not files:
         own = {name: getattr(groups["model"], name) for name in _names_of(ModelOptions)}
-        groups["model"] = NamedModel(**own, config=config or "", files=files)
+        groups["model"] = NamedModel(**own, config=config or "", files=files, hub=hub)
     return Asked(Question(**groups), words, file)
 
 

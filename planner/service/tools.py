@@ -1,7 +1,8 @@
 """What agents may ask, as data: a name, a description, a JSON schema, and the function that answers.
 
 Seconds, bytes and rates of answers have their unit in the name of their field (`_s`, `_bytes`, `_per_s`). No
-tool reads or writes a file of the machine that answers, and none runs what it is given.
+tool writes a file of the machine that answers, runs what it is given, or asks the network. None reads a file
+but the config.json of a model that is named by its id on the Hugging Face Hub and lies in the Hub's cache.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from planner.explanation.records import as_json as explanation_json
 from planner.formats.check import as_json as check_json
 from planner.formats.check import check
 from planner.formats.targets import TARGETS, export
+from planner.inputs.huggingface.hub import parsed_id
 from planner.options.flags import one_line
 from planner.service.answers import Answer, Question
 from planner.service.fields import question_schema
-from planner.service.questions import answered, read_question
+from planner.service.questions import answered, known_file, read_question
 
 Values = Mapping[str, Any]
 
@@ -113,7 +115,11 @@ def _check(given: Values) -> dict[str, Any]:
                 )
             paths.append(Path(folder, name))
             paths[-1].write_text(text, encoding="utf-8")
-        for name in ("model", "device", "engine"):
+        named = own.get("model")
+        model = parsed_id(named) if isinstance(named, str) else None
+        if model is not None:
+            own["model"] = str(known_file(model))
+        for name in ("device", "engine", *(() if model else ("model",))):
             _check_name(name, own.get(name))
         try:
             return check_json(check(paths, **own))
@@ -350,7 +356,8 @@ TOOLS = {
         Tool(
             "models",
             "The models of the catalogue: names and parameters; all sizes where one name matches. For "
-            "another model give its config.json as `config` to suggest.",
+            "another model give its config.json as `config` to suggest, or its id on the Hugging Face Hub as "
+            "`model` where this machine has it in its cache.",
             _NAME,
             {"name": "llama3"},
             _models,

@@ -14,6 +14,7 @@ from costmodels.errors import InputError
 from costmodels.spec.record import GIB, in_seconds
 from planner.budget.question import RunQuestion
 from planner.explanation.comparison import compare
+from planner.inputs.huggingface.hub import HubUse
 from planner.plan import Plan
 from planner.proposals.proposal import Proposal
 from planner.ranking.distinct import DistinctPlan
@@ -41,7 +42,7 @@ MOST_PASSES = 3000
 """Passes of a pipeline that are drawn at once; of a longer one the first and the last microbatches."""
 
 
-def page_answer(question: Mapping[str, Any]) -> dict[str, Any]:
+def page_answer(question: Mapping[str, Any], hub: HubUse = "cached") -> dict[str, Any]:
     """What a page shows of the answer to a question, for JSON; a wrong question has `error` alone.
 
     `html` is the answer, `figures` are what its places with these names show, `files` texts by their names,
@@ -49,16 +50,16 @@ def page_answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         own = {name: value for name, value in question.items() if name != SCRIPT}
-        asked, found = answered(own, files=False)
+        asked, found = answered(own, files=False, hub=hub)
         return _shown(asked, found, str(question.get(SCRIPT) or ""))
     except InputError as error:
         return {"error": str(error)}
 
 
-def answer_text(question: Mapping[str, Any]) -> str:
+def answer_text(question: Mapping[str, Any], hub: HubUse = "cached") -> str:
     """The JSON of `page_answer`; a fault of the planner is one line in it, and is printed for the server."""
     try:
-        return json.dumps(page_answer(question))
+        return json.dumps(page_answer(question, hub))
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         line = f"the planner failed on this question ({type(error).__name__}), which is a fault of it"

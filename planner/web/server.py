@@ -13,6 +13,7 @@ from typing import Any
 
 from costmodels.errors import InputError
 from costmodels.files import MIB
+from planner.inputs.huggingface.hub import HubUse
 from planner.report.page import asset, plotly_script
 from planner.web.answer_page import answer_text
 from planner.web.form import FIRST, form
@@ -56,19 +57,20 @@ def own_asset(name: str) -> str:
     return files("planner.web").joinpath(name).read_text(encoding="utf-8")
 
 
-def question_app(host: str, workers: Workers | None = None) -> Starlette:
+def question_app(host: str, workers: Workers | None = None, hub: HubUse = "cached") -> Starlette:
     """The application that answers questions.
 
     Args:
         host: that it is reached by; names of other hosts are refused on a loopback address.
         workers: which make the answers.
+        hub: how far the id of a model on the Hugging Face Hub is followed.
     """
     shared = workers or Workers()
 
     async def answer(request: Request) -> Response:
         try:
             question = await _question(request)
-            text = await shared.made(partial(answer_text, question))
+            text = await shared.made(partial(answer_text, question, hub))
         except InputError as error:
             text = json.dumps({"error": str(error)})
         return Response(text, headers=HEADERS, media_type="application/json")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -16,7 +17,8 @@ import tokenizers as hf
 
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
-from costmodels.paths import is_file, is_folder
+from costmodels.paths import exists, is_file, is_folder
+from planner.inputs.huggingface.hub import cached_file, hub_file, hub_model, hub_origin
 
 Ids = npt.NDArray[np.integer]
 
@@ -163,8 +165,9 @@ def load_tokenizer(
     """The tokenizer that Megatron's `--tokenizer-type` names.
 
     GPT2BPETokenizer reads `vocab_file` and `merge_file` (GPT-2's own, which the package carries, when
-    neither is given), HuggingFaceTokenizer the `tokenizer.json` or its folder in `tokenizer_model`, and
-    ByteTokenizer needs no file. Raises InputError if a file is missing or not what it should be.
+    neither is given). HuggingFaceTokenizer reads the `tokenizer.json` that `tokenizer_model` is or holds, or
+    that of a model on the Hugging Face Hub whose id it is. ByteTokenizer needs no file. Raises InputError if
+    a file is missing or not what it should be.
     """
     if kind == "GPT2BPETokenizer":
         if bool(vocab_file) != bool(merge_file):
@@ -231,7 +234,7 @@ def _byte_level_bpe(
 
 
 def _hugging_face(path: Path) -> BPETokenizer:
-    file = path / "tokenizer.json" if is_folder(path) else path
+    file = _tokenizer_file(path)
     text = _read(file, "--tokenizer-model")
     try:
         model = hf.Tokenizer.from_str(text)
@@ -251,9 +254,25 @@ def _hugging_face(path: Path) -> BPETokenizer:
             f"--tokenizer-model {file}: no token ends a document: name it as eos_token in "
             "tokenizer_config.json beside it"
         )
-    name = f"{file.parent.name or 'tokenizer'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    origin = Origin("HuggingFaceTokenizer", tokenizer_model=str(path.absolute()))
+    stood = hub_origin(file)
+    place = file.parent.name if stood is None else stood.name
+    name = f"{place or 'tokenizer'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    origin = Origin("HuggingFaceTokenizer", tokenizer_model=str((path if exists(path) else file).absolute()))
     return BPETokenizer(name, max(vocabulary.values()) + 1, ends[0], model, origin)
+
+
+def _tokenizer_file(path: Path) -> Path:
+    """The tokenizer.json that a path is or holds, or that of the model on the Hub whose id it is."""
+    model = hub_model(path)
+    if model is None:
+        return path / "tokenizer.json" if is_folder(path) else path
+    found = cached_file(model, "tokenizer.json")
+    if found is None:
+        found = hub_file(model, "tokenizer.json")
+        # Some models have none; what ends a document is then found by its usual names.
+        with suppress(InputError):
+            hub_file(model, "tokenizer_config.json")
+    return found
 
 
 def _configured_end(path: Path) -> str | None:

@@ -20,7 +20,11 @@ class GenerateOptions:
     """The model, the prompts, how tokens are chosen, and the ranks that compute."""
 
     load: str = flag(
-        "", "Folder of checkpoints, or of a Hugging Face model.", "--load", "--model", metavar="FOLDER"
+        "",
+        "Folder of checkpoints or of a Hugging Face model, or its id in the cache of the Hub.",
+        "--load",
+        "--model",
+        metavar="FOLDER",
     )
     ckpt_step: int | None = flag(
         None,
@@ -64,7 +68,9 @@ class GenerateOptions:
     )
     vocab_file: str | None = flag(None, "GPT-2's vocab.json.")
     merge_file: str | None = flag(None, "GPT-2's merges.txt.")
-    tokenizer_model: str | None = flag(None, "tokenizer.json of a Hugging Face tokenizer, or its folder.")
+    tokenizer_model: str | None = flag(
+        None, "tokenizer.json of a Hugging Face tokenizer, its folder, or an id on the Hub."
+    )
     dtype: str | None = flag(None, "fp32, bf16 or fp16; bf16 on GPUs and fp32 on a CPU when not given.")
     device: str | None = flag(None, "cpu: compute on the CPU of a machine with GPUs.")
     tensor_model_parallel_size: int = flag(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from costmodels.errors import InputError
-from costmodels.paths import exists, expanded
+from costmodels.files import shown_path
+from costmodels.paths import exists, expanded, is_file
 from planner.inputs.huggingface.config_file import model_from_hf_config
+from planner.inputs.huggingface.hub import cache_folder, cached_folder, hub_model
 from runtime import checkpoint
 
 COMPANIONS = "huggingface"
@@ -15,6 +17,23 @@ COMPANIONS = "huggingface"
 CONFIG_FILE = "config.json"
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 """The tensors in one file, and what names each tensor's file where there are several."""
+
+
+def model_folder(given: str) -> str:
+    """The folder of a model: the one that is given, or for an id that of its files in the Hub's cache.
+
+    Raises `InputError` where the cache has no weights of it.
+    """
+    model = hub_model(given)
+    if model is None:
+        return given
+    folder = cached_folder(model)
+    if folder is None or not any(is_file(folder / name) for name in (ONE_FILE, INDEX_FILE)):
+        raise InputError(
+            f"{given}: no such folder, and no weights of such a model in {shown_path(cache_folder())}; where "
+            f"there is a network: hf download {model.repo}"
+        )
+    return str(folder)
 
 
 def is_hugging_face(folder: str | Path) -> bool:

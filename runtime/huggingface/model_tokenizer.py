@@ -6,6 +6,7 @@ from pathlib import Path
 
 from costmodels.errors import InputError
 from costmodels.paths import expanded, is_file
+from planner.inputs.huggingface.hub import cached_folder, hub_model
 from runtime.data import Tokenizer, load_tokenizer
 from runtime.data.record import Record, digest, record_of, recorded_tokenizer
 from runtime.huggingface.folder_kind import COMPANIONS
@@ -15,11 +16,15 @@ GPT2_FILES = "vocab.json", "merges.txt"
 
 
 def tokenizer_of_folder(folder: str | Path) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face model or of checkpoints, by its folder or a file in it.
+    """The tokenizer of a Hugging Face model or of checkpoints, by its folder, a file in it, or its id.
 
-    None if there is none. Raises `InputError` if its files are broken.
+    Of an id, what is in the cache of the Hub is taken; nothing is fetched. None if there is none. Raises
+    `InputError` if its files are broken.
     """
-    place = expanded(folder)
+    model = hub_model(folder)
+    place = expanded(folder) if model is None else cached_folder(model)
+    if place is None:
+        return None
     if is_file(place):
         place = place.parent
     for beside in (place, place / COMPANIONS):
@@ -34,6 +39,8 @@ def tokenizer_of_folder(folder: str | Path) -> Tokenizer | None:
 def named_tokenizer(folder: str) -> Tokenizer:
     """The tokenizer of the model that `--model` names; raises `InputError` if it has none."""
     found = tokenizer_of_folder(folder)
+    if found is None and hub_model(folder) is not None:
+        return load_tokenizer("HuggingFaceTokenizer", tokenizer_model=folder)
     if found is None:
         raise InputError(
             f"--model {folder}: no {TOKENIZER_FILE} there; give a folder of a Hugging Face model or of "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from costmodels.errors import InputError
 from costmodels.paths import exists, is_folder, resolved
+from planner.inputs.huggingface.hub import cached_folder, hub_model
 from runtime import checkpoint
 from runtime.huggingface.folder_kind import is_hugging_face
 from runtime.processes.start_variables import is_elastic, is_restarted
@@ -14,7 +15,9 @@ from runtime.settings.training_options import OutputOptions
 
 def check_load(output: OutputOptions) -> None:
     """Raise `InputError` where `--load` or `--save` names a Hugging Face model, which is no checkpoint."""
-    if output.load is not None and is_hugging_face(output.load):
+    named = None if output.load is None else hub_model(output.load)
+    in_cache = named is not None and cached_folder(named) is not None
+    if output.load is not None and (in_cache or is_hugging_face(output.load)):
         raise InputError(
             f"--load {output.load}: a Hugging Face model; turn it into a checkpoint first: planner convert "
             f"--input {output.load} --output FOLDER"

@@ -340,7 +340,9 @@ class DataOptions:
     )
     vocab_file: str | None = flag(None, "GPT-2's vocab.json.")
     merge_file: str | None = flag(None, "GPT-2's merges.txt.")
-    tokenizer_model: str | None = flag(None, "tokenizer.json of a Hugging Face tokenizer.")
+    tokenizer_model: str | None = flag(
+        None, "tokenizer.json of a Hugging Face tokenizer, its folder, or an id on the Hub."
+    )
     reset_attention_mask: bool = flag(
         False,
         "Attend within documents only; in a stream of them the end-of-document token ends one.",

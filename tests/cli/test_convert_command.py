@@ -19,6 +19,7 @@ from runtime.generation import command
 from runtime.generation.generate_options import GenerateOptions
 from runtime.launch.supervisor import Outcome
 from tests.support.commands import Command, told
+from tests.support.hub import cache_model
 from tests.support.models import MODELS
 from tests.support.stored_models import write_checkpoint
 from tests.support.worker_pool import WorkerPool
@@ -33,18 +34,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkpoint_becomes_a_model_and_a_checkpoint_again(
-    planner_command: Command, checkpoint: Path, tmp_path: Path
+    planner_command: Command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     code, out, err = planner_command("convert", "--input", checkpoint, "--output", tmp_path / "hf")
     assert (code, told(err)) == (0, "")
+    cached = cache_model(tmp_path / "cache", "org/hf", {})
+    for file in (tmp_path / "hf").iterdir():
+        file.rename(cached / file.name)
     assert out.startswith(f"{tmp_path / 'hf'}: Hugging Face model of parity-llama, 0.2 M parameters in 39 ")
-    code, out, err = planner_command(
-        "convert", "--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "back"
-    )
+    code, out, err = planner_command("convert", "--load-dir", "org/hf", "--save-dir", tmp_path / "back")
     assert (code, told(err)) == (0, "")
     assert out.startswith(f"{tmp_path / 'back'}: checkpoint of hf, ")
     texts = []
-    for folder in (checkpoint, tmp_path / "hf", tmp_path / "back"):
+    for folder in (checkpoint, "org/hf", tmp_path / "back"):
         arguments = (
             "generate",
             "--load",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import pytest
 
 from planner import Plan
 from runtime.checkpoint.owner import ownership
+from runtime.data.tokenizers import ByteTokenizer
+from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.launch.preparation import make_log_dir
 from runtime.settings import checks
 from tests.support.commands import Command
+from tests.support.hub import CONFIG, cache_model
 from tests.support.jobs import LAYOUT, TINY
 from tests.support.models import MODELS
 from tests.support.stored_models import write_checkpoint
@@ -136,6 +140,24 @@ def test_a_checkpoint_of_another_model_is_refused_before_ranks_start(
     answer = planner_command("launch", *ON_TWO, "--load", checkpoint, *also)
     refused(answer, f"checkpoint {checkpoint}", "is of another model (", "layers 4")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_data_of_another_tokenizer_than_that_of_an_id_is_refused(
+    planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = json.dumps(CONFIG | sizes | {"intermediate_size": 64, "vocab_size": 60_000})
+    write_tokenizer(cache_model(tmp_path / "cache", "org/Tiny", {"config.json": config}), ByteTokenizer())
+    Path("text.txt").write_text("Hello world. " * 1000)
+    for name, words in (("own", ("--tokenizer-model", "org/Tiny")), ("other", ())):
+        made = planner_command("data", "prepare", "--input", "text.txt", "--output-prefix", name, *words)
+        assert made[0] == 0
+    job = ("launch", "--model", "org/Tiny", "--seq-length", "16", "--eval-iters", "0", *ON_TWO[len(TINY) :])
+    answer = planner_command(*job, "--data-path", "other_text_document")
+    refused(answer, "--model org/Tiny has the tokenizer Tiny-", "but the data was prepared with gpt2")
+    with pytest.raises(pytest.fail.Exception, match="ranks were started"):
+        planner_command(*job, "--data-path", "own_text_document")
 
 
 def test_jobs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:

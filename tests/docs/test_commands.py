@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from cli.main import COMMANDS
 from tests.support import ROOT
 from tests.support.commands import Command, told
 from tests.support.guides import guide
+from tests.support.hub import CONFIG, cache_model
 from tests.support.pages import PAGES, blocks
 
 AT_ONCE = ("suggest", "explain", "models", "devices", "engines")
@@ -83,6 +85,8 @@ def test_a_command_that_answers_at_once_does(
     words: list[str], planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    cache_model(tmp_path / "hub", "Qwen/Qwen3-8B", {"config.json": json.dumps(CONFIG)})
     code, out, err = planner_command(*words)
     assert code == 0 and "error" not in told(err), shlex.join(words)
     assert out.count("\n") > 3

@@ -9,10 +9,10 @@ import pytest
 
 from planner import check
 from planner.formats.check import Check
-from planner.formats.facts.hub_models import model_of
 from planner.formats.facts.reading import verdict
 from planner.formats.files import read_files
 from planner.formats.recognised import NotReadError
+from planner.inputs.huggingface.script_names import model_of
 from tests.planner.test_public_cases import Read, written
 
 MEGATRON = (

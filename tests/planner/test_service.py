@@ -13,21 +13,9 @@ import pytest
 from costmodels.errors import InputError
 from planner.service.fields import fields, question_schema
 from planner.service.questions import answer, answered, read_question
+from tests.support.hub import CONFIG
 
 JOB = {"model": "gpt2-124m", "world_size": 8, "device": "a100-80g", "global_batch_size": 64}
-
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
 
 
 def printed(planner_command: Any, words: tuple[str, ...]) -> dict[str, Any]:
@@ -87,7 +75,10 @@ def test_a_pasted_config_is_the_model_of_the_file_that_it_is_saved_as(
         ({"bf16": "perhaps"}, "--bf16 'perhaps': expected true or false"),
         ({"config": "{"}, "model config 'gpt2-124m.json' is not valid JSON at line 1"),
         ({"config": "[" * 100_000}, "is nested too deeply"),
-        ({"model": "Qwen/None-8B"}, "paste the text of its config.json, which stands at https://huggingface"),
+        (
+            {"model": "Qwen/None-8B"},
+            "paste the text of its config.json as config, which stands at https://huggingface",
+        ),
         ({"layout": "x" * 20_000}, "--layout: 20,000 characters"),
     ],
 )

@@ -23,8 +23,9 @@ from planner.budget.run import spent_text
 from planner.service.questions import read_question
 from planner.web import answer_page
 from planner.web.server import MOST_BYTES, question_app
-from tests.planner.test_service import CONFIG, comparable, printed
+from tests.planner.test_service import comparable, printed
 from tests.support.browser import chromium, tab
+from tests.support.hub import CONFIG
 
 pytestmark = pytest.mark.slow
 

@@ -21,6 +21,7 @@ from runtime.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from runtime.huggingface.tokenizer_files import write_tokenizer
 from runtime.job.datasets import model_tokenizer, open_datasets, tokenizer_for
 from runtime.settings.training_options import DataOptions
+from tests.support.hub import cache_model
 from tests.support.models import MODELS
 
 BYTES = ByteTokenizer()
@@ -193,12 +194,17 @@ def test_a_record_says_what_ends_a_document_and_how_many_ids_there_are(tmp_path:
         open_datasets(options(a), SPEC.model_copy(update={"vocab": 257}), 1, 4, 2)
 
 
-def test_data_of_another_tokenizer_than_the_models_is_refused(tmp_path: Path, corpus: Made) -> None:
+def test_data_of_another_tokenizer_than_the_models_is_refused(
+    tmp_path: Path, corpus: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    write_tokenizer(cache_model(tmp_path / "cache", "org/huggingface", {}), BYTES)
     files = tmp_path / "files"
     a, b = corpus("a", BYTES), corpus("b", small(files))
     base = tmp_path / "base"
     write_tokenizer(base / "huggingface", BYTES)
-    for load, model in ((str(base), None), (None, str(base / "huggingface")), (str(base), str(files))):
+    cases = ((str(base), None), (None, str(base / "huggingface")), (None, "org/huggingface"))
+    for load, model in (*cases, (str(base), str(files)), (str(base), "org/huggingface")):
         own = model_tokenizer(load, model)
         assert own is not None and own.tokenizer.vocabulary() == BYTES.vocabulary()
         assert open_datasets(options(a), SPEC, 1, 4, 2, own).train is not None

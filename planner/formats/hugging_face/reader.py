@@ -13,7 +13,6 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
-from planner.formats.facts.hub_models import model_of
 from planner.formats.facts.keyed import Keyed, known_keys
 from planner.formats.facts.launcher import Launch, commands, count_of, flag_values
 from planner.formats.facts.launcher import world_size as launched
@@ -38,6 +37,7 @@ from planner.formats.hugging_face.names import (
 from planner.formats.hugging_face.sharding import sharding_of
 from planner.formats.hugging_face.step import OFFLOADED_INPUTS, batch_of, precision_of, recomputes
 from planner.formats.hugging_face.trainer_files import as_flags
+from planner.inputs.huggingface.script_names import model_of
 from planner.inputs.model import with_seq
 
 TRAINING_COMMANDS = ("sft", "pt", "rlhf", "train")

@@ -13,7 +13,6 @@ from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.flag_catalogue import GivenFlag, known_flags
-from planner.formats.facts.hub_models import model_of
 from planner.formats.facts.keyed import Keyed, resolved_value
 from planner.formats.facts.launcher import Launch
 from planner.formats.facts.optimizers import optimizer_named
@@ -27,6 +26,7 @@ from planner.formats.nemo.bridge_names import FP8_RECIPES
 from planner.formats.nemo.names import FLAGS, NOT_MEGATRONS, OFF
 from planner.formats.python.recipes import PARALLEL, Recipe, chosen
 from planner.formats.shell.text import Word
+from planner.inputs.huggingface.script_names import model_of
 
 
 def recognises(entries: Entries) -> bool:

@@ -14,7 +14,6 @@ from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.flag_catalogue import known_flags
-from planner.formats.facts.hub_models import model_of
 from planner.formats.facts.inherited import inherit
 from planner.formats.facts.keyed import Keyed, known_keys, resolved_value
 from planner.formats.facts.launcher import Launch
@@ -39,6 +38,7 @@ from planner.formats.nemo.rl_names import (
 )
 from planner.formats.on_megatron.flags import as_flags, renamed
 from planner.formats.shell.text import Word
+from planner.inputs.huggingface.script_names import model_of
 from planner.inputs.model import with_seq
 
 NEEDED = ("micro_batch_size", "global_batch_size", "seq", "precision")

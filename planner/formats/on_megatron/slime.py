@@ -14,13 +14,13 @@ from fnmatch import fnmatchcase
 from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import is_mentioned
 from planner.formats.facts.flag_catalogue import GivenFlag, KnownFlag, given_flags, known_flags
-from planner.formats.facts.hub_models import model_of
 from planner.formats.facts.keyed import known_keys
 from planner.formats.facts.launcher import Launch, commands
 from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.source import Source, Surroundings
 from planner.formats.megatron.reader import read_command, with_defined
 from planner.formats.shell.text import Word
+from planner.inputs.huggingface.script_names import model_of
 
 NODES, DEVICES = "--actor-num-nodes", "--actor-num-gpus-per-node"
 MARKS = {NODES, DEVICES, "--rollout-num-gpus", "--rollout-function-path", "--rollout-batch-size"}

@@ -8,7 +8,6 @@ from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.flag_catalogue import GivenFlag, KnownFlag, known_flags
-from planner.formats.facts.hub_models import model_of
 from planner.formats.facts.key_table import key_table
 from planner.formats.facts.keyed import Keyed, known_keys
 from planner.formats.facts.launcher import Launch, commands, flag_values
@@ -18,6 +17,7 @@ from planner.formats.facts.source import Source, Surroundings
 from planner.formats.hugging_face.adapters import with_adapters
 from planner.formats.megatron.reader import read_command
 from planner.formats.on_megatron.flags import as_flags, renamed
+from planner.inputs.huggingface.script_names import model_of
 
 SWIFT = key_table("ms-swift")
 

@@ -11,7 +11,6 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
-from planner.formats.facts.hub_models import model_of
 from planner.formats.facts.key_table import key_table
 from planner.formats.facts.keyed import Keyed, known_keys
 from planner.formats.facts.launcher import Launch, commands
@@ -24,6 +23,7 @@ from planner.formats.hugging_face.adapters import with_adapters
 from planner.formats.megatron.reader import read_command
 from planner.formats.on_megatron.flags import as_flags, renamed
 from planner.formats.shell.text import Word
+from planner.inputs.huggingface.script_names import model_of
 from planner.inputs.model import with_seq
 
 ACTOR, SFT = key_table("verl").fields, key_table("verl-sft").fields

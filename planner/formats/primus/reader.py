@@ -16,7 +16,6 @@ from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import PARSERS, Entries, Entry
 from planner.formats.facts.flag_catalogue import known_flags
-from planner.formats.facts.hub_models import model_of
 from planner.formats.facts.inherited import Inherited, inherit, with_variables
 from planner.formats.facts.keyed import Keyed
 from planner.formats.facts.launcher import Launch
@@ -37,6 +36,7 @@ from planner.formats.primus.names import (
 )
 from planner.formats.shell.text import Word
 from planner.formats.torchtitan.reader import read_torchtitan
+from planner.inputs.huggingface.script_names import model_of
 
 _MODULE = re.compile(r"(modules\.\w+)\.framework")
 

@@ -10,6 +10,7 @@ from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
 from costmodels.paths import expanded, is_folder, resolved
 from costmodels.spec.model import ModelSpec
+from planner.inputs.huggingface.hub import CONFIG_FILE, hub_origin
 from planner.inputs.huggingface.keys import Config, period
 from planner.inputs.huggingface.readers import model_fields
 
@@ -31,7 +32,7 @@ def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
     """
     file = expanded(path)
     if is_folder(file):
-        file = file / "config.json"
+        file = file / CONFIG_FILE
     return model_of_config(read_config(file), file, seq)
 
 
@@ -52,7 +53,8 @@ def model_of_config(config: Config, file: Path, seq: int | None = None) -> Model
         seq = positions if fields["position"] == "learned" else min(positions, LONGEST_DEFAULT_SEQ)
     fields = without_idle_windows(fields, seq)
     fields |= {"seq": seq, "max_positions": max(seq, positions)}
-    fields |= {"name": _name(file), "source": f"{file.name} of Hugging Face type {model_type}"}
+    name, place = _named(file)
+    fields |= {"name": name, "source": f"{place}, Hugging Face type {model_type}"}
     return build(ModelSpec, fields, origin)
 
 
@@ -97,6 +99,10 @@ def parse_config(text: str, file: Path) -> Config:
     return config
 
 
-def _name(file: Path) -> str:
-    folder = resolved(file).parent.name
-    return folder if file.name == "config.json" and folder else file.stem
+def _named(file: Path) -> tuple[str, str]:
+    """The name of the model of a config.json, and which file it is: in the Hub's cache, one of an id."""
+    folder = resolved(file.parent)
+    model = hub_origin(folder / file.name)
+    if model is not None:
+        return model.name, f"{file.name} of {model}"
+    return folder.name if file.name == CONFIG_FILE and folder.name else file.stem, file.name

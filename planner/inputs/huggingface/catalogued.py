@@ -1,4 +1,4 @@
-"""Models of the catalogue by the names that they have on Hugging Face's hub."""
+"""Models of the catalogue by the names that they have on Hugging Face's Hub."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _FAMILIES = (
 """Models that have the shape of another family's, by what their names begin with."""
 
 
-def model_of(name: str) -> ModelSpec | None:
-    """The model of a name, or of a path that ends with it: `meta-llama/Llama-2-7b-hf`. None where unknown."""
+def catalogued(name: str) -> ModelSpec | None:
+    """The model of the catalogue that has the shape of a name, or of a path that ends with it, if any."""
     # ModelScope writes three low lines for a point in the names of folders.
     word = name.rstrip("/").rpartition("/")[2].lower().replace("___", ".").replace("_", "-")
     for _ in range(4):
