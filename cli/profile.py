@@ -37,7 +37,8 @@ def profile(options: ProfileOptions) -> None:
     """Run one rank of a plan for real on one device, and say what its seconds go to, beside the plan.
 
     Its computation is exact, with fewer microbatches; no other rank exists, so that communication and the
-    bubble are the plan's.
+    bubble are the plan's. A device of the same maker stands in for that of the plan, such as an h200 for an
+    h100. Predictions are then for the device that runs. Their ratio scales the step to the plan's device.
     """
     if options.plan is None:
         raise InputError("--plan FILE is missing: the plan whose rank to run, of planner suggest --save")
@@ -67,6 +68,11 @@ def _print(plan: Plan, found: RankProfile) -> None:
         f"rank {found.rank} of {plan.layout.world_size} (pipeline rank {found.pipeline_rank}) on "
         f"{found.device}, {layers} layers: steps of {counts} of {plan.layout.micro_batches} microbatches"
     )
+    if found.device != found.plan_device:
+        screen.print(
+            f"{found.device} stands in for {found.plan_device}: both columns are of {found.device}. Scaled "
+            f"by the predictions' ratio, a step of {found.plan_device} takes {in_seconds(found.plan_step_s)}"
+        )
     rows = [
         _row(TERMS[name].split(",")[0], found.predicted[name], found.measured[name])
         for name in found.measured

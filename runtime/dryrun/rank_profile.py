@@ -12,7 +12,9 @@ import torch
 
 from costmodels.catalogue.local_machine import available_cores, available_memory
 from costmodels.errors import InputError
+from costmodels.pricing import estimate as estimate_layout
 from costmodels.rank_costs import RankCosts
+from costmodels.spec.hardware import Device
 from costmodels.spec.layout import Layout
 from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
@@ -34,6 +36,9 @@ TIMED = 3
 OWN = ("products", "attention", "elementwise", "optimizer", "host_gaps")
 """Terms that a rank takes by itself; the others are the network's."""
 
+LINKS = ("intra_node", "inter_node", "island", "nics_per_node")
+"""Fields of a cluster that are its device's own where they are None."""
+
 NETWORK = (
     "tensor_parallel",
     "context_parallel",
@@ -52,13 +57,18 @@ class RankProfile:
     rank: int
     pipeline_rank: int
     device: str
+    """The device that ran it."""
+    plan_device: str
+    """The device of the plan: the same, or one that the other stands in for."""
     compiled: bool
     micro_batches: tuple[int, ...]
     """Numbers of microbatches with which it was measured."""
     measured: dict[str, float]
     """Measured seconds of the whole step, by the name in `OWN`."""
     predicted: dict[str, float]
-    """Predicted seconds of the whole step for this rank, by the name in `OWN`."""
+    """Predicted seconds of the whole step for this rank on the device that ran it, by the name in `OWN`."""
+    plan_predicted: dict[str, float]
+    """Predicted seconds on the plan's device, by the name in `OWN`."""
     network: dict[str, float]
     """What the plan adds for communication and the bubble, by the name in `NETWORK`."""
 
@@ -67,12 +77,28 @@ class RankProfile:
         """The step: what was measured, and what the network takes."""
         return sum(self.measured.values()) + sum(self.network.values())
 
+    @property
+    def plan_measured(self) -> dict[str, float]:
+        """Seconds on the plan's device by the name in `OWN`: measured, times the predictions' ratio."""
+        ratios = {
+            name: self.plan_predicted[name] / seconds if seconds else 1.0
+            for name, seconds in self.predicted.items()
+        }
+        return {name: seconds * ratios[name] for name, seconds in self.measured.items()}
+
+    @property
+    def plan_step_s(self) -> float:
+        """The step on the plan's device."""
+        return sum(self.plan_measured.values()) + sum(self.network.values())
+
     def as_json(self) -> dict[str, Any]:
         """The profile as JSON has it."""
         return {
             **vars(self),
             "micro_batches": list(self.micro_batches),
             "step_s": self.step_s,
+            "plan_measured": self.plan_measured,
+            "plan_step_s": self.plan_step_s,
             "predicted_step_s": sum(self.predicted.values()) + sum(self.network.values()),
         }
 
@@ -89,7 +115,7 @@ def profile_rank(plan: Plan, rank: int) -> RankProfile:
     layout = plan.layout
     ranks_to_trace(layout, None, rank)
     pipeline_rank = rank // (layout.world_size // layout.pipeline_parallel)
-    device = _device(plan, pipeline_rank)
+    device, here = _device(plan, pipeline_rank)
     counts = _micro_batches(layout)
     short = layout.model_copy(
         update={"global_batch_size": counts[-1] * layout.micro_batch_size * layout.data_parallel}
@@ -113,10 +139,12 @@ def profile_rank(plan: Plan, rank: int) -> RankProfile:
     return RankProfile(
         rank,
         pipeline_rank,
+        here.name,
         plan.cluster.device.name,
         options.compiles(layout, device.type == "cuda"),
         counts,
         whole_step(dict(zip(counts, found, strict=True)), layout.micro_batches),
+        rank_prediction(plan_on(plan, here), pipeline_rank),
         rank_prediction(plan, pipeline_rank),
         {name: getattr(plan.estimate.time, name) for name in NETWORK},
     )
@@ -128,24 +156,44 @@ def _micro_batches(layout: Layout) -> tuple[int, ...]:
     return tuple(sorted({fewest, min(2 * fewest, layout.micro_batches)}))
 
 
-def _device(plan: Plan, pipeline_rank: int) -> torch.device:
+def stands_in(here: Device, plan: Plan) -> bool:
+    """Whether a device runs what a plan is for: of the same maker and kind, with the plan's number format."""
+    meant = plan.cluster.device
+    alike = (here.vendor, here.kind) == (meant.vendor, meant.kind) and meant.kind != "cpu"
+    return here.name == meant.name or (alike and plan.layout.precision in here.peak_flops)
+
+
+def plan_on(plan: Plan, here: Device) -> Plan:
+    """A plan with the seconds and bytes that it has on other devices, joined by its own links."""
+    meant = plan.cluster.device
+    if here.name == meant.name:
+        return plan
+    links = {name: getattr(plan.cluster, name) or getattr(meant, name) for name in LINKS}
+    moved = {"device": here, "memory_bytes": here.memory_bytes, **links}
+    cluster = plan.cluster.model_copy(update=moved)
+    estimate = estimate_layout(plan.model, cluster, plan.engine, plan.layout)
+    return plan.model_copy(update={"cluster": cluster, "estimate": estimate})
+
+
+def _device(plan: Plan, pipeline_rank: int) -> tuple[torch.device, Device]:
     """What this machine runs a rank of a plan on; `InputError` where it cannot."""
-    name, kind = plan.cluster.device.name, plan.cluster.device.kind
+    here = plan.cluster.device
     if plan.cluster.parts:
         raise InputError("planner profile runs on one device, and the plan is for nodes of two kinds")
-    if kind == "cpu":
+    if here.kind == "cpu":
         room: float = available_memory()
         device = torch.device("cpu")
     else:
         if not local_device_count():
             raise InputError(
-                f"the plan is for {name}, and this machine has no such device; run planner profile where it "
-                "is, or plan for --device cpu"
+                f"the plan is for {here.name}, and this machine has no such device; run planner profile "
+                "where it is, or plan for --device cpu"
             )
-        here = detect_device(1)
-        if here.name != name:
+        name, here = here.name, detect_device(1)
+        if not stands_in(here, plan):
             raise InputError(
-                f"the plan is for {name}, and this machine has {here.name}; plan for --device {here.name}"
+                f"the plan is for {name} in {plan.layout.precision}, and {here.name} of this machine cannot "
+                f"stand in for it; plan for --device {here.name}"
             )
         room, device = here.memory_bytes, torch.device(accelerator_type() or "cuda", 0)
     needed = plan.estimate.memory[pipeline_rank].total
@@ -154,7 +202,7 @@ def _device(plan: Plan, pipeline_rank: int) -> torch.device:
             f"pipeline rank {pipeline_rank} of the plan needs {needed / GIB:.1f} GiB, and this machine has "
             f"{room / GIB:.1f}; name another --rank, or a plan of smaller shares"
         )
-    return device
+    return device, here
 
 
 def _step(trainer: Trainer, micro_batches: int, device: torch.device) -> StepParts:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from planner import Plan, suggest
+from costmodels.catalogue import load_device
+from planner import Plan, evaluate, suggest
 from planner.history.step_parts import StepParts, predicted_parts
-from runtime.dryrun.rank_profile import OWN, rank_prediction, whole_step
+from runtime.dryrun import rank_profile
+from runtime.dryrun.rank_profile import OWN, rank_prediction, stands_in, whole_step
 from tests.support.commands import Command
 
 
@@ -90,6 +93,50 @@ def test_what_cannot_run_is_refused_in_a_line(
     assert (code, out) == (2, "")
     assert [said for said in err.splitlines() if "error" in said] == err.splitlines()[-1:]
     assert err.splitlines()[-1].startswith(f"planner: error: {line}")
+
+
+@pytest.fixture(scope="module")
+def h100_plan() -> Plan:
+    return suggest(
+        model="gpt2-small", world_size=8, device="h100", global_batch_size=64, pin="precision=bf16"
+    )
+
+
+def test_a_device_of_the_same_maker_stands_in(
+    h100_plan: Plan, planner_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured exactly as predicted for the h200, the step is the plan's once it is scaled to the h100."""
+    h200, plan = load_device("h200"), h100_plan
+    here = evaluate(plan.layout, model=plan.model, device="h200")
+    seconds = {name: predicted_parts(here.time)[name] for name in OWN}
+    monkeypatch.setattr(rank_profile, "local_device_count", lambda: 1)
+    monkeypatch.setattr(rank_profile, "detect_device", lambda ranks: h200)
+    monkeypatch.setattr(rank_profile, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(rank_profile, "real_rank", lambda *given: nullcontext())
+    monkeypatch.setattr(rank_profile, "_step", lambda *given: StepParts())
+    monkeypatch.setattr(rank_profile, "whole_step", lambda *given: seconds)
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    code, out, err = planner_command("profile", "--plan", file, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["device"], found["plan_device"]) == ("h200", "h100")
+    assert found["predicted"] == pytest.approx(seconds)
+    assert found["plan_measured"] == pytest.approx(
+        {name: predicted_parts(plan.estimate.time)[name] for name in OWN}
+    )
+    assert found["step_s"] < found["plan_step_s"], "an h200 reads its memory faster"
+    _, out, _ = planner_command("profile", "--plan", file)
+    assert "h200 stands in for h100" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(("name", "taken"), [("h200", True), ("a100-80g", True), ("mi300x", False)])
+def test_only_devices_of_the_same_maker_and_kind_stand_in(h100_plan: Plan, name: str, taken: bool) -> None:
+    assert stands_in(load_device(name), h100_plan) is taken
+    in_8_bits = h100_plan.model_copy(
+        update={"layout": h100_plan.layout.model_copy(update={"precision": "fp8"})}
+    )
+    assert stands_in(load_device(name), in_8_bits) is (name == "h200"), "an A100 has no fp8"
 
 
 def test_a_rank_without_room_is_refused(
