@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from benchmarks.calibration.published_cells import Unusable, count, number
-from benchmarks.calibration.published_networks import job_collectives, node_collectives
+from benchmarks.calibration.published_networks import card_bandwidth, job_collectives, node_collectives
 from costmodels.catalogue import load_device
 from costmodels.catalogue.yaml_files import catalogue_file, is_file_name, parse
 from costmodels.errors import InputError
@@ -122,8 +122,9 @@ def published_cluster(row: Mapping[str, str], source: Mapping[str, Any], known: 
         "memory_bytes": device.memory_bytes,
         "island": source.get("island", {}).get(row["gpu"]),
     }
+    in_notes = {"inter_node": card_bandwidth(row.get("notes", ""))}
     for link in ("inter_node", "intra_node"):
-        said = number(row, f"{link}_bandwidth") or source.get(f"{link}_bandwidth")
+        said = number(row, f"{link}_bandwidth") or in_notes.get(link) or source.get(f"{link}_bandwidth")
         if said is not None:
             usual = getattr(device, link)
             values[link] = usual.model_copy(update={"bandwidth": float(said)})

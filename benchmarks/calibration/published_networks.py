@@ -12,7 +12,16 @@ NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
 PRINTED = re.compile(f"AR/AG/RS={NUMBER}/{NUMBER}/{NUMBER}")
 """GB/s of an all-reduce, an all-gather and a reduce-scatter among all devices of the job."""
 
+CARD = re.compile(rf"\bIB {NUMBER} Gb/s")
+"""Gigabits per second of a device's network card."""
+
 KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def card_bandwidth(notes: str) -> float | None:
+    """Bytes per second of a device's InfiniBand card, where the notes print it (`IB 200 Gb/s`)."""
+    said = CARD.search(notes)
+    return None if said is None else float(said[1]) * 1e9 / 8
 
 
 def job_collectives(

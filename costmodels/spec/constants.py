@@ -76,6 +76,11 @@ class AttentionConstants(Constants):
     """Backward over forward FLOP/s of flash attention: 63 % and 73 % of an A100's peak (arXiv:2307.08691)."""
     backward_half_seq: Positive = 1.0
     """`half_seq` of the backward pass, relative to that of the forward pass."""
+    score_passes: Positive = 4.0
+    """Reads and writes of the score matrix in a forward pass without flash attention: one kernel for scale,
+    mask and softmax between two GEMMs. Dropout reads and writes it once more, and one byte of mask."""
+    score_passes_backward: Positive = 7.0
+    """Reads and writes of the score matrix and of its gradient in a backward pass, in the same way."""
     softmax_passes: Positive = 1.0
     """Traffic without flash attention of scale, mask, softmax and dropout, relative to one fused kernel."""
     softmax_batch: CountOrZero = 0

@@ -19,9 +19,9 @@ BATCHED_GEMM_RATE = 0.7
 """Small batched GEMMs of unfused attention, relative to large ones."""
 
 
-SCORE_PASSES = (4, 7)
-"""Reads and writes of the score matrix, forward and backward, when no kernel fuses GEMM, softmax and
-GEMM. Dropout reads and writes it once more each way, and one byte of mask."""
+ALIGNED, UNALIGNED_RATE = 8, 0.25
+"""Elements of which heads have a multiple where tensor cores take 16-bit products of unfused attention, and
+the rate of other units relative to theirs: 78 of 312 TFLOP/s on an A100 in fp16 (NVIDIA's data sheet)."""
 
 
 QUERY_BLOCK = 128
@@ -66,11 +66,13 @@ def attention_seconds(
         forward = flop / rate * (1 + constants.half_seq / seq)
         slower = 1 + constants.backward_half_seq * constants.half_seq / seq
         return forward, flop / rate * slower * BACKWARD_FLASH / constants.backward_rate
-    products = work.attention_flops / (flops * engine.gemm.efficiency * BATCHED_GEMM_RATE)
+    unaligned = device.kind == "gpu" and element == 2 and work.head_dim % ALIGNED > 0
+    rate = BATCHED_GEMM_RATE * (UNALIGNED_RATE if unaligned else 1.0)
+    products = work.attention_flops / (flops * engine.gemm.efficiency * rate)
     dropout = engine.activations.dropout * (2 * element + 1)
     forward, backward = (
-        work.scores * (count * element * engine.attention.softmax_passes + dropout) / bandwidth
-        for count in SCORE_PASSES
+        work.scores * (count * element * constants.softmax_passes + dropout) / bandwidth
+        for count in (constants.score_passes, constants.score_passes_backward)
     )
     return products + forward, BACKWARD_GEMM * products + backward
 

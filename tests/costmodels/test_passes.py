@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from costmodels.catalogue import load_device, load_engine
 from costmodels.errors import InputError
 from costmodels.layers.operators import Gemm, head, layer, padded_vocabulary
 from costmodels.network.collectives import all_gather, group
@@ -86,6 +87,51 @@ def test_flash_attention_is_slower_on_short_sequences_narrow_heads_and_few_of_th
     # A wave is one block of 128 queries on each multiprocessor; a rank has seq x heads / tp queries.
     assert in_waves[0] / few - 1 == pytest.approx(108 * 128 / (gpt.seq * gpt.heads / 8))
     assert in_waves[0] / few > in_waves[1] / all_heads
+
+
+@pytest.mark.parametrize(("size", "published"), [(128, 195e12), (64, 176e12)])
+@pytest.mark.parametrize("name", ["megatron", "deepspeed", "torchtitan"])
+def test_flash_attention_2_is_as_fast_as_published_on_an_a100(name, size, published, gpt, layout):
+    """Forward and backward, causal, 16384 tokens (Dao-AILab's benchmark): 3.5 x 2 x s^2 x hidden FLOP."""
+    a100 = load_device("a100-80g")
+    model = gpt.model_copy(update={"seq": 16384, "heads": gpt.hidden // size, "head_dim": size})
+    table = LayoutTable.of([layout(model)])
+    software = load_engine(name).for_device(a100)
+    work = layer(model, software, table, mlp="dense")
+    forward, backward = attention_seconds(work, a100, software, table, 312e12, 2e12, 2)
+    needed = 3.5 * 2 * model.seq**2 * model.hidden
+    assert needed / (forward + backward)[0] == pytest.approx(published, rel=0.1)
+
+
+def test_each_kernel_between_the_products_of_attention_passes_over_the_scores(gpt, a100, engine, layout):
+    plain = engine("megatron", attention_flash=False)
+    table = LayoutTable.of([layout(gpt)])
+    work = layer(gpt, plain, table, mlp="dense")
+
+    def seconds(**constants):
+        changed = plain.with_constants({f"attention.{name}": value for name, value in constants.items()})
+        return np.array(attention_seconds(work, a100, changed, table, 312e12, 2e12, 2))[:, 0]
+
+    one_pass = 2 * gpt.heads * gpt.seq**2 / 2e12
+    more = seconds(score_passes=12, score_passes_backward=14) - seconds()
+    assert more == pytest.approx([8 * one_pass, 7 * one_pass])
+
+
+def test_products_of_heads_that_are_not_aligned_do_without_tensor_cores(gpt, a100, engine, layout):
+    """BLOOM's prequel: heads of 108 elements took a fifth more of a step than heads of 104 or 112."""
+    plain = engine("megatron", attention_flash=False)
+    table = LayoutTable.of([layout(gpt)])
+
+    def products(size, device=a100, element=2):
+        model = gpt.model_copy(update={"head_dim": size})
+        work = layer(model, plain, table, mlp="dense")
+        return attention_seconds(work, device, plain, table, 312e12, 1e30, element)[0][0]
+
+    assert products(104) / 104 == pytest.approx(products(112) / 112)
+    assert products(108) / 108 == pytest.approx(products(112) / 112 * 312 / 78)
+    assert products(108, element=4) / 108 == pytest.approx(products(112) / 112)
+    other = a100.model_copy(update={"kind": "npu"})
+    assert products(108, other) / 108 == pytest.approx(products(112) / 112)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.calibration.measurements import source_notes
+from benchmarks.calibration.published_devices import published_cluster
 from benchmarks.calibration.published_networks import cluster_state, job_collectives
 
 KNOWN = {
@@ -19,6 +20,15 @@ KNOWN = {
 
 def notes(reduced: float, gathered: float) -> str:
     return f"grads fp32; collective busbw GB/s on job nodes AR/AG/RS={reduced}/{gathered}/{gathered}; x"
+
+
+def test_a_card_that_notes_print_joins_the_nodes():
+    def joined(said: str) -> float:
+        row = {"gpu": "H800", "gpus": "32", "gpus_per_node": "8", "notes": said}
+        return published_cluster(row, {}, {}).slow_link.bandwidth
+
+    assert joined("engine=FlagScale; IB 200 Gb/s; script has --recompute-activations") == 25e9
+    assert joined("engine=megatron-core 0.6.0; TE; IB 400 Gb/s") == joined("TE") == 50e9
 
 
 def test_one_node_has_bandwidth_alone():
