@@ -20,7 +20,7 @@ from costmodels.time.uncertainty import causes
 COVERAGE = 0.84
 """Share of the rows which the range covers, each weighed by its recipe."""
 
-STARTS = {"base": 0.08, "narrow": 0.05, "experts": 0.2, "network": 0.03, "launch": 0.1, "bubble": 0.05}
+STARTS = {"base": 0.08, "narrow": 0.05, "experts": 0.2, "network": 0.03, "launch": 0.3, "bubble": 0.05}
 """Fields of `Spread` that are found here, and where they stay unless rows speak against it."""
 
 PULL = 1e-3
@@ -39,8 +39,18 @@ Megatron-SWIFT's three fine-tuning jobs of Qwen3-30B-A3B and Moonlight on A100 a
 they like, took 1.6 to 2.5 times the estimate, which is 0.50 to 0.90.
 """
 
-UNSEEN = {"base": 0.3, "experts": UNSEEN_EXPERTS}
-"""Widths of the whole step on an engine and architecture that was not seen at all."""
+UNSEEN = {
+    "base": 0.3,
+    "experts": UNSEEN_EXPERTS,
+    **{name: getattr(Spread(), name) for name in ("network", "launch", "bubble")},
+}
+"""Widths on an engine and architecture that was not seen at all: for each cause what plans take there."""
+
+POOL = 1.0
+"""Recipes that those of all other engines and architectures count for together, beside the own ones of one.
+
+Errors of few recipes tell little of those that nobody has run yet, which come from other clusters, releases
+and readers. So a range of few holds what holds among all, of dense models or of those with experts."""
 
 LARGEST = 1.5
 """Logarithm beyond which a row speaks of something that no range should hold."""
@@ -76,7 +86,12 @@ def spreads(found: Sequence[UnseenSource]) -> dict[Key, dict[str, float]]:
     for one in found:
         for key, row in _rows(one):
             groups[key].append(row)
-    return {key: _fields(rows) for key, rows in sorted(groups.items())}
+    return {key: _fields(rows, _without(groups, key)) for key, rows in sorted(groups.items())}
+
+
+def _without(groups: Mapping[Key, list[_Row]], key: Key) -> list[_Row]:
+    """The rows of all engines and architectures but one."""
+    return [row for other, rows in groups.items() if other != key for row in rows]
 
 
 def held_left_out(found: Mapping[str, UnseenSource]) -> dict[str, float | None]:
@@ -91,7 +106,10 @@ def held_left_out(found: Mapping[str, UnseenSource]) -> dict[str, float | None]:
         for other, theirs in rows.items():
             for key, row in theirs if other != name else ():
                 others[key].append(row)
-        widths = {key: _fields(others[key]) if key in others else UNSEEN for key in {key for key, _ in own}}
+        kinds = {key for key, _ in own}
+        widths = {
+            key: _fields(others[key], _without(others, key)) if key in others else UNSEEN for key in kinds
+        }
         inside = [row.missed <= _width(row, widths[key]) for key, row in own]
         held[name] = 100 * float(np.mean(inside)) if inside else None
     return held
@@ -158,7 +176,8 @@ def _shown(rows: list[_Row]) -> list[str]:
     return [name for name in STARTS if not missing.get(name)]
 
 
-def _fields(rows: list[_Row]) -> dict[str, float]:
+def _fields(rows: list[_Row], elsewhere: list[_Row]) -> dict[str, float]:
+    """Fields of `Spread` by the rows of one engine and architecture, and by those of all others."""
     names = _shown(rows)
     weights = np.array([row.weight for row in rows])
     experts = np.array([row.experts for row in rows])
@@ -179,10 +198,22 @@ def _fields(rows: list[_Row]) -> dict[str, float]:
     for name, own in (("base", ~experts), ("experts", experts)):
         if own.any():
             least = LEAST + FEW / int(own.sum())
-            found[name] = max(weighted_quantile(needed[own], weights[own], COVERAGE), least)
+            alone = weighted_quantile(needed[own], weights[own], COVERAGE)
+            values, shares = _pool([row for row in elsewhere if row.experts == (name == "experts")])
+            both = np.concatenate([needed[own], values]), np.concatenate([weights[own], shares])
+            found[name] = max(alone, weighted_quantile(*both, COVERAGE), least)
     if "experts" not in found:
         found["experts"] = max(found["base"], UNSEEN_EXPERTS)
     return round_constants(found, 3)
+
+
+def _pool(rows: list[_Row]) -> tuple[Floats, Floats]:
+    """Widths of the whole step that rows need, and their weights, which add up to `POOL`."""
+    usual = {name: width for name, width in STARTS.items() if name not in ("base", "experts")}
+    others = [sum((row.of_one.get(name, 0.0) * usual[name]) ** 2 for name in usual) for row in rows]
+    rest = [row.missed**2 - row.blanks**2 - part for row, part in zip(rows, others, strict=True)]
+    weights = np.array([row.weight for row in rows])
+    return np.sqrt(np.maximum(rest, 0.0)), POOL * weights / max(float(weights.sum()), 1e-9)
 
 
 def _regression(columns: Floats, values: Floats, weights: Floats, starts: Floats) -> Floats:

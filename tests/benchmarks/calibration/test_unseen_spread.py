@@ -10,6 +10,7 @@ from benchmarks.calibration.predictions import predict
 from benchmarks.calibration.scores import score
 from benchmarks.calibration.unseen_spread import (
     COVERAGE,
+    STARTS,
     UNSEEN,
     UNSEEN_EXPERTS,
     held_left_out,
@@ -79,6 +80,28 @@ def test_sources_are_held_to_the_ranges_that_others_set(measurement):
     assert held_left_out({"alone": alone}) == {"alone": 50.0}
 
 
+def test_few_recipes_are_as_uncertain_as_those_of_other_engines(measurement, gpt, engine):
+    """Ten models on another engine were off by .3: one that was right is no proof of better."""
+    models = [gpt.model_copy(update={"name": f"model {number}"}) for number in range(40)]
+    other = engine("nemo")
+    wrong = off(*((measurement(model=model, engine=other), 0.3) for model in models[:10]), source="there")
+    few, many = (
+        spreads([off(*((measurement(model=model), 0.02) for model in models[:count])), wrong])
+        for count in (1, 40)
+    )
+    assert few["megatron", "ampere"]["base"] > 0.25
+    assert many["megatron", "ampere"]["base"] < 0.1
+    # Nothing becomes narrower by what others did.
+    assert few["nemo", "ampere"]["base"] > 0.25
+
+
+def test_what_nobody_ran_is_as_wide_as_plans_for_it():
+    """Links, the host and the bubble of an engine without errors take the widths of `Spread` itself."""
+    assert {name: UNSEEN[name] for name in ("network", "launch", "bubble")} == {
+        name: getattr(Spread(), name) for name in ("network", "launch", "bubble")
+    }
+
+
 def test_four_rows_leave_the_farthest_one_outside(measurement):
     source = off(*((measurement(line=line), error) for line, error in enumerate((0.1, -0.2, 0.25, -0.3))))
     assert inside(spreads([source]), source) == 0.75
@@ -119,7 +142,7 @@ def test_what_waits_for_the_host_tells_the_width_of_that(measurement, engine):
     found = spreads([both])["megatron", "ampere"]
     assert found["base"] < 0.08
     assert found["launch"] > 0.3
-    assert spreads([off(*usual)])["megatron", "ampere"]["launch"] == pytest.approx(0.1)
+    assert spreads([off(*usual)])["megatron", "ampere"]["launch"] == pytest.approx(STARTS["launch"])
 
 
 def test_fields_that_no_row_speaks_of_are_left_to_the_engine(measurement, mixture, layout):
