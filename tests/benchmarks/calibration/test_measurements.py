@@ -374,6 +374,34 @@ def test_natural_routing_is_uneven():
     assert load(notes="natural routing on C4") > load(notes="forced balance") == load() == 1
 
 
+@pytest.mark.parametrize(
+    ("source", "notes"),
+    [
+        ("flagperf", "engine=megatron-core 0.6.0; TE; one-node ablation"),
+        ("xtuner_moe", "Pai-Megatron-Patch; forced expert balance; no DP overlap"),
+    ],
+)
+def test_gradients_are_reduced_after_the_passes_where_scripts_and_notes_say_so(source, notes):
+    row = measurement_of({**ROW, "source_id": source, "notes": notes})
+    assert row.engine.for_device(row.cluster.device).overlap.data_parallel == 0
+    other = measurement_of({**ROW, "source_id": source, "notes": "engine=megatron; DP overlap"})
+    assert other.engine.for_device(other.cluster.device).overlap.data_parallel > 0.5
+
+
+def test_alibi_is_added_to_the_scores_by_kernels_of_their_own():
+    """Scores pass memory 4 times in a forward pass: baddbmm copies and reads 2 times more, ModelLink 7."""
+    ascend = {"source_id": "mindspeed_llm", "gpu": "Ascend 910B"}
+    passes = {}
+    for cells in (
+        {"source_id": "bigscience_176b", "model_name": "BLOOM-176B"},
+        {**ascend, "model_name": "Baichuan2-13B"},
+        {**ascend, "model_name": "LLaMA-7B"},
+    ):
+        row = measurement_of({**ROW, "flash": "0", **cells})
+        passes[row.model.name] = row.engine.for_device(row.cluster.device).attention.score_passes
+    assert passes == {"BLOOM-176B": 6, "Baichuan2-13B": 11, "LLaMA-7B": 4}
+
+
 def test_words_of_rows_switch_what_the_engine_did():
     def engine(**cells):
         row = of(source_id="torchtitan", **cells)
