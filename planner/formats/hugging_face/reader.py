@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
@@ -101,6 +101,22 @@ def _flag_entries(launch: Launch) -> Entries:
     }
 
 
+class Files(NamedTuple):
+    """The files of one job, at least one of them."""
+
+    command: Source | None
+    accelerate: Source | None
+    deepspeed: Source | None
+    trainer: Source | None
+
+    @property
+    def main(self) -> Source:
+        """The file that says most about the job."""
+        main = self.trainer or self.accelerate or self.deepspeed or self.command
+        assert main is not None
+        return main
+
+
 def read_hugging_face(
     command: Source | None,
     accelerate: Source | None,
@@ -114,71 +130,20 @@ def read_hugging_face(
     Args:
         trainer: the YAML of a trainer that is built on Hugging Face's; `software` says of which.
     """
-    main = trainer or accelerate or deepspeed or command
-    assert main is not None
-    problems = Problems(main.file)
-    names_of_files = () if trainer is None else (trainer.file,)
-    found = (
-        None if command is None else find_command(command.text, around.define, around.beside, names_of_files)
-    )
-    launch, flags = found if found is not None else (None, {})
-    of_trainer, of_accelerate = ({}, {}) if trainer is None else as_flags(trainer.entries, software)
-    flags = of_trainer | {name: entry for name, entry in flags.items() if name != "--config"}
-    if deepspeed is None and launch is not None and "--deepspeed" in flags:
-        deepspeed = deepspeed_config.written_by(launch, flags["--deepspeed"].text, main.file)
-
-    def keyed(framework: str, source: Source | None, entries: Entries, has: bool) -> Keyed:
-        file = main.file if source is None else source.file
-        known = known_keys(framework) if has else ()
-        return Keyed(with_definitions(entries, around.define, known), framework, file, problems)
-
-    launched_with = accelerate_entries(launch)
-    named = launched_with.pop("config_file", None)
-    of_file = (accelerate.entries if accelerate else {}) | of_accelerate
-    fsdp_alone = accelerate is not None and is_fsdp(accelerate.entries)
-    if fsdp_alone and accelerate is not None:
-        of_file = under_fsdp(accelerate.entries) | of_accelerate
-    job = Job(
-        keyed("transformers", trainer or command, flags, True),
-        keyed(
-            "accelerate",
-            accelerate or trainer or command,
-            of_file | launched_with,
-            bool(of_file or launched_with),
-        ),
-        keyed("deepspeed", deepspeed, deepspeed.entries if deepspeed else {}, deepspeed is not None),
-        launch,
-        software or software_of(launch),
-        command is None and trainer is None,
-    )
-    if named is not None and accelerate is None:
-        text = f"{named.text} says how the job is split, and is not given"
-        problems.add(
-            "unknown",
-            text,
-            "--config_file",
-            named.line,
-            "give that file too",
-            command.file if command else "",
-        )
-    config = None if trainer is not None or found is None else found[1].get("--config")
-    if config is not None and config.text.endswith((".yaml", ".yml", ".json")):
-        text = f"{config.text} says the arguments of the trainer, and is not given"
-        job.command.add("unknown", text, "--config", "give that file too")
+    files = Files(command, accelerate, deepspeed, trainer)
+    problems = Problems(files.main.file)
+    found = None
+    if command is not None:
+        names_of_files = () if trainer is None else (trainer.file,)
+        found = find_command(command.text, around.define, around.beside, names_of_files)
+    job, files = _job_of(files, found, around, software, problems)
+    _name_missing_files(files, found, job)
     assumed: list[str] = []
-    sharded = job.is_under_fsdp
-    zero = deepspeed is not None or job.uses_deepspeed
-    splits = accelerate is not None and not fsdp_alone
-    framework = "accelerate" if splits and not deepspeed else "deepspeed" if zero else "transformers"
-    framework = software or (job.software if job.software != "transformers" else framework)
-    names = {**FLAGS}
-    names |= ACCELERATE_KEYS if accelerate else {}
-    names |= DEEPSPEED_KEYS if deepspeed else {}
+    names = {**FLAGS} | (ACCELERATE_KEYS if files.accelerate else {})
+    names |= DEEPSPEED_KEYS if files.deepspeed else {}
     given = tuple(dataclasses.replace(flag) for keys in job.all for flag in keys.flags() if flag.line)
-    places = Places(names, {flag.name: flag.line for flag in given})
     if around.model is not None:
         for name in (*MODEL_NAMES, "--model"):
-            flags.pop(name, None)
             job.command.entries.pop(name, None)
     model = _model(job, around, assumed)
     if job.alone:
@@ -186,27 +151,21 @@ def read_hugging_face(
     world = around.world_size or _world(job)
     if world is None:
         text = "the number of devices is not known: the launcher says it"
-        problems.add("unknown", text, "num_processes" if accelerate else "", None, "give --world-size")
+        problems.add("unknown", text, "num_processes" if files.accelerate else "", None, "give --world-size")
     _check_agreement(job)
     layout = None
     precision = precision_of(job)
     if model is not None and world is not None:
+        places = Places(names, {flag.name: flag.line for flag in given})
         layout = _layout(job, model, world, places, assumed)
-    for keys in job.all:
-        keys.name_unread()
-        others = [flag for flag in keys.flags() if flag.line]
-        name_others(
-            others, problems, "is no key or flag of Hugging Face's trainer that is known here", keys.file
-        )
-    engine = "deepspeed" if zero else "fsdp"
-    split = layout is not None and (layout.tensor_parallel > 1 or layout.context_parallel > 1)
+    _name_unknown_keys(job, problems)
     return Reading(
-        framework=framework,
-        engine="torchtitan" if split and engine == "fsdp" and sharded else engine,
-        file=main.file,
+        framework=_framework(job, files, software),
+        engine=_engine(job, files, layout),
+        file=files.main.file,
         model=model,
         layout=layout,
-        program="" if launch is None else launch.program,
+        program="" if job.launch is None else job.launch.program,
         precision=precision,
         world_size=world,
         local_world_size=around.local_world_size or _per_node(job),
@@ -219,6 +178,95 @@ def read_hugging_face(
         problems=tuple(problems.found),
         memory_is_bound=(job.command.text("--gradient_checkpointing") or "").lower() in OFFLOADED_INPUTS,
     )
+
+
+def _job_of(
+    files: Files,
+    found: tuple[Launch, Entries] | None,
+    around: Surroundings,
+    software: str,
+    problems: Problems,
+) -> tuple[Job, Files]:
+    """The keys of each file with the caller's definitions, and the files with the one that a script writes.
+
+    Args:
+        found: the command that trains, and its flags.
+    """
+    launch, of_command = found if found is not None else (None, {})
+    trainer, accelerate = files.trainer, files.accelerate
+    of_trainer, of_accelerate = ({}, {}) if trainer is None else as_flags(trainer.entries, software)
+    flags = of_trainer | {name: entry for name, entry in of_command.items() if name != "--config"}
+    if files.deepspeed is None and launch is not None and "--deepspeed" in flags:
+        written = deepspeed_config.written_by(launch, flags["--deepspeed"].text, files.main.file)
+        files = files._replace(deepspeed=written)
+    launched_with = accelerate_entries(launch)
+    launched_with.pop("config_file", None)
+    of_file: Entries = {}
+    if accelerate is not None:
+        of_file = under_fsdp(accelerate.entries) if is_fsdp(accelerate.entries) else accelerate.entries
+    of_accelerate = of_file | of_accelerate | launched_with
+
+    def keyed(framework: str, source: Source | None, entries: Entries, has: bool) -> Keyed:
+        file = files.main.file if source is None else source.file
+        known = known_keys(framework) if has else ()
+        return Keyed(with_definitions(entries, around.define, known), framework, file, problems)
+
+    deepspeed = files.deepspeed
+    job = Job(
+        keyed("transformers", trainer or files.command, flags, True),
+        keyed("accelerate", accelerate or trainer or files.command, of_accelerate, bool(of_accelerate)),
+        keyed("deepspeed", deepspeed, deepspeed.entries if deepspeed else {}, deepspeed is not None),
+        launch,
+        software or software_of(launch),
+        files.command is None and trainer is None,
+    )
+    return job, files
+
+
+def _name_missing_files(files: Files, found: tuple[Launch, Entries] | None, job: Job) -> None:
+    """Name the files of accelerate and of the trainer that a command names and that are not given."""
+    named = accelerate_entries(job.launch).get("config_file")
+    if named is not None and files.accelerate is None:
+        text = f"{named.text} says how the job is split, and is not given"
+        file = files.command.file if files.command else ""
+        job.command.problems.add("unknown", text, "--config_file", named.line, "give that file too", file)
+    config = None if files.trainer is not None or found is None else found[1].get("--config")
+    if config is not None and config.text.endswith((".yaml", ".yml", ".json")):
+        text = f"{config.text} says the arguments of the trainer, and is not given"
+        job.command.add("unknown", text, "--config", "give that file too")
+
+
+def _name_unknown_keys(job: Job, problems: Problems) -> None:
+    """Name keys that nothing reads, and flags that this software does not have."""
+    for keys in job.all:
+        keys.name_unread()
+        others = [flag for flag in keys.flags() if flag.line]
+        name_others(
+            others, problems, "is no key or flag of Hugging Face's trainer that is known here", keys.file
+        )
+
+
+def _is_zero(job: Job, files: Files) -> bool:
+    """Whether DeepSpeed shards the job's state."""
+    return files.deepspeed is not None or job.uses_deepspeed
+
+
+def _framework(job: Job, files: Files, software: str) -> str:
+    """The software that is named to the user: the caller's, the command's, or what splits the job."""
+    if software or job.software != "transformers":
+        return software or job.software
+    splits = files.accelerate is not None and not is_fsdp(files.accelerate.entries)
+    if splits and not files.deepspeed:
+        return "accelerate"
+    return "deepspeed" if _is_zero(job, files) else "transformers"
+
+
+def _engine(job: Job, files: Files, layout: Layout | None) -> str:
+    """The engine that prices the job; FSDP beside other splits is torchtitan's."""
+    if _is_zero(job, files):
+        return "deepspeed"
+    split = layout is not None and (layout.tensor_parallel > 1 or layout.context_parallel > 1)
+    return "torchtitan" if split and job.is_under_fsdp else "fsdp"
 
 
 def _world(job: Job) -> int | None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from costmodels.errors import InputError, on_one_line
+from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import is_mentioned
 from planner.formats.facts.flag_catalogue import GivenFlag, given_flags, known_flags
@@ -116,44 +117,24 @@ def read_command(
     framework = framework or _framework(launch, given)
     name_others(named.values(), problems, "is no flag of Megatron-LM or MindSpeed that is known here")
     _name_loose(loose, problems, conditional)
-    for flag in given.values():
-        if flag.name in _DEEPSPEEDS and deepspeed is not None:
-            continue  # It is given, or the script writes it, under whatever name.
-        if flag.unknown and flag.known.role in DECIDING:
-            problems.add(*unset(flag))
-        elif flag.name == "--yaml-cfg":
-            text = "says the job, and is not read"
-            problems.add("unknown", f"{flag.text} {text}", flag.name, flag.line, "give its keys as flags")
+    _name_unread_values(given, deepspeed is not None, problems)
     if model is None:
         model = read_model(given, problems, assumed, described, framework)
     else:
         model = _with_sequences(given, model, problems)
     job = Job(given, problems, framework, model, deepspeed)
     of_page = sizes if framework == "llmacc" else (None, None)
-    per_node = local_world_size or job.count("--local-world-size") or count_of(launch.per_node) or of_page[1]
-    world = world_size or job.count("--world-size") or launched(launch, of_page[0], per_node)
-    chooses = framework != "llmacc" or any(name in given for name in (DEGREE_FLAGS["tensor_parallel"],))
-    if world is None:
-        _unknown_world(launch, problems)
-    layout = None
-    if chooses and model is not None:
-        layout = layout_of(job, world, launch)
-    exact = layout.global_batch_size if layout is not None else job.batch()
-    most = job.count("--max-global-batch-size")
-    if not chooses and not (exact or most):
-        problems.add(
-            "unknown", "no --global-batch-size or --max-global-batch-size", "--max-global-batch-size"
-        )
-    if any(problem.severity == "unknown" for problem in problems.found):
-        for word in launch.not_sourced:
-            text = f"{word.text} is not given, and what it sets is not known"
-            problems.add("note", text, "source", word.line, "give that file too")
+    world, per_node = _devices(job, launch, world_size, local_world_size, of_page)
+    chooses = framework != "llmacc" or DEGREE_FLAGS["tensor_parallel"] in given
+    layout = layout_of(job, world, launch) if chooses and model is not None else None
+    exact, most = _batches(job, layout, chooses)
+    _name_missing_sources(launch, problems)
     engine = framework if framework in ("mindspeed", "megatron-deepspeed") else "megatron"
-    travels = model is not None and model.experts and engine == "megatron" and framework != "llmacc"
+    dispatches = model is not None and model.experts and engine == "megatron" and framework != "llmacc"
     return Reading(
         framework=framework,
         engine=engine,
-        engine_constants=dispatch_constants(given) if travels else {},
+        engine_constants=dispatch_constants(given) if dispatches else {},
         file=file,
         model=model,
         layout=layout,
@@ -163,8 +144,8 @@ def read_command(
         world_size=world,
         local_world_size=per_node,
         device=DEVICES.get(framework),
-        global_batch_size=None if most and not chooses else exact,
-        max_global_batch_size=None if chooses else most,
+        global_batch_size=exact,
+        max_global_batch_size=most,
         flags=tuple(flags),
         names=DEGREE_FLAGS,
         training=_training(given),
@@ -172,6 +153,54 @@ def read_command(
         problems=tuple(problems.found),
         memory_is_bound=job.memory_is_bound,
     )
+
+
+def _name_unread_values(given: Given, has_deepspeed: bool, problems: Problems) -> None:
+    """Name flags whose value decides about the job and is not known: variables, and files of flags."""
+    for flag in given.values():
+        if flag.name in _DEEPSPEEDS and has_deepspeed:
+            continue  # The file is given, or the script writes it, under whatever name.
+        if flag.unknown and flag.known.role in DECIDING:
+            problems.add(*unset(flag))
+        elif flag.name == "--yaml-cfg":
+            text = "says the job, and is not read"
+            problems.add("unknown", f"{flag.text} {text}", flag.name, flag.line, "give its keys as flags")
+
+
+def _devices(
+    job: Job,
+    launch: Launch,
+    world_size: int | None,
+    local_world_size: int | None,
+    of_page: tuple[int | None, int | None],
+) -> tuple[int | None, int | None]:
+    """Devices of a job and of each node: as the caller says, then a flag, the launcher and the page."""
+    nodes, on_page = of_page
+    per_node = local_world_size or job.count("--local-world-size") or count_of(launch.per_node) or on_page
+    world = world_size or job.count("--world-size") or launched(launch, nodes, per_node)
+    if world is None:
+        _unknown_world(launch, job.problems)
+    return world, per_node
+
+
+def _batches(job: Job, layout: Layout | None, chooses: bool) -> tuple[int | None, int | None]:
+    """The global batch size of a job and the largest one, sequences; one that searches has one of the two."""
+    flag = "--max-global-batch-size"
+    exact = layout.global_batch_size if layout is not None else job.batch()
+    most = job.count(flag)
+    if chooses:
+        return exact, None
+    if not (exact or most):
+        job.problems.add("unknown", f"no --global-batch-size or {flag}", flag)
+    return (None if most else exact), most
+
+
+def _name_missing_sources(launch: Launch, problems: Problems) -> None:
+    """Name files that the script reads commands from and that are not given, where something is unknown."""
+    if any(problem.severity == "unknown" for problem in problems.found):
+        for word in launch.not_sourced:
+            text = f"{word.text} is not given, and what it sets is not known"
+            problems.add("note", text, "source", word.line, "give that file too")
 
 
 def _with_sequences(given: Given, model: ModelSpec, problems: Problems) -> ModelSpec:
