@@ -173,83 +173,158 @@ def _mlp_gemms(
     return Gemm(m, h, (1 + model.gated) * width, count, wide, cast), Gemm(m, width, h, count, wide, cast)
 
 
+class _Mlp(NamedTuple):
+    """Forward work of a layer's MLP or experts on one device; arrays of shape [n]."""
+
+    gemms: tuple[Gemm, ...]
+    between: Floats
+    """Elements that element-wise work between these GEMMs reads and writes."""
+    activated: Floats
+    """Elements that the activation function takes."""
+    gathers: float
+    """All-gathers or reduce-scatters of tensor parallelism around its matrices."""
+    joins: Floats
+    """Collectives that gather the layer's output, whose tokens ranks have routed apart."""
+    routed_bytes: Floats
+    gather_bytes: Floats
+    """Bytes that ranks gather which share experts."""
+    mlp_gemms: tuple[Gemm, ...] = ()
+    """GEMMs among `gemms` without the router's."""
+    shared_gemms: tuple[Gemm, ...] = ()
+    last_gemms: tuple[Gemm, ...] = ()
+
+
+def _mlp(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -> _Mlp:
+    """Forward work of an MLP of kind `mlp`."""
+    if mlp == "experts":
+        return _experts(model, engine, table)
+    one = np.ones(len(table))
+    zero = 0.0 * one
+    if mlp == "none":
+        return _Mlp((), zero, zero, 0.0, zero, zero, zero)
+    t, width = tokens(model, table), model.ffn / table.tensor_parallel
+    gemms = _mlp_gemms(model, t, width, one)
+    activated = t * (1 + model.gated) * model.ffn / table.tensor_parallel
+    return _Mlp(gemms, activated, activated, 2.0, zero, zero, zero, gemms, (), gemms[-1:])
+
+
+def _experts(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Mlp:
+    """Forward work of a layer's experts and shared experts (arXiv:2504.14960, section 3).
+
+    Each rank routes its own 1/tp of the tokens. Without sequence parallelism it takes that slice first and
+    gathers the layer's output at the end. With ep > 1 an all-to-all sends a copy of a token to each of its
+    experts, and with etp > 1 the ranks that share these experts gather what each got. With ep = 1 they gather
+    the tokens once, and choose the copies after that. Shared experts are split over tp as a dense MLP is.
+    """
+    e, one, h = element_bytes(table.precision), np.ones(len(table)), model.hidden
+    t, tp = tokens(model, table), table.tensor_parallel
+    ep, etp = table.expert_parallel, table.expert_tensor_parallel
+    rows, apart = routed_rows(model, table, engine.experts.load), ep > 1
+    router = Gemm(t / tp, h * one, model.experts * one, one, wide=True)
+    wide, fused = not engine.experts.fp8, engine.experts.fused
+    routed = _mlp_gemms(
+        model, rows * ep / model.experts, model.expert_ffn / etp, model.experts / ep, wide, fused
+    )
+    shared: tuple[Gemm, ...] = ()
+    if model.shared_expert_ffn:
+        shared = _mlp_gemms(model, t, model.shared_expert_ffn / tp, one)
+    shared_inner = t * model.shared_expert_ffn / tp
+    inner = rows * model.expert_ffn / etp
+    activated = (inner + shared_inner) * (1 + model.gated)
+    # Copies of tokens are put in the order of the experts and back, before and after the all-to-all.
+    copied = engine.experts.copy_passes * 2 * h * (rows + apart * rows / etp)
+    return _Mlp(
+        gemms=(router, *routed, *shared),
+        between=shared_inner * (1 + model.gated) if fused else activated + copied,
+        activated=activated,
+        gathers=2.0 * bool(shared),
+        joins=np.where(table.sequence_parallel, 0.0, 1.0),
+        routed_bytes=np.where(apart, e * h * rows / etp, 0.0),
+        gather_bytes=np.where(etp > 1, e * h * np.where(apart, rows, t * etp / tp), 0.0),
+        mlp_gemms=(*routed, *shared),
+        shared_gemms=shared,
+    )
+
+
+def _alternate_gemms(
+    model: ModelSpec, table: LayoutTable, mlp: MlpKind, attention: tuple[Gemm, ...]
+) -> tuple[Gemm, ...]:
+    """GEMMs of a dense layer that are repeated where every second one is saved."""
+    if mlp != "dense" or model.attention_pattern[0] in ("none", "linear"):
+        return ()
+    t, one = tokens(model, table), np.ones(len(table))
+    keys = Gemm(t, model.hidden * one, key_value_width(model, table) / 2, one)
+    if not model.gated:
+        return keys, attention[-1]
+    return keys, attention[-1], Gemm(t, model.hidden * one, model.ffn / table.tensor_parallel, one)
+
+
+class _ContextBytes(NamedTuple):
+    """Bytes that the forms of context parallelism move for one layer, [n] each; 0 where another is used."""
+
+    ring: Floats
+    exchanged: Floats
+    gathered: Floats
+    merged: Floats
+
+
+def _context_bytes(model: ModelSpec, table: LayoutTable) -> _ContextBytes:
+    """Bytes that context parallelism moves for one layer, and those of adding up what a ring computes."""
+    e, t, tp = element_bytes(table.precision), tokens(model, table), table.tensor_parallel
+    cp, kv = table.context_parallel, key_value_width(model, table)
+    queries, values = attention_widths(model)
+    forms = table.context_parallel_form * (cp > 1)
+    exchanged = whole_heads_width(model, table) + (queries + values) / tp
+    return _ContextBytes(
+        ring=np.where(cp > 1, e * t * kv, 0.0),
+        exchanged=np.where(forms == ALL_TO_ALL, e * t * exchanged, 0.0),
+        gathered=np.where((cp > 1) & (forms == ALL_GATHER), e * t * kv * cp, 0.0),
+        merged=np.where(forms == RING, (e + 8) * t * values / tp, 0.0),
+    )
+
+
+def _gathers(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: _Mlp) -> tuple[Floats, Floats]:
+    """All-gathers or reduce-scatters of a layer's sequence, forward and backward, [n] each."""
+    attends, sp = model.attention_pattern[0] != "none", table.sequence_parallel
+    # Latent attention gathers what is compressed; without sequence parallelism that costs backward only.
+    entry = entry_width(model) / model.hidden
+    forward = attends * np.where(sp, 1.0 + entry, 2.0) + mlp.gathers + mlp.joins
+    backward = attends * np.where(sp, 1.0 + entry, 2.0 * entry) + mlp.gathers + mlp.joins
+    # Korthikanti et al., section 4.2.2: layer inputs, kept split, are gathered once more.
+    return forward, backward * np.where(sp & engine.activations.regathers_sequence, 1.5, 1.0)
+
+
 def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -> Operators:
     """Forward work of one layer with the first layer's kind of attention and an MLP of kind `mlp`.
 
     Element-wise traffic per layer counts, forward, 6 tensors of width `hidden` (two norms, two residual
     additions, fused) and a read and a write of what stands between GEMMs; backward half as
     much again.
-
-    A layer with experts (arXiv:2504.14960, section 3): each rank routes its own 1/tp of the tokens, takes
-    that slice first and gathers the layer's output at the end where sequence parallelism has not split
-    them. With ep > 1 a copy of a token travels to each of its experts by all-to-all, and with etp > 1 the
-    ranks that share these experts gather what each got; with ep = 1 they gather the tokens once, and choose
-    the copies after that. Shared experts are split over tp as a dense MLP is.
     """
     e, one = element_bytes(table.precision), np.ones(len(table))
     t, tp, sp = tokens(model, table), table.tensor_parallel, table.sequence_parallel
     h = model.hidden
     queries, values = attention_widths(model)
     kv = key_value_width(model, table)
+    attends = model.attention_pattern[0] != "none"
     attention = _attention_gemms(model, table)
     if model.other_layer_parameters:
         attention = (Gemm(t, h * one, model.other_layer_parameters / h / tp, one), *attention)
-    gemms: tuple[Gemm, ...] = ()
-    shared: tuple[Gemm, ...] = ()
-    between = t * (queries / tp + kv)
-    mlp_gathers, joins, routed, expert_gather = 2.0, 0.0 * one, 0.0 * one, 0.0 * one
-    attends = model.attention_pattern[0] != "none"
-    activated = 0.0 * one
-    if mlp == "experts":
-        ep, etp = table.expert_parallel, table.expert_tensor_parallel
-        rows, apart = routed_rows(model, table, engine.experts.load), ep > 1
-        gemms += (Gemm(t / tp, h * one, model.experts * one, one, wide=True),)
-        wide, fused = not engine.experts.fp8, engine.experts.fused
-        gemms += _mlp_gemms(
-            model, rows * ep / model.experts, model.expert_ffn / etp, model.experts / ep, wide, fused
-        )
-        if model.shared_expert_ffn:
-            shared = _mlp_gemms(model, t, model.shared_expert_ffn / tp, one)
-            gemms += shared
-        shared_inner = t * model.shared_expert_ffn / tp
-        inner = rows * model.expert_ffn / etp
-        activated = (inner + shared_inner) * (1 + model.gated)
-        # Copies of tokens are put in the order of the experts and back, on either side of their way.
-        copied = engine.experts.copy_passes * 2 * h * (rows + apart * rows / etp)
-        between = between + (shared_inner * (1 + model.gated) if fused else activated + copied)
-        routed = np.where(apart, e * h * rows / etp, 0.0)
-        expert_gather = np.where(etp > 1, e * h * np.where(apart, rows, t * etp / tp), 0.0)
-        # Those of the shared experts, and of the output where sequence parallelism has not split it.
-        mlp_gathers, joins = 2.0 * bool(shared), np.where(sp, 0.0, 1.0)
-    elif mlp == "none":
-        mlp_gathers = 0.0
-    else:
-        gemms += _mlp_gemms(model, t, model.ffn / tp, one)
-        activated = t * (1 + model.gated) * model.ffn / tp
-        between = between + activated
-    alternate: tuple[Gemm, ...] = ()
-    if mlp == "dense" and attends and model.attention_pattern[0] != "linear":
-        alternate = Gemm(t, h * one, kv / 2, one), attention[-1]
-        alternate += (Gemm(t, h * one, model.ffn / tp, one),) if model.gated else ()
-    between = between + attends * t * h / tp
+    part = _mlp(model, engine, table, mlp)
     own = t / np.where(sp, tp, 1)
-    between = between + own * compressor_width(model)
+    between = t * (queries / tp + kv) + part.between + attends * t * h / tp + own * compressor_width(model)
     whole = e * own * h
     # A hyper-connection before and after each block reads all residuals twice and writes them once, fused.
     mixed = 6 * model.residual_streams * (model.residual_streams > 1)
-    # Latent attention gathers what is compressed; without sequence parallelism that costs backward only.
-    entry = entry_width(model) / h
-    gathers = attends * np.where(sp, 1.0 + entry, 2.0) + mlp_gathers + joins
-    gathers_back = attends * np.where(sp, 1.0 + entry, 2.0 * entry) + mlp_gathers + joins
-    forms = table.context_parallel_form * (table.context_parallel > 1)
-    exchanged = whole_heads_width(model, table) + (queries + values) / tp
     norms = 2 * norm_count(model, mlp) * engine.elementwise.norm_passes
+    gathers_forward, gathers_backward = _gathers(model, engine, table, part)
+    context = _context_bytes(model, table)
     adapters, adding, adding_back, kernels = _adapters(model, table, mlp)
     return Operators(
-        gemms=attention + gemms,
-        mlp_gemms=gemms[1:] if mlp == "experts" else gemms,
-        shared_gemms=shared,
-        last_gemms=gemms[-1:] if mlp == "dense" else (),
+        gemms=attention + part.gemms,
+        mlp_gemms=part.mlp_gemms,
+        shared_gemms=part.shared_gemms,
+        last_gemms=part.last_gemms,
         seq=model.seq,
         head_dim=model.head_dim,
         attention_flops=_core_flops(model, table),
@@ -257,26 +332,23 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
         elementwise_forward=(2 + mixed + norms) * whole + 2 * e * between + adding,
         elementwise_backward=(3 + 1.5 * (mixed + norms)) * whole + 3 * e * between + adding_back,
         norm_bytes=norms * whole,
-        activation_bytes=2 * e * activated,
+        activation_bytes=2 * e * part.activated,
         attention_bytes=attends * e * t * (h + (queries + values) / tp + kv),
         sequence_bytes=e * t * h,
-        gathers_forward=gathers,
-        # Korthikanti et al., section 4.2.2: layer inputs, kept split, are gathered once more.
-        gathers_backward=gathers_back * np.where(sp & engine.activations.regathers_sequence, 1.5, 1.0),
-        mlp_gathers=mlp_gathers * one,
-        ring_bytes=np.where(table.context_parallel > 1, e * t * kv, 0.0),
-        exchange_bytes=np.where(forms == ALL_TO_ALL, e * t * exchanged, 0.0),
-        gathered_bytes=np.where(
-            (table.context_parallel > 1) & (forms == ALL_GATHER), e * t * kv * table.context_parallel, 0.0
-        ),
-        merge_bytes=np.where(forms == RING, (e + 8) * t * values / tp, 0.0),
+        gathers_forward=gathers_forward,
+        gathers_backward=gathers_backward,
+        mlp_gathers=part.gathers * one,
+        ring_bytes=context.ring,
+        exchange_bytes=context.exchanged,
+        gathered_bytes=context.gathered,
+        merge_bytes=context.merged,
         top_k=model.top_k,
         open_share=model.router.top_groups / model.router.groups,
         limited=model.router.capacity_factor > 0,
         whole=compiles_experts(model),
-        routed_bytes=routed,
-        expert_gather_bytes=expert_gather,
-        alternate_gemms=alternate,
+        routed_bytes=part.routed_bytes,
+        expert_gather_bytes=part.gather_bytes,
+        alternate_gemms=_alternate_gemms(model, table, mlp, attention),
         adapter_gemms=adapters,
         is_frozen=model.lora is not None,
         kernels=kernels + _attention_kernels(model, engine) / LAYER_KERNELS,
