@@ -584,14 +584,22 @@ def stage_memory(
         take_fuller_moment(parts, update_buffer_bytes(engine, table, *held_parameters))
     if sizes.orthogonal_step.any():
         take_fuller_moment(parts, sizes.orthogonal_step[:, None] * (ranks.layers > 0))
-    lost = engine.allocator.fragmentation * dynamic_bytes(parts)
+    lost = _lost_bytes(engine, table, sizes, ranks, parts)
     lost = lost + gathering_reserve_bytes(engine, table, *held_parameters)
-    if engine.allocator.score_reserve:
-        lost = lost + sizes.score_reserve[:, None] * (ranks.layers > 0)
     for name, bytes_ in permanent_bytes(engine, sizes, ranks).items():
         parts[name] = parts[name] + bytes_
     margin = margin_bytes(cluster, engine, table, lost, sizes)
     return parts | {"doubt": doubt_bytes(cluster, engine, table, sizes, parts)} | margin
+
+
+def _lost_bytes(
+    engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks, parts: dict[str, Floats]
+) -> Floats:
+    """Bytes that the allocator holds between the tensors of a step and cannot use, [n, k]."""
+    lost = engine.allocator.fragmentation * dynamic_bytes(parts)
+    if engine.allocator.score_reserve:
+        lost = lost + sizes.score_reserve[:, None] * (ranks.layers > 0)
+    return lost
 
 
 def doubt_bytes(

@@ -180,118 +180,142 @@ def _mtp(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Mtp:
     return _Mtp(count * (shared + own), count * experts, count * (kept + joining_bytes(model, table)))
 
 
+def _kinds_of_layers(model: ModelSpec, engine: Engine, table: LayoutTable) -> tuple[Floats, Floats]:
+    """Rows of `_layer` of the mean layer with a dense MLP, and of the mean one with experts."""
+    dense = model.mean(lambda spec, mlp: _layer(spec, engine, table, mlp), leading=True)
+    if not model.routed_layers:
+        return dense, np.zeros((LAYER_ROWS, len(table)))
+    return dense, model.mean(lambda spec, mlp: _layer(spec, engine, table, mlp), leading=False)
+
+
+def _plain_layers(model: ModelSpec, engine: Engine, table: LayoutTable) -> tuple[Floats, Floats]:
+    """Bytes kept, recomputed and offloaded of layers that recompute nothing while others do, [3, n].
+
+    The first are of the mean layer with a dense MLP, the second of that with experts.
+    """
+    dense = moe = np.zeros((3, len(table)))
+    if not table.recompute_method.any():
+        return dense, moe
+    none, no_modules = np.zeros_like(table.recompute), np.zeros_like(table.recompute_modules)
+    plain = replace(table, recompute=none, recompute_modules=no_modules)
+
+    def kept(spec: ModelSpec, mlp: MlpKind) -> Floats:
+        return np.stack(activation_bytes(spec, engine, plain, mlp))
+
+    dense = model.mean(kept, leading=True)
+    return dense, model.mean(kept, leading=False) if model.routed_layers else moe
+
+
+def _end_parameters(model: ModelSpec, table: LayoutTable, mtp: _Mtp) -> tuple[Floats, Floats]:
+    """Parameters of the embedding, and of the final norm, output matrix and MTP modules, on one device."""
+    tp, h = table.tensor_parallel.astype(np.float64), model.hidden
+    vocabulary, split = padded_vocabulary(model, table), table.pipeline_parallel > 1
+    positions = model.max_positions if model.position == "learned" else 0
+    has_matrix, copy = split | (not model.tied), split & (model.mtp_depths > 0 and not model.tied)
+    embedding = (vocabulary * h + model.other_parameters) / tp + positions * h
+    head = has_matrix * vocabulary * h / tp + model.norm_parameters
+    return embedding, head + mtp.parameters + copy * vocabulary * h / tp
+
+
+class _Loss(NamedTuple):
+    """Bytes of the loss of one microbatch, [n] each."""
+
+    logits: Floats
+    """Logits, their copies and gradients while the loss is computed."""
+    kept: Floats
+    """The part of `logits` that stays from forward to backward."""
+    gradients: Floats
+    """Gradients of the logits that wait for that of the output matrix, or that one itself."""
+    of_each_depth: Floats
+    """Gradients of the output matrix that the loss of an MTP module holds."""
+
+
+def _loss(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Loss:
+    """Bytes of the loss.
+
+    The loss keeps the logits, their gradient and `logits_copies` in fp32 (arXiv:2205.05198, section 4.3). One
+    in chunks has those of a chunk, and the gradients of the tokens and of the matrix.
+    """
+    e, t = element_bytes(table.precision), tokens(model, table)
+    tp, h = table.tensor_parallel.astype(np.float64), model.hidden
+    vocabulary = padded_vocabulary(model, table)
+    shown = t * vocabulary / (1 if engine.loss.gathers_logits else tp)
+    if not engine.loss.chunked:
+        copies: Floats | float = engine.loss.logits_copies
+        if engine.loss.split_logits_copies is not None:
+            copies = np.where(tp > 1, engine.loss.split_logits_copies, copies)
+        logits = shown * (2 * e + 4 * copies)
+        return _Loss(logits, logits, e * shown, 0 * shown)
+    matrix = e * vocabulary * h / tp
+    waiting = 0 * shown if model.lora is not None else matrix
+    # What is not compiled has exponents in fp32 where the compiler reads logits twice.
+    copy = np.where(table.runs(*SPLIT_BACKWARD), 4 * (e < 4), e)
+    chunks = loss_chunks(t.astype(np.int64), table.tensor_parallel)
+    kept = e * t * h + waiting
+    return _Loss(shown / chunks * (e + copy) + kept, kept, waiting, matrix)
+
+
 def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSizes:
     """Sizes of the units of every row.
 
-    The loss keeps the logits, their gradient and `logits_copies` in fp32, next to the input of the
-    final norm and of the output matrix (arXiv:2205.05198, section 4.3). One in chunks has those of a chunk,
-    and the gradients of the tokens and of the matrix.
+    The head holds the input of the final norm and of the output matrix next to the logits
+    (arXiv:2205.05198, section 4.3).
     """
     e, t = element_bytes(table.precision), tokens(model, table)
     tp = table.tensor_parallel.astype(np.float64)
     part = np.where(table.sequence_parallel, tp, 1.0)
     h, zero = model.hidden, np.zeros(len(table))
-    vocabulary = padded_vocabulary(model, table)
-    positions = model.max_positions if model.position == "learned" else 0
-    has_matrix = (table.pipeline_parallel > 1) | (not model.tied)
-    layers = {
-        "dense": model.mean(lambda spec, mlp: _layer(spec, engine, table, mlp), leading=True),
-        "moe": np.zeros((LAYER_ROWS, len(table))),
-    }
-    if model.routed_layers:
-        layers["moe"] = model.mean(lambda spec, mlp: _layer(spec, engine, table, mlp), leading=False)
-    plain_layers = {"dense": np.zeros((3, len(table))), "moe": np.zeros((3, len(table)))}
-    if table.recompute_method.any():
-        plain = replace(
-            table,
-            recompute=np.zeros_like(table.recompute),
-            recompute_modules=np.zeros_like(table.recompute_modules),
-        )
-        for held in plain_layers:
-            if held == "dense" or model.routed_layers:
-                plain_layers[held] = model.mean(
-                    lambda spec, mlp: np.stack(activation_bytes(spec, engine, plain, mlp)),
-                    leading=held == "dense",
-                )
-    dense_layer, _, frozen_dense, _, dense_kept, dense_recomputation, dense_offload = layers["dense"][:7]
-    moe_layer, experts, frozen_moe, frozen_experts = layers["moe"][:4]
-    moe_kept, moe_recomputation, moe_offload = layers["moe"][4:7]
-    ends = (
-        (vocabulary * h + model.other_parameters) / tp + positions * h,
-        has_matrix * vocabulary * h / tp + model.norm_parameters,
-    )
+    dense, moe = _kinds_of_layers(model, engine, table)
+    plain_dense, plain_moe = _plain_layers(model, engine, table)
     mtp = _mtp(model, engine, table)
-    copy = (table.pipeline_parallel > 1) & (model.mtp_depths > 0 and not model.tied)
-    ends = ends[0], ends[1] + mtp.parameters + copy * vocabulary * h / tp
-    frozen_ends = zero, zero
+    ends, frozen_ends = _end_parameters(model, table, mtp), (zero, zero)
     if model.lora is not None:
         ends, frozen_ends = frozen_ends, ends
-    dense_plain, dense_plain_working, dense_plain_offload = plain_layers["dense"]
-    moe_plain, moe_plain_working, moe_plain_offload = plain_layers["moe"]
-    shown = t * vocabulary / (1 if engine.loss.gathers_logits else tp)
-    copies: Floats | float = engine.loss.logits_copies
-    if engine.loss.split_logits_copies is not None:
-        copies = np.where(tp > 1, engine.loss.split_logits_copies, copies)
-    logits, waiting = shown * (2 * e + 4 * copies), e * shown
-    if engine.loss.chunked and model.lora is not None:
-        waiting = 0 * shown
-    elif engine.loss.chunked:
-        waiting = e * vocabulary * h / tp
-    kept_logits = logits
-    if engine.loss.chunked:
-        # What is not compiled has exponents in fp32 where the compiler reads logits twice.
-        copy = np.where(table.runs(*SPLIT_BACKWARD), 4 * (e < 4), e)
-        chunks = loss_chunks(t.astype(np.int64), table.tensor_parallel)
-        kept_logits = e * t * h + waiting
-        logits = shown / chunks * (e + copy) + kept_logits
-    waits = e * vocabulary * h / tp if engine.loss.chunked else 0.0
+    loss = _loss(model, engine, table)
+    layer_output = e * t * h / part
     head_input = e * t * h / (part if engine.activations.regathers_sequence else 1)
+    scores = t * model.seq * model.heads / tp * (not engine.attention.flash)
     orthogonal = orthogonal_rows(table)
     mode = engine.runs.muon_modes[0] if table.muon_mode == "default" else table.muon_mode
     return UnitSizes(
-        dense_layer=dense_layer,
-        moe_layer=moe_layer,
-        experts=experts,
+        dense_layer=dense[0],
+        moe_layer=moe[0],
+        experts=moe[1],
         embedding=ends[0],
         head=ends[1],
         mtp_experts=mtp.experts,
-        mtp_activations=mtp.activations + model.mtp_depths * waits,
-        frozen_dense_layer=frozen_dense,
-        frozen_moe_layer=frozen_moe,
-        frozen_experts=frozen_experts,
+        mtp_activations=mtp.activations + model.mtp_depths * loss.of_each_depth,
+        frozen_dense_layer=dense[2],
+        frozen_moe_layer=moe[2],
+        frozen_experts=moe[3],
         frozen_embedding=frozen_ends[0],
         frozen_head=frozen_ends[1],
-        quantised_dense_layer=layers["dense"][7],
-        quantised_moe_layer=layers["moe"][7],
-        dequantised=np.maximum(layers["dense"][8], layers["moe"][8]),
-        dense_activations=dense_kept,
-        moe_activations=moe_kept,
-        dense_recomputation=dense_recomputation,
-        moe_recomputation=moe_recomputation,
-        dense_offload=dense_offload,
-        moe_offload=moe_offload,
-        dense_plain_activations=dense_plain,
-        moe_plain_activations=moe_plain,
-        dense_plain_recomputation=dense_plain_working,
-        moe_plain_recomputation=moe_plain_working,
-        dense_plain_offload=dense_plain_offload,
-        moe_plain_offload=moe_plain_offload,
+        quantised_dense_layer=dense[7],
+        quantised_moe_layer=moe[7],
+        dequantised=np.maximum(dense[8], moe[8]),
+        dense_activations=dense[4],
+        moe_activations=moe[4],
+        dense_recomputation=dense[5],
+        moe_recomputation=moe[5],
+        dense_offload=dense[6],
+        moe_offload=moe[6],
+        dense_plain_activations=plain_dense[0],
+        moe_plain_activations=plain_moe[0],
+        dense_plain_recomputation=plain_dense[1],
+        moe_plain_recomputation=plain_moe[1],
+        dense_plain_offload=plain_dense[2],
+        moe_plain_offload=plain_moe[2],
         largest_matrix=orthogonal * largest_matrix(model, tp),
         orthogonal_step=orthogonal * (engine.muon.gathered is not None) * orthogonal_bytes(model, mode, tp),
         output_gradients=model.mean(
             lambda spec, _: output_gradient_bytes(spec, table), leading=not model.routed_layers
         ),
-        logit_gradients=waiting,
-        kept_logits=kept_logits + e * t * h / part + (0.0 if engine.loss.chunked else head_input),
-        logits=logits + e * t * h / part + head_input,
+        logit_gradients=loss.gradients,
+        kept_logits=loss.kept + layer_output + (0.0 if engine.loss.chunked else head_input),
+        logits=loss.logits + layer_output + head_input,
         layer_input=e * t * h * (part > 1),
-        layer_output=e * t * h / part,
-        score_reserve=t
-        * model.seq
-        * model.heads
-        / tp
-        * engine.allocator.score_reserve
-        * (not engine.attention.flash),
+        layer_output=layer_output,
+        score_reserve=scores * engine.allocator.score_reserve,
         doubt=zero + model_share(model, engine),
         dispatch_buffers=dispatch_buffer_bytes(model, engine, table),
         layer_tables=zero + 4.0 * model.seq * model.head_dim * engine.allocator.rotary_tables,
