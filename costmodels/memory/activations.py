@@ -55,6 +55,107 @@ def kept_inputs(model: ModelSpec, mlp: MlpKind) -> KeptInputs:
     return KeptInputs(heads, ups > 0, "down" in names, ups)
 
 
+class _Layer(NamedTuple):
+    """A layer with the first layer's kind of attention, and what all its tensors depend on; [n] each."""
+
+    model: ModelSpec
+    engine: Engine
+    table: LayoutTable
+    mlp: MlpKind
+    element: float
+    """Bytes of an element."""
+    tokens: Floats
+    part: Floats
+    """Ranks that sequence parallelism splits the tokens over."""
+    compiled: Bools
+    eager: Bools
+    """Layers that an engine which compiles others runs one by one, as where backward is split."""
+    keeps: KeptInputs
+
+    @property
+    def moe(self) -> bool:
+        """Whether its MLP is routed experts."""
+        return self.mlp == "experts"
+
+    @property
+    def scores(self) -> bool:
+        """Whether attention computes scores of pairs of tokens."""
+        return self.model.attention_pattern[0] not in ("linear", "none")
+
+    @property
+    def dropout(self) -> bool:
+        """Whether masks of dropout are kept; models with RMS norms, which came later, have none."""
+        return self.engine.activations.dropout and self.model.norm == "layernorm"
+
+    @property
+    def gathered(self) -> Floats | int:
+        """Ranks that a kept input of a matrix is split over."""
+        return self.part if self.engine.activations.regathers_sequence else 1
+
+    @property
+    def residual(self) -> Floats:
+        """Elements of the residual stream on one rank."""
+        result: Floats = self.tokens * self.model.hidden / self.part
+        return result
+
+    @property
+    def wider(self) -> Floats:
+        """Bytes of an element beyond those of the format: norms with weights from one keep inputs in fp32."""
+        result: Floats = (4 - self.element) * self.model.norm_from_one * self.eager
+        return result
+
+    @property
+    def rings(self) -> Bools:
+        """Rows whose attention passes keys and values around a ring."""
+        result: Bools = (self.table.context_parallel > 1) & (self.table.context_parallel_form == RING)
+        return result
+
+
+class _Parts(NamedTuple):
+    """Bytes that a layer keeps of one microbatch where it recomputes nothing; [n] each."""
+
+    norms: Floats
+    attention_input: Floats
+    attention: Floats
+    """Queries, keys, values and the output of attention."""
+    core: Floats
+    """Scores, or the sums that flash attention keeps of them."""
+    copies: Floats
+    """Tensors of context parallelism."""
+    mlp_input: Floats
+    width: Floats
+    """Elements between the matrices of the MLP or the experts."""
+    inner: Floats
+    """Bytes that are kept for each of these elements."""
+    activated: Floats
+    """The part of `inner` that the activation function gives."""
+    gate: Floats | float
+    """Output of the shared experts before their gate."""
+    routing: Floats
+    rows: Floats | float
+    """Copies of tokens that the rank's experts take."""
+    casts: Floats | float = 0.0
+    """Weights in 8 bits."""
+    adapters: Floats | float = 0.0
+    """Inputs of the second matrices of adapters."""
+
+    @property
+    def activations(self) -> Floats:
+        """Bytes between the matrices of the MLP."""
+        return self.inner * self.width + self.gate
+
+    @property
+    def layer_inputs(self) -> Floats:
+        """Bytes of the inputs of attention and of the MLP."""
+        return self.attention_input + self.mlp_input
+
+    @property
+    def whole(self) -> Floats:
+        """The sum of all."""
+        attention = self.norms + self.layer_inputs + self.attention + self.copies + self.core
+        return attention + self.activations + self.routing + self.casts + self.adapters
+
+
 def activation_bytes(
     model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind
 ) -> tuple[Floats, Floats, Floats]:
@@ -64,172 +165,271 @@ def activation_bytes(
     sequence parallelism s b h / t (34 + 5 a s / h) (arXiv:2205.05198, equations 2 and 4); selective
     recomputation drops the scores (equation 6), full recomputation keeps the input of the layer only.
     """
-    e, t = element_bytes(table.precision), tokens(model, table)
-    tp, sp, h = table.tensor_parallel, table.sequence_parallel, model.hidden
-    part = np.where(sp, tp, 1)
-    queries, values = attention_widths(model)
-    keeps = kept_inputs(model, mlp)
     compiled = engine.activations.compiled & ~table.runs(*SPLIT_BACKWARD)
-    # Layers that an engine which compiles others runs one by one, as where backward is split.
-    eager = engine.activations.compiled & ~compiled
-    apart = ~compiled & (model.gated and not engine.activations.fused_activation)
-    activated: Floats = e * (int(keeps.down) + apart) * np.ones(len(table))
+    layer = _Layer(
+        model=model,
+        engine=engine,
+        table=table,
+        mlp=mlp,
+        element=element_bytes(table.precision),
+        tokens=tokens(model, table),
+        part=np.where(table.sequence_parallel, table.tensor_parallel, 1),
+        compiled=compiled,
+        eager=engine.activations.compiled & ~compiled,
+        keeps=kept_inputs(model, mlp),
+    )
+    parts = _in_eight_bits(layer, _compiled_casts(layer, _parts(layer)))
+    kept = _kept(layer, parts)
+    working = _working(layer, parts, kept)
+    if not table.offload_activations.any():
+        return kept, working, np.zeros(len(table))
+    # The input of attention, its queries, keys and values, and its output.
+    moved = parts.attention + parts.copies * ~table.recomputes("core_attention")
+    moved = moved + parts.attention_input * ~_recomputes_norms(layer)
+    moved = np.where(table.offload_activations & (table.recompute != FULL), moved, 0.0)
+    return kept - moved, working, moved
+
+
+def _parts(layer: _Layer) -> _Parts:
+    """Bytes of a layer's tensors in the format of its activations."""
+    model, e, t, tp = layer.model, layer.element, layer.tokens, layer.table.tensor_parallel
+    attention_input, attention = _attention(layer)
+    apart = ~layer.compiled & (model.gated and not layer.engine.activations.fused_activation)
+    activated: Floats = e * (int(layer.keeps.down) + apart) * np.ones(len(layer.table))
     inner: Floats = e * (1 + model.gated) + activated
     if model.activation == "clamped_silu":
         # Both halves clamped, and the sigmoid of one.
-        inner = inner + 3 * e * eager
-    residual = t * h / part
-    unfused = engine.activations.unfused_norm_bytes * (engine.elementwise.norm_passes > 1)
-    # Recipes of models with RMS norms, which came later, set both dropouts to 0.
-    dropout = engine.activations.dropout and model.norm == "layernorm"
-    norms = (2 * e + 2 * dropout + engine.activations.norm_bytes + unfused) * residual
-    norms = norms * norm_count(model, mlp) / 2
-    # Norms with weights from one keep their inputs in fp32.
-    wider = (4 - e) * model.norm_from_one * eager
-    norms = norms + wider * residual * norm_count(model, mlp)
+        inner = inner + 3 * e * layer.eager
+    mlp_input, width, routing, rows = _experts(layer) if layer.moe else _dense(layer)
+    return _Parts(
+        norms=_norms(layer),
+        attention_input=attention_input,
+        attention=attention,
+        core=_core(layer),
+        copies=_context_copies(model, layer.table),
+        mlp_input=mlp_input,
+        width=width,
+        inner=inner,
+        activated=activated,
+        gate=e * t * model.hidden / tp if layer.moe and model.shared_expert_gate else 0.0,
+        routing=routing,
+        rows=rows,
+        adapters=0.0
+        if model.lora is None
+        else e * t * model.lora.rank * len(adapted_layers(model, layer.mlp)),
+    )
+
+
+def _norms(layer: _Layer) -> Floats:
+    """Bytes of the inputs of a layer's norms, of what they compute, and of masks of dropout."""
+    model, constants, e, residual = layer.model, layer.engine.activations, layer.element, layer.residual
+    unfused = constants.unfused_norm_bytes * (layer.engine.elementwise.norm_passes > 1)
+    norms = (2 * e + 2 * layer.dropout + constants.norm_bytes + unfused) * residual
+    norms = norms * norm_count(model, layer.mlp) / 2
+    norms = norms + layer.wider * residual * norm_count(model, layer.mlp)
     if model.norm_place == "around":
         # The compiler sums what attention adds up again.
-        norms = norms - compiled * e * residual
+        norms = norms - layer.compiled * e * residual
     if model.parallel_residual:
         # Both norms have one input.
         norms = norms - e * residual
     # What hyper-connections mix, before attention and before the MLP.
     streams = model.residual_streams
-    norms = norms + 2 * e * streams * residual * (streams > 1)
-    gathered = part if engine.activations.regathers_sequence else 1
-    attention_input, mlp_input = keeps.heads * e * t * h / gathered, keeps.up * e * t * h / gathered
-    kind, moe = model.attention_pattern[0], mlp == "experts"
-    attention = e * t * ((queries + values) / tp + key_value_width(model, table))
-    if model.attention_gate and kind not in ("linear", "none"):
-        attention = attention + 2 * e * t * values / tp
+    return norms + 2 * e * streams * residual * (streams > 1)
+
+
+def _attention(layer: _Layer) -> tuple[Floats, Floats]:
+    """Bytes of the input of attention, and of its queries, keys, values and output."""
+    model, engine, table = layer.model, layer.engine, layer.table
+    e, t, tp, kind = layer.element, layer.tokens, table.tensor_parallel, model.attention_pattern[0]
+    queries, values = attention_widths(model)
+    inputs: Floats = layer.keeps.heads * e * t * model.hidden / layer.gathered
+    kept = e * t * ((queries + values) / tp + key_value_width(model, table))
+    if model.attention_gate and layer.scores:
+        kept = kept + 2 * e * t * values / tp
     # Queries and keys before their norms too, and before their positions.
     before = int(model.qk_norm) + int(engine.activations.keeps_unrotated and model.position == "rope")
     if kind == "linear":
         # What the convolution took, and the output before its norm and gate.
         assert model.linear_attention is not None
-        attention = attention + e * t * (model.linear_attention.conv_size + values) / tp
+        kept = kept + e * t * (model.linear_attention.conv_size + values) / tp
     elif before:
-        kept_heads = before * e + model.qk_norm * wider
-        attention = attention + kept_heads * t * (queries / tp + key_value_width(model, table) / 2)
+        of_each = before * e + model.qk_norm * layer.wider
+        kept = kept + of_each * t * (queries / tp + key_value_width(model, table) / 2)
     if engine.activations.packs_attention and engine.attention.flash:
-        attention = attention + e * t * (queries / tp + key_value_width(model, table))
+        kept = kept + e * t * (queries / tp + key_value_width(model, table))
     if kind == "none":
-        attention_input = attention_input * 0.0
-    if model.latent_attention is not None and kind not in ("linear", "none"):
+        inputs = inputs * 0.0
+    if model.latent_attention is not None and layer.scores:
         # Ranks compress their own tokens, and gather what is compressed and normalised.
         mla = model.latent_attention
         compressed = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
-        made = compressed * (1 / part + 1 / gathered) + compressor_width(model) / part
-        attention = attention + e * t * made
-        attention_input = e * t * h / (part if mla.q_lora_rank else gathered)
-    if kind == "linear" and engine.activations.plain_delta_rule:
-        core = _delta_rule_bytes(model, table, compiled)
-    elif kind in ("linear", "none"):
-        core = np.zeros(len(table))
-    elif engine.attention.flash:
-        core = 4 * t * model.heads / tp
-    else:
-        score = (
-            e + dropout * (e + 1)
-            if engine.activations.score_bytes is None
-            else engine.activations.score_bytes
-        )
-        core = t * model.seq * model.heads / tp * score
-    if moe:
-        rows = peak_routed_rows(model, table)
-        if engine.activations.drops_rows:
-            rows = rows * filled_share(model, table)
-        etp = table.expert_tensor_parallel
-        width = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
-        # The router's input, and that of the shared experts where they gather it and keep it.
-        own = (tp > 1) & (np.asarray(gathered) == 1) & (model.shared_expert_ffn > 0)
-        mlp_input = e * t * h * (1 / tp + keeps.up * own)
-        # The rows that experts take in, those that are summed up, and the router's fp32 scores.
-        summed = rows / np.where(table.expert_parallel > 1, etp, 1)
-        summed = summed * (engine.activations.expert_outputs)
-        routing = e * h * (rows * (model.lora is None) + summed) + 4 * t * model.experts / tp
-    else:
-        width, routing = t * model.ffn / tp * (mlp == "dense"), np.zeros(len(table))
-        mlp_input = mlp_input * (mlp == "dense")
-    kept_casts: Floats | float = 0.0
-    if compiled.any() and table.precision in NARROW_PRODUCTS and not moe:
-        # Compiled, what is cast to 8 bits for a GEMM is made again from what came before it: the
-        # activated half of the MLP, and normalised inputs, of which gathered ones are kept in 8 bits. Of
-        # split matrices those with the weights' transpose in 8 bits are kept, but for queries and keys.
-        narrow = np.where(sp & (tp > 1), 0.5, 0.0)
-        attention_input = np.where(compiled, narrow * attention_input, attention_input)
-        mlp_input = np.where(compiled, narrow * mlp_input, mlp_input)
-        made_again = compiled * e * int(keeps.down)
-        inner, activated = inner - made_again, activated - made_again
-        elements = h * (values + (2 + model.gated) * model.ffn * (mlp == "dense"))
-        kept_casts = compiled * (tp > 1) * elements / tp
-    if engine.activations.fp8_inputs and table.precision in NARROW_PRODUCTS and model.lora is None:
-        # Attention keeps its own output besides; a router reads its input in 16 bits.
-        narrower = e - 1
-        attention = attention + t * values / tp * (kind not in ("linear", "none"))
-        attention_input = attention_input - narrower * attention_input / e
-        inner, activated = inner - narrower, activated - narrower
-        if moe:
-            routing = routing - narrower * h * rows
-        else:
-            mlp_input = mlp_input - narrower * mlp_input / e
-    activations, layer_inputs = inner * width, attention_input + mlp_input
-    if moe and model.shared_expert_gate:
-        # What the shared experts give, before its gate.
-        activations = activations + e * t * h / tp
-    copies = _context_copies(model, table)
-    whole = norms + layer_inputs + attention + copies + core + activations + routing + kept_casts
-    if model.lora is not None:
-        whole = whole + e * t * model.lora.rank * len(adapted_layers(model, mlp))
-    # A compiled layer keeps what its collectives gave it, whatever it is told to recompute.
-    norm = table.recomputes("norm") & ~(compiled & (part > 1))
-    ring = (table.context_parallel > 1) & (table.context_parallel_form == RING)
-    # Ring attention, which is not compiled, keeps its output.
-    output = compiled * ~ring * e * t * values / tp if kind not in ("linear", "none") else 0.0
-    dropped = table.recomputes("core_attention") * (core + copies + output) + norm * layer_inputs
-    dropped = dropped + np.where(
-        table.recomputes("mlp"), activations, table.recomputes("activation") * activated * width
+        made = compressed * (1 / layer.part + 1 / layer.gathered) + compressor_width(model) / layer.part
+        kept = kept + e * t * made
+        inputs = e * t * model.hidden / (layer.part if mla.q_lora_rank else layer.gathered)
+    return inputs, kept
+
+
+def _core(layer: _Layer) -> Floats:
+    """Bytes of scores, or of what replaces them."""
+    model, engine, table = layer.model, layer.engine, layer.table
+    e, t, tp = layer.element, layer.tokens, table.tensor_parallel
+    if model.attention_pattern[0] == "linear" and engine.activations.plain_delta_rule:
+        return _delta_rule_bytes(model, table, layer.compiled)
+    if not layer.scores:
+        return np.zeros(len(table))
+    if engine.attention.flash:
+        sums: Floats = 4 * t * model.heads / tp
+        return sums
+    score = engine.activations.score_bytes
+    if score is None:
+        score = e + layer.dropout * (e + 1)
+    result: Floats = t * model.seq * model.heads / tp * score
+    return result
+
+
+def _dense(layer: _Layer) -> tuple[Floats, Floats, Floats, float]:
+    """Bytes of the input of a dense MLP and the elements between its matrices; zeros where there is none."""
+    model, is_there = layer.model, layer.mlp == "dense"
+    inputs = layer.keeps.up * layer.element * layer.tokens * model.hidden / layer.gathered * is_there
+    width = layer.tokens * model.ffn / layer.table.tensor_parallel * is_there
+    return inputs, width, np.zeros(len(layer.table)), 0.0
+
+
+def _experts(layer: _Layer) -> tuple[Floats, Floats, Floats, Floats]:
+    """Bytes of the router's input, elements between matrices, bytes of routing, and copies of tokens."""
+    model, constants, table = layer.model, layer.engine.activations, layer.table
+    e, t, tp, h = layer.element, layer.tokens, table.tensor_parallel, model.hidden
+    rows = peak_routed_rows(model, table)
+    if constants.drops_rows:
+        rows = rows * filled_share(model, table)
+    etp = table.expert_tensor_parallel
+    width = rows * model.expert_ffn / etp + t * model.shared_expert_ffn / tp
+    # The router's input, and that of the shared experts where they gather it and keep it.
+    own = (tp > 1) & (np.asarray(layer.gathered) == 1) & (model.shared_expert_ffn > 0)
+    inputs = e * t * h * (1 / tp + layer.keeps.up * own)
+    # The rows that experts take in, those that are summed up, and the router's fp32 scores.
+    summed = rows / np.where(table.expert_parallel > 1, etp, 1) * constants.expert_outputs
+    routing = e * h * (rows * (model.lora is None) + summed) + 4 * t * model.experts / tp
+    return inputs, width, routing, rows
+
+
+def _compiled_casts(layer: _Layer, parts: _Parts) -> _Parts:
+    """The tensors of compiled layers whose GEMMs take operands in 8 bits.
+
+    The compiler makes what is cast for a GEMM again from what came before it: the activated half of the MLP,
+    and normalised inputs, of which gathered ones are kept in 8 bits. Of split matrices those with the
+    weights' transpose in 8 bits are kept, but for queries and keys.
+    """
+    model, compiled, tp = layer.model, layer.compiled, layer.table.tensor_parallel
+    if layer.moe or layer.table.precision not in NARROW_PRODUCTS or not compiled.any():
+        return parts
+    narrow = np.where(layer.table.sequence_parallel & (tp > 1), 0.5, 0.0)
+    made_again = compiled * layer.element * int(layer.keeps.down)
+    values = attention_widths(model)[1]
+    elements = model.hidden * (values + (2 + model.gated) * model.ffn * (layer.mlp == "dense"))
+    return parts._replace(
+        attention_input=np.where(compiled, narrow * parts.attention_input, parts.attention_input),
+        mlp_input=np.where(compiled, narrow * parts.mlp_input, parts.mlp_input),
+        inner=parts.inner - made_again,
+        activated=parts.activated - made_again,
+        casts=compiled * (tp > 1) * elements / tp,
     )
+
+
+def _in_eight_bits(layer: _Layer, parts: _Parts) -> _Parts:
+    """The tensors of engines that keep inputs of GEMMs in the 8 bits of these GEMMs.
+
+    Attention keeps its own output besides; a router reads its input in 16 bits.
+    """
+    model, e, tp = layer.model, layer.element, layer.table.tensor_parallel
+    keeps_narrow = layer.engine.activations.fp8_inputs and model.lora is None
+    if not keeps_narrow or layer.table.precision not in NARROW_PRODUCTS:
+        return parts
+    narrower, values = e - 1, attention_widths(model)[1]
+    mlp_input, routing = parts.mlp_input, parts.routing
+    if layer.moe:
+        routing = routing - narrower * model.hidden * parts.rows
+    else:
+        mlp_input = mlp_input - narrower * mlp_input / e
+    return parts._replace(
+        attention=parts.attention + layer.tokens * values / tp * layer.scores,
+        attention_input=parts.attention_input - narrower * parts.attention_input / e,
+        mlp_input=mlp_input,
+        inner=parts.inner - narrower,
+        activated=parts.activated - narrower,
+        routing=routing,
+    )
+
+
+def _recomputes_norms(layer: _Layer) -> Bools:
+    """Rows that recompute norms; a compiled layer keeps what its collectives gave it, whatever it is told."""
+    return layer.table.recomputes("norm") & ~(layer.compiled & (layer.part > 1))
+
+
+def _kept(layer: _Layer, parts: _Parts) -> Floats:
+    """Bytes from forward to backward under each row's recomputation."""
+    model, table, e, t = layer.model, layer.table, layer.element, layer.tokens
+    tp, whole = table.tensor_parallel, parts.whole
+    queries, values = attention_widths(model)
+    # Ring attention, which is not compiled, keeps its output.
+    output = layer.compiled * ~layer.rings * e * t * values / tp if layer.scores else 0.0
+    dropped = table.recomputes("core_attention") * (parts.core + parts.copies + output)
+    dropped = dropped + _recomputes_norms(layer) * parts.layer_inputs
+    activated = table.recomputes("activation") * parts.activated * parts.width
+    dropped = dropped + np.where(table.recomputes("mlp"), parts.activations, activated)
     chosen = np.where(table.recompute == SELECTIVE, whole - dropped, whole)
-    if engine.activations.saves_alternate_products and mlp == "dense":
+    if layer.engine.activations.saves_alternate_products and layer.mlp == "dense":
         usual = (table.recompute == SELECTIVE) & (table.recompute_modules == CORE_ATTENTION)
-        # The last product's output is a whole partial sum; those of reduce-scatters are saved besides.
-        saved = residual * np.where(tp > 1, 3, 1) + t * h + width + t * (queries + values) / tp
-        saved = e * (saved + t * key_value_width(model, table) / 2) + core
+        # The last GEMM's output is a whole partial sum; those of reduce-scatters are saved besides.
+        saved = layer.residual * np.where(tp > 1, 3, 1) + t * model.hidden + parts.width
+        saved = saved + t * (queries + values) / tp
+        saved = e * (saved + t * key_value_width(model, table) / 2) + parts.core
         chosen = np.where(usual, saved, chosen)
-    kept = np.where(table.recompute == FULL, e * streams * residual, chosen)
-    working = whole - kept
-    if engine.activations.inner_gradients:
-        # Of the GEMMs' inputs and outputs, and of the matrices that one compiled kernel writes together.
-        inputs = 1 + model.gated
-        matrices = 2 * e * h * width / np.maximum(t if not moe else rows, 1.0)
-        working = (
-            working
-            + e * width * np.where(compiled, inputs, inputs + model.gated)
-            + compiled * matrices * (not moe)
-        )
-        if model.lora is not None and not moe:
-            # A matrix and its adapter have an output each, where their sum is computed again, and a gradient
-            # of their input each.
-            outputs = keeps.adapted_up * (table.recompute == FULL) + keeps.down
-            working = working + compiled * e * width * outputs
-        if ring.any() and kind not in ("linear", "none"):
-            # Sums of gradients in fp32, and keys and values on their way, once those of the MLP have gone.
-            passing = t * (9 * queries / tp + 20 * key_value_width(model, table)) * (e / 2)
-            gone = activations + mlp_input * np.ones(len(table))
-            working = np.where(ring, np.maximum(working, whole - kept + passing - gone), working)
-        if moe:
-            # When gradients of all of a layer's experts are there, what the experts kept has gone.
-            gone = activations + e * h * rows
-            working = np.maximum(working, whole - kept + e * _expert_weights(model, table) - gone)
-    if moe and engine.activations.row_copies:
-        working = working + engine.activations.row_copies * e * h * rows
-    if not table.offload_activations.any():
-        return kept, working, np.zeros(len(table))
-    # The input of attention, its queries, keys and values, and its output.
-    moved = attention + copies * ~table.recomputes("core_attention") + attention_input * ~norm
-    moved = np.where(table.offload_activations & (table.recompute != FULL), moved, 0.0)
-    return kept - moved, working, moved
+    return np.where(table.recompute == FULL, e * model.residual_streams * layer.residual, chosen)
+
+
+def _working(layer: _Layer, parts: _Parts, kept: Floats) -> Floats:
+    """Bytes that backward has besides at a time: tensors computed again, and gradients within the layer."""
+    model, constants, moe = layer.model, layer.engine.activations, layer.moe
+    working = parts.whole - kept
+    if constants.inner_gradients:
+        working = _with_inner_gradients(layer, parts, working)
+    if moe and constants.row_copies:
+        working = working + constants.row_copies * layer.element * model.hidden * parts.rows
+    return working
+
+
+def _with_inner_gradients(layer: _Layer, parts: _Parts, again: Floats) -> Floats:
+    """Bytes of a layer's backward pass with the gradients within it.
+
+    Args:
+        again: bytes that backward computes again, [n].
+    """
+    model, table, compiled, moe = layer.model, layer.table, layer.compiled, layer.moe
+    e, t, tp, h, width = layer.element, layer.tokens, table.tensor_parallel, model.hidden, parts.width
+    # Of the GEMMs' inputs and outputs, and of the matrices that one compiled kernel writes together.
+    inputs = 1 + model.gated
+    matrices = 2 * e * h * width / np.maximum(parts.rows if moe else t, 1.0)
+    working = (
+        again + e * width * np.where(compiled, inputs, inputs + model.gated) + compiled * matrices * (not moe)
+    )
+    if model.lora is not None and not moe:
+        # A matrix and its adapter have an output each, where their sum is computed again, and a gradient
+        # of their input each.
+        outputs = layer.keeps.adapted_up * (table.recompute == FULL) + layer.keeps.down
+        working = working + compiled * e * width * outputs
+    if layer.rings.any() and layer.scores:
+        # Sums of gradients in fp32, and keys and values on their way, once those of the MLP have gone.
+        queries = attention_widths(model)[0]
+        passing = t * (9 * queries / tp + 20 * key_value_width(model, table)) * (e / 2)
+        gone = parts.activations + parts.mlp_input * np.ones(len(table))
+        working = np.where(layer.rings, np.maximum(working, again + passing - gone), working)
+    if moe:
+        # When gradients of all of a layer's experts are there, what the experts kept has gone.
+        gone = parts.activations + e * h * parts.rows
+        working = np.maximum(working, again + e * _expert_weights(model, table) - gone)
+    return working
 
 
 def _expert_weights(model: ModelSpec, table: LayoutTable) -> Floats:
