@@ -139,7 +139,8 @@ def read_hugging_face(
     job, files = _job_of(files, found, around, software, problems)
     _name_missing_files(files, found, job)
     assumed: list[str] = []
-    names = {**FLAGS} | (ACCELERATE_KEYS if files.accelerate else {})
+    names = {**FLAGS}
+    names |= ACCELERATE_KEYS if files.accelerate else {}
     names |= DEEPSPEED_KEYS if files.deepspeed else {}
     given = tuple(dataclasses.replace(flag) for keys in job.all for flag in keys.flags() if flag.line)
     if around.model is not None:
