@@ -101,7 +101,7 @@ class _Layer(NamedTuple):
     @property
     def wider(self) -> Floats:
         """Bytes of an element beyond those of the format: norms with weights from one keep inputs in fp32."""
-        result: Floats = (4 - self.element) * self.model.norm_from_one * self.eager
+        result: Floats = (4.0 - self.element) * self.model.norm_from_one * self.eager.astype(np.float64)
         return result
 
     @property
