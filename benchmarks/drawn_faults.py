@@ -42,7 +42,7 @@ NO_NUMERICS = {
     *("parallel/accelerator.py", "parallel/cores.py", "parallel/meeting.py", "parallel/ranks.py"),
     *("parallel/send_limit.py", "parallel/offload.py", "parallel/local_tensors.py"),
 }
-"""Those among them that choose devices, or where and when memory is."""
+"""Modules of the runtime that choose devices, or where and when memory is."""
 
 OPERATORS: dict[type[ast.AST], str] = {
     **dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv), ("+", "-", "*", "/", "//"), strict=True)),
