@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -13,6 +15,7 @@ from runtime.optimizers import update_rules
 from runtime.optimizers.muon import update_scale
 from runtime.optimizers.shards import clip_factor, is_decayed
 from runtime.settings.training_options import TrainingOptions
+from runtime.train.trainer import Trainer
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, MODELS
 from tests.support.ranks import optimizers as work
@@ -230,6 +233,17 @@ def test_the_whole_gradient_is_clipped_by_value_under_a_loss_scale(pool: WorkerP
     layout = parse_layout("gbs=4,dp=2,precision=fp16,optimizer=sgd", spec)
     one, other = (pool.run(losses_with, 2, spec, layout, each)[0] for each in options)
     assert one == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0, 10.0])
+def test_gradients_lose_the_loss_scale_clipped_or_not(limit: float) -> None:
+    scaled, weight = 8.0 * torch.tensor([3.0, 4.0]), torch.nn.Parameter(torch.zeros(2))
+    weight.grad = scaled / 8.0
+    norm = torch.nn.utils.clip_grad_norm_([weight], limit or math.inf)
+    optimizer = SimpleNamespace(scale=scaled.mul_)
+    trainer: Any = SimpleNamespace(optimizer=optimizer, largest_norm=limit, largest_value=None)
+    Trainer._clip(trainer, norm, 8.0)
+    assert torch.allclose(scaled, weight.grad, rtol=1e-6)
 
 
 def test_gradients_are_clipped_as_pytorch_does() -> None:
