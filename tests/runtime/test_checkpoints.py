@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from costmodels.errors import InputError
 from costmodels.memory.checkpoints import checkpoint_bytes, checkpoint_memory
@@ -14,6 +21,7 @@ from costmodels.pricing import estimate
 from planner.inputs.cluster import resolve_cluster
 from planner.inputs.engine import resolve_engine
 from runtime import checkpoint
+from runtime.checkpoint.tensors import _PaddedPlanner
 from runtime.checkpoint.writer import ALIGNMENT
 from runtime.settings.training_options import OutputOptions
 from tests.support.jobs import losses, write_corpus
@@ -23,6 +31,19 @@ from tests.support.ranks import checkpoints as work
 from tests.support.worker_pool import WorkerPool
 
 SMALL = MODELS["llama"].model_copy(update={"layers": 1})
+
+
+def test_rows_of_a_vocabulary_alone_may_be_more_or_fewer_than_are_stored() -> None:
+    chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([4, 2]))]
+    stored = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4, 2]), chunks)
+    for name, rows in (("embedding.tokens.weight", 6), ("norm.weight", 4), ("norm.weight", 6)):
+        planner = _PaddedPlanner()
+        planner.set_up_planner({name: torch.zeros(rows, 2)}, Metadata({name: stored}), True)
+        if (name, rows) == ("norm.weight", 6):
+            with pytest.raises(ValueError, match="Size mismatch"):
+                planner.create_local_plan()
+        else:
+            assert [item.lengths for item in planner.create_local_plan().items] == [torch.Size([4, 2])]
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "came"])
