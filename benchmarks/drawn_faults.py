@@ -381,6 +381,7 @@ def drawn(seed: int, runtime: Path = ROOT / "runtime") -> Iterator[dict[str, str
     lot = random.Random(seed)
     files = sorted({path for pattern in NUMERICS for path in runtime.glob(pattern)})
     left: dict[Path, dict[str, list[Change]]] = {}
+    named: Counter[str] = Counter()
     for path in files:
         if path.relative_to(runtime).as_posix() in NO_NUMERICS:
             continue
@@ -402,7 +403,10 @@ def drawn(seed: int, runtime: Path = ROOT / "runtime") -> Iterator[dict[str, str
             del left[path]
         source, file = path.read_text(), path.relative_to(runtime).as_posix()
         old, new = _as_lines(source, change)
-        yield {"name": _name(file, source, change), "file": file, "old": old, "new": new}
+        name = _name(file, source, change)
+        named[name] += 1
+        name += f", {named[name]}" if named[name] > 1 else ""
+        yield {"name": name, "file": file, "old": old, "new": new}
 
 
 @cache
@@ -443,6 +447,17 @@ def likely_tests(file: str, root: Path = ROOT) -> list[str]:
     return [name for name, points in score.most_common() if points]
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes lines of code as lines."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
+
 app = typer.Typer(add_completion=False)
 
 
@@ -461,7 +476,7 @@ def main(
             entries.append({**one, "tests": likely_tests(one["file"])[:most_tests]})
         if len(entries) == count:
             break
-    target.write_text(yaml.safe_dump(entries, sort_keys=False, allow_unicode=True, width=110))
+    target.write_text(yaml.dump(entries, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110))
 
 
 if __name__ == "__main__":
