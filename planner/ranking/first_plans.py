@@ -11,11 +11,12 @@ import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.pricing import Prices, price
-from costmodels.spec.table import Floats, Ints, LayoutTable, combined_key
-from costmodels.time.simulation import STEADY_BATCHES
+from costmodels.spec.table import ARRAY_FIELDS, Bools, Floats, Ints, LayoutTable, combined_key
 from planner.objective import SCORE_DIGITS, Objective, logarithms
+from planner.problem import Problem
 from planner.ranking.contenders import Tail
 from planner.solve.concatenation import concatenate_prices
+from planner.solve.played_splits import has_even_stages, played_moves, played_passes
 
 FEWEST, MOST = 10, 20
 """Plans at the top of the ranking whose pipelines are simulated, however long they take, and at most."""
@@ -57,6 +58,78 @@ class Ranking:
         )
 
 
+@dataclass(frozen=True)
+class Ranked:
+    """A ranking, and which of the legal layouts it has at which row."""
+
+    ranking: Ranking
+    rows: Ints
+    """Rows of the legal layouts that those of `ranking.prices` are, and then those of its tail."""
+    legal: int
+    """The number of legal layouts."""
+    added: tuple[Prices, ...] = ()
+    """The last ones of them, which nobody had listed before."""
+
+    def beside(self, more: Prices) -> tuple[Ranked, Ints]:
+        """The ranking with further layouts behind all its prices, and their rows there, [n].
+
+        Layouts that it has already stay where they are, and their pipelines are simulated. None of them may
+        be in its tail.
+        """
+        prices = self.ranking.prices
+        known = np.array(
+            [_row_of(prices.table, more.table.take(np.array([row]))) for row in range(len(more))]
+        )
+        old = known[known >= 0]
+        prices = prices.simulate(old[~prices.simulated[old]]) if len(old) else prices
+        new = more.take(known < 0)
+        place = len(prices)
+        known[known < 0] = place + np.arange(len(new))
+        if not len(new):
+            return replace(self, ranking=replace(self.ranking, prices=prices)), known
+        ranking = replace(
+            self.ranking,
+            prices=concatenate_prices([prices, new]),
+            places=np.concatenate([self.ranking.places, known[known >= place]]),
+        )
+        legal = self.legal + len(new)
+        rows = np.insert(self.rows, place, np.arange(self.legal, legal))
+        return Ranked(ranking, rows, legal, (*self.added, new)), known
+
+
+def _row_of(table: LayoutTable, one: LayoutTable) -> int:
+    """The row of a table that a table of one row is; -1 for none."""
+    rows = np.flatnonzero(equal_but_for(("split",), one, table))
+    split = one.splits[int(one.split[0])]
+    return next((row for row in rows.tolist() if table.splits[int(table.split[row])] == split), -1)
+
+
+def equal_but_for(names: tuple[str, ...], one: LayoutTable, table: LayoutTable) -> Bools:
+    """Rows that differ from a table of one row in no other column, [n]; splits are not compared."""
+    same = np.ones(len(table), dtype=np.bool_)
+    for name in ARRAY_FIELDS:
+        if name not in names and name != "split":
+            same &= getattr(table, name) == getattr(one, name)
+    return same
+
+
+def with_moved_layers(problem: Problem, ranked: Ranked) -> Ranked:
+    """The ranking with layers of its first plans moved where that makes their simulated pipelines shorter."""
+    ranking = ranked.ranking
+    if problem.objective == "memory" or not len(ranking):
+        return ranked
+    moved = played_moves(problem, ranking.prices.take(ranking.places[:MOST]))
+    if moved is None:
+        return ranked
+    if ranking.tail is not None:
+        # What is enumerated has even stages.
+        moved = moved.take(~has_even_stages(moved.table))
+    ranked, rows = ranked.beside(moved)
+    places = ranked.ranking.places
+    places = np.concatenate([rows, places[~np.isin(places, rows)]])
+    return replace(ranked, ranking=simulated(replace(ranked.ranking, places=places)))
+
+
 def simulated(ranking: Ranking) -> Ranking:
     """The ranking with simulated pipelines at the top, in their order."""
     ranking = ranking.reaching(MOST)
@@ -72,10 +145,7 @@ def simulated(ranking: Ranking) -> Ranking:
 
 def _count(table: LayoutTable) -> int:
     """How many rows at the top of the ranking are simulated."""
-    pipeline = table.pipeline_parallel
-    # Long schedules are played until they are steady, which most are by then.
-    played = np.minimum(table.micro_batches, 2 * STEADY_BATCHES * pipeline)
-    passes = np.where(pipeline > 1, 2 * played * pipeline * table.virtual_pipeline_parallel, 0).cumsum()
+    passes = played_passes(table).cumsum()
     return max(min(len(table), FEWEST), int(np.searchsorted(passes, MOST_PASSES)))
 
 

@@ -23,11 +23,12 @@ from planner.objective import logarithms, slowness
 from planner.problem import Problem
 from planner.ranking.complexity import points_of
 from planner.ranking.contenders import Tail
-from planner.ranking.first_plans import Ranking
+from planner.ranking.first_plans import Ranked, Ranking, equal_but_for
 from planner.ranking.twins import FORMS, SAME
 from planner.solve.bounds import Floor, Worth, least_seconds
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.fit import Fit
+from planner.solve.played_splits import has_even_stages, played_moves
 from planner.solve.recompute import least_recompute, recompute_kinds
 from planner.space.grid import Space
 
@@ -41,48 +42,38 @@ SHORT = 1e9
 """Points of a plan that leaves too little memory: more than all others together."""
 
 
-@dataclass(frozen=True)
-class Preferred:
-    """A ranking whose first plan is the one to prefer."""
-
-    ranking: Ranking
-    rows: Ints
-    """Rows of the legal layouts that those of `ranking.prices` are, and then those of its tail."""
-    added: Prices | None = None
-    """A layout that was not legal before: what it recomputes is solved. It is the last one of them."""
-
-
-def preferred_first(
-    problem: Problem, space: Space, found: Fit, floor: Floor, ranking: Ranking, rows: Ints, legal: int
-) -> Preferred:
+def preferred_first(problem: Problem, space: Space, found: Fit, floor: Floor, ranked: Ranked) -> Ranked:
     """The ranking with the plan to prefer at its first place; the others keep their order.
 
     Args:
         found: which layouts of the space fit.
         floor: what none of them can beat.
-        ranking: by what the objective wants, the first ones simulated.
-        rows: those of the legal layouts that its prices and its tail are.
-        legal: the number of legal layouts.
+        ranked: by what the objective wants, the first ones simulated.
     """
+    ranking = ranked.ranking
     if not problem.preference.weighs or problem.objective == "memory" or not len(ranking):
-        return Preferred(ranking, rows)
+        return ranked
     choice = _Choice(problem, space, found, floor, ranking.prices.take(ranking.places[:1]))
     priced = choice.simplest(ranking.prices, ranking.places)
     assert priced is not None  # The fastest is not told apart from itself.
     prices, place, points = priced
-    ranking = replace(ranking, prices=prices)
-    if ranking.tail is not None:
-        other = choice.of_rows(ranking.tail.rows, points)
+    ranked = replace(ranked, ranking=replace(ranking, prices=prices))
+    tail = ranking.tail
+    if tail is not None:
+        other = choice.of_rows(tail.rows, points)
         if other is not None:
             row, points = other
-            ranking, rows, place = _with_row(ranking, rows, row)
+            ranked, place = _with_row(ranked, row)
     solved = choice.solved(points)
     if solved is not None:
-        place = len(ranking.prices)
-        prices = concatenate_prices([ranking.prices, solved])
-        ranking = replace(ranking, prices=prices, places=np.append(ranking.places, place))
-        rows = np.insert(rows, place, legal)
-    return Preferred(_first(ranking, place), rows, solved)
+        ranked, added = ranked.beside(solved)
+        place = int(added[0])
+        points = float(choice.points(solved.table, solved.peak_memory_bytes)[0])
+    moved = choice.moved(ranked.ranking.prices.take(np.array([place])), points)
+    if moved is not None:
+        ranked, added = ranked.beside(moved)
+        place = int(added[0])
+    return replace(ranked, ranking=_first(ranked.ranking, place))
 
 
 @dataclass(frozen=True)
@@ -224,6 +215,20 @@ class _Choice:
             return None
         return best[0].take(np.array([best[1]]))
 
+    def moved(self, preferred: Prices, most: float) -> Prices | None:
+        """The preferred plan with layers moved that make it faster, and that leave it as simple.
+
+        Args:
+            most: points of the plan.
+        """
+
+        def as_simple(prices: Prices) -> Bools:
+            simple: Bools = self.points(prices.table, prices.peak_memory_bytes) <= most
+            # What is enumerated has even stages.
+            return simple & ~has_even_stages(prices.table)
+
+        return played_moves(self.problem, preferred, as_simple)
+
 
 def _widest(table: LayoutTable) -> Floats:
     """Differences of two rows of a table at most, [kinds, 1]."""
@@ -244,11 +249,12 @@ def _blocks(points: Floats) -> Iterator[slice]:
         start = end
 
 
-def _with_row(ranking: Ranking, rows: Ints, row: int) -> tuple[Ranking, Ints, int]:
+def _with_row(ranked: Ranked, row: int) -> tuple[Ranked, int]:
     """The ranking with a row of its tail, and the rows that are its twins, among its prices.
 
-    Also the rows of the legal layouts, and the place of the prices of that row.
+    Also the place of the prices of that row.
     """
+    ranking, rows = ranked.ranking, ranked.rows
     assert ranking.tail is not None
     prices, tail = ranking.prices, ranking.tail
     own = tail.rows == row
@@ -268,7 +274,7 @@ def _with_row(ranking: Ranking, rows: Ints, row: int) -> tuple[Ranking, Ints, in
         places=np.concatenate([ranking.places, place + np.arange(len(moved))]),
         tail=Tail(tail.table, kept) if len(kept) else None,
     )
-    return ranking, rows, place
+    return replace(ranked, ranking=ranking, rows=rows), place
 
 
 def _equal_figures(prices: Prices, one: Prices) -> Bools:
@@ -280,10 +286,7 @@ def _equal_figures(prices: Prices, one: Prices) -> Bools:
 
 def _differ_in_form(one: LayoutTable, others: LayoutTable) -> Bools:
     """Rows that differ from `one` in nothing but the forms of twins, [n]."""
-    same = np.ones(len(others), dtype=np.bool_)
-    for name in ARRAY_FIELDS:
-        if name not in FORMS and name != "split":
-            same &= getattr(others, name) == getattr(one, name)
+    same = equal_but_for(tuple(FORMS), one, others)
     if same.any():
         split = one.splits[int(one.split[0])]
         same &= np.array([each == split for each in others.splits])[others.split]

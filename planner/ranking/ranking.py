@@ -13,7 +13,7 @@ from costmodels.spec.table import Floats
 from planner.objective import logarithms
 from planner.problem import Problem
 from planner.ranking.contenders import Tail, contenders, first_prices
-from planner.ranking.first_plans import Ranking, order, simulated
+from planner.ranking.first_plans import Ranked, Ranking, order, simulated, with_moved_layers
 from planner.ranking.preferred import preferred_first
 from planner.ranking.result import Listed, SearchResult
 from planner.solve.bounds import floor_of
@@ -85,9 +85,10 @@ def _ranked(
     tail = Tail(space.table, behind) if len(behind) else None
     ranking = simulated(Ranking(problem.objective, prices, places, tail))
     rows = np.concatenate([rows, len(space.table) + np.arange(more), behind])
-    chosen = preferred_first(problem, space, found, floor, ranking, rows, len(space.table) + more)
-    if chosen.added is not None:
-        added, more = [*added, chosen.added], more + 1
+    chosen = with_moved_layers(problem, Ranked(ranking, rows, len(space.table) + more))
+    chosen = preferred_first(problem, space, found, floor, chosen)
+    more = chosen.legal - len(space.table)
+    added += chosen.added
     return SearchResult(
         problem=problem,
         considered=space.considered + more,

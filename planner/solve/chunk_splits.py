@@ -7,8 +7,9 @@ first stage has the embedding, the last one the head. Layers are moved as long a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 
@@ -33,6 +34,9 @@ MOVES = 8
 RANKS = 8
 """Pipeline ranks that layers leave, at most."""
 
+STAGES = 8
+"""Stages up to which a layer may leave each for any other."""
+
 NEAR = 1.3
 """How many times slower than the last of the first places a plan may be: seldom do moves gain more."""
 
@@ -51,7 +55,7 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
         worth: whether rows that take so many seconds would be among the first.
     """
     where = problem.model, problem.cluster, problem.constants
-    moves = _shared if problem.engine.runs.stages_alike else _moves
+    moves = moves_of(problem)
     first = _best(problem, concatenate_prices(parts), NEAR * worth.last)
     if not len(first):
         return None
@@ -156,6 +160,11 @@ def _best(problem: Problem, prices: Prices, last: float) -> Prices:
     return prices.take(rows[np.argsort(slow[rows], kind="stable")[:ROWS]])
 
 
+def moves_of(problem: Problem) -> Callable[[LayoutTable, Ints], tuple[Ints, list[tuple[int, ...]]]]:
+    """What tells other splits of rows of a table that the engine of a problem runs, and their rows."""
+    return _shared if problem.engine.runs.stages_alike else _moves
+
+
 def _moves(table: LayoutTable, rows: Ints) -> tuple[Ints, list[tuple[int, ...]]]:
     """Splits with one layer of a rank's largest stage in the smallest one of another, and their rows."""
     row: list[int] = []
@@ -188,6 +197,11 @@ def _shared(table: LayoutTable, rows: Ints) -> tuple[Ints, list[tuple[int, ...]]
 def _pairs(layout: Layout) -> Iterator[tuple[int, int]]:
     """Stages that a layer may leave, and stages that may take it."""
     split, pipeline = layout.layers_per_stage, layout.pipeline_parallel
+    if len(split) <= STAGES:
+        yield from (
+            (source, target) for source, target in permutations(range(len(split)), 2) if split[source] > 1
+        )
+        return
     places = {rank: layout.stages_of(rank) for rank in range(pipeline)}
     ends = (0, len(split) - 1)
     # The first and the last stage have work of their own. A longer stage holds up least just before the last.

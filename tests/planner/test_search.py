@@ -269,6 +269,16 @@ OVERLOOKED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "tp=4+sp pp=2 vpp=2 schedule=zbv dp=1 mbs=2 x 500 layers_per_stage=8,10,10,8",
     ),
+    "more layers in front, where few microbatches leave the slowest rank waiting": (
+        "gpt2-small",
+        {"world_size": 36, "local_world_size": 12, "device": "a100-40g", "global_batch_size": 8},
+        "tp=12 pp=3 mbs=2 x 4 layers_per_stage=5,4,3",
+    ),
+    "a slow end of a V, where few microbatches wait for it": (
+        "gpt3-13b",
+        {"world_size": 60, "local_world_size": 12, "device": "rtx-pro-6000", "global_batch_size": 8},
+        "tp=10 pp=3 vpp=2 schedule=zbv cp=2 cp_form=all_gather mbs=1 x 8 layers_per_stage=6,8,7,6,6,7",
+    ),
 }
 """Rivals that random draws had found ahead of the first plan."""
 

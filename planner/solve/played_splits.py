@@ -1,0 +1,119 @@
+"""Layers of each stage, moved one at a time for a few plans, by their pipelines as they are played out.
+
+Closed forms choose the layers of stages first (`planner.solve.splits`, `planner.solve.chunk_splits`). Where a
+step has few microbatches, they take splits for equal whose pipelines differ by some percent: it matters which
+rank is the slowest one, and what the others do meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from costmodels.pricing import Prices, price
+from costmodels.spec.layout import even_split
+from costmodels.spec.table import ARRAY_FIELDS, Bools, Ints, LayoutTable, distinct_rows, numbered_splits
+from costmodels.time.simulation import STEADY_BATCHES
+from planner.problem import Problem
+from planner.solve.chunk_splits import MOVES, has_movable_layers, moves_of
+from planner.solve.concatenation import concatenate_prices
+from planner.solve.recompute import first_of_each
+
+PLANS = 4
+"""Plans at the top of a ranking whose layers are moved, of those that differ in more than these."""
+
+TRIED = 24
+"""Splits of a plan that are played out for one move, the best ones by closed forms."""
+
+NEAR = 1.2
+"""How many times as long as the best of these a split may take by closed forms."""
+
+GAIN = 1e-6
+"""Relative gain below which no layer is moved."""
+
+MOST_PASSES = 60_000
+"""Passes of pipelines that are played out at most."""
+
+
+def played_moves(
+    problem: Problem, first: Prices, allowed: Callable[[Prices], Bools] | None = None
+) -> Prices | None:
+    """The plans of `first` with layers moved between stages, of those that it makes faster.
+
+    Args:
+        first: prices of layouts that fit, the best ones first, with simulated pipelines.
+        allowed: which layouts are answers; all that fit unless given.
+    """
+    some = np.flatnonzero(has_movable_layers(problem, first.table))
+    if not len(some) or "layers_per_stage" in problem.pins:
+        return None
+    columns = [getattr(first.table, name)[some] for name in ARRAY_FIELDS if name != "split"]
+    now = first.take(some[np.sort(distinct_rows(columns)[0])[:PLANS]])
+    before, left = now.step_time_s, MOST_PASSES
+    open_rows = np.arange(len(now))
+    for _ in range(MOVES):
+        row, tried = _tried(problem, now, open_rows, allowed)
+        passes = played_passes(tried.table).cumsum()
+        if not len(row) or passes[0] > left:
+            break
+        within = slice(0, int(np.searchsorted(passes, left, side="right")))
+        left -= int(passes[within][-1])
+        row, tried = row[within], tried.take(within)
+        tried = tried.simulate(np.arange(len(tried)))
+        best = first_of_each(row, tried.step_time_s)
+        best = best[tried.step_time_s[best] < now.step_time_s[row[best]] * (1 - GAIN)]
+        if not len(best):
+            break
+        open_rows = row[best]
+        kept = np.setdiff1d(np.arange(len(now)), open_rows)
+        back = np.argsort(np.concatenate([kept, open_rows]))
+        now = concatenate_prices([now.take(kept), tried.take(best)]).take(back)
+    faster = now.step_time_s < before
+    return now.take(faster) if faster.any() else None
+
+
+def _tried(
+    problem: Problem, now: Prices, rows: Ints, allowed: Callable[[Prices], Bools] | None
+) -> tuple[Ints, Prices]:
+    """Splits that are played out, of each row the better ones first, and the rows that they are of."""
+    row, splits = moves_of(problem)(now.table, rows)
+    if not len(row):
+        return row, now.take(row)
+    own, which = numbered_splits(splits)
+    table = replace(now.table.take(row), split=which, splits=own)
+    prices = price(problem.model, problem.cluster, problem.constants, table)
+    good = prices.peak_memory_bytes <= problem.cluster.memory_bytes
+    if allowed is not None:
+        good &= allowed(prices)
+    row, prices = row[good], prices.take(good)
+    order = np.lexsort((_longest(prices.table), prices.step_time_s, row))
+    row, seconds = row[order], prices.step_time_s[order]
+    starts = np.searchsorted(row, row)
+    place = np.arange(len(row)) - starts
+    some = np.flatnonzero((place < TRIED) & (seconds <= NEAR * seconds[starts]))
+    some = some[np.argsort(place[some], kind="stable")]
+    return row[some], prices.take(order[some])
+
+
+def _longest(table: LayoutTable) -> Ints:
+    """The square sum of the layers of stages, [n]: smaller of more even ones."""
+    return np.array([sum(each * each for each in split) for split in table.splits], dtype=np.int64)[
+        table.split
+    ]
+
+
+def has_even_stages(table: LayoutTable) -> Bools:
+    """Rows whose stages have the layers that are enumerated, [n]."""
+    even = [split == even_split(sum(split), len(split)) for split in table.splits]
+    return np.array(even, dtype=np.bool_)[table.split]
+
+
+def played_passes(table: LayoutTable) -> Ints:
+    """Passes of the pipeline of each row that are played out, [n]."""
+    pipeline = table.pipeline_parallel
+    # Long schedules are played until they are steady, which most are by then.
+    played = np.minimum(table.micro_batches, 2 * STEADY_BATCHES * pipeline)
+    result: Ints = np.where(pipeline > 1, 2 * played * pipeline * table.virtual_pipeline_parallel, 0)
+    return result
