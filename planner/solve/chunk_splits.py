@@ -15,7 +15,17 @@ import numpy as np
 
 from costmodels.pricing import Prices, price
 from costmodels.spec.layout import V_SCHEDULES, Layout, even_split
-from costmodels.spec.table import NONE, UNIFORM, Bools, Floats, Ints, LayoutTable, numbered_splits
+from costmodels.spec.table import (
+    ARRAY_FIELDS,
+    NONE,
+    UNIFORM,
+    Bools,
+    Floats,
+    Ints,
+    LayoutTable,
+    distinct_rows,
+    numbered_splits,
+)
 from planner.objective import slowness
 from planner.problem import Problem
 from planner.solve.bounds import Worth
@@ -40,8 +50,8 @@ STAGES = 8
 NEAR = 1.3
 """How many times slower than the last of the first places a plan may be: seldom do moves gain more."""
 
-FREED = 3
-"""Plans that are tried without recomputation, too."""
+UNFIT = 1e30
+"""Seconds that no step takes."""
 
 GAIN = 1e-4
 """Relative gain below which no layer is moved."""
@@ -67,9 +77,7 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
             break
         own, which = numbered_splits(splits)
         prices = price(*where, replace(now.table.take(row), split=which, splits=own))
-        seconds = np.where(
-            prices.peak_memory_bytes <= problem.cluster.memory_bytes, prices.step_time_s, np.inf
-        )
+        seconds = _rated(problem, prices)
         order = first_of_each(row, seconds)
         better = order[seconds[order] < least[row[order]] * (1 - GAIN)]
         open_rows = row[better]
@@ -86,7 +94,7 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
 
 
 def _starts(problem: Problem, first: Prices) -> tuple[Prices, Floats, Floats]:
-    """Plans whose layers are moved, the seconds that a move has to beat, and those that a result has to.
+    """Plans whose layers are moved, what a move has to beat (`_rated`), and what a result has to.
 
     Besides `first` these are its plans with other chunks, and without recomputation, which need not fit.
     """
@@ -102,12 +110,20 @@ def _starts(problem: Problem, first: Prices) -> tuple[Prices, Floats, Floats]:
     if lists_plain_alone(problem):
         # With fewer layers on the fullest rank, a layout may fit without recomputation.
         table = first.table
-        some = np.flatnonzero((table.recompute != NONE) & (table.virtual_pipeline_parallel > 1))[:FREED]
-        plain = with_recompute(table.take(some), NONE, 0)
+        plain = with_recompute(
+            table.take((table.recompute != NONE) & (table.virtual_pipeline_parallel > 1)), NONE, 0
+        )
+        plain = plain.take(distinct_rows([getattr(plain, name) for name in ARRAY_FIELDS])[0])
         parts.append(price(problem.model, problem.cluster, problem.constants, plain))
-        least.append(np.full(len(some), np.inf))
-        before.append(least[-1])
+        least.append(_rated(problem, parts[-1]))
+        before.append(np.full(len(plain), UNFIT))
     return concatenate_prices(parts), np.concatenate(least), np.concatenate(before)
+
+
+def _rated(problem: Problem, prices: Prices) -> Floats:
+    """Seconds of rows that fit, and a larger number of others, which falls with the memory that they lack."""
+    held = prices.peak_memory_bytes / problem.cluster.memory_bytes
+    return np.where(held <= 1.0, prices.step_time_s, UNFIT * held)
 
 
 def _other_chunks(problem: Problem, first: Prices) -> Prices | None:

@@ -269,6 +269,18 @@ OVERLOOKED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "tp=4+sp pp=2 vpp=2 schedule=zbv dp=1 mbs=2 x 500 layers_per_stage=8,10,10,8",
     ),
+    "chunks that fit without recomputation where the first is short, in a slower plan's schedule": (
+        "sc21-39.1b",
+        {
+            "world_size": 20,
+            "local_world_size": 5,
+            "device": "a100-pcie-80g",
+            "max_global_batch_size": 200,
+            "memory_margin_gib": 6.0,
+        },
+        "tp=1 pp=10 vpp=2 schedule=dualpipev dp=2 zero=1 mbs=1 x 100 "
+        "layers_per_stage=1,3,3,3,3,3,3,3,2,2,3,3,2,2,2,2,2,2,2,2",
+    ),
     "more layers in front, where few microbatches leave the slowest rank waiting": (
         "gpt2-small",
         {"world_size": 36, "local_world_size": 12, "device": "a100-40g", "global_batch_size": 8},
