@@ -114,9 +114,11 @@ def _starts(problem: Problem, first: Prices) -> tuple[Prices, Floats, Floats]:
             table.take((table.recompute != NONE) & (table.virtual_pipeline_parallel > 1)), NONE, 0
         )
         plain = plain.take(distinct_rows([getattr(plain, name) for name in ARRAY_FIELDS])[0])
-        parts.append(price(problem.model, problem.cluster, problem.constants, plain))
-        least.append(_rated(problem, parts[-1]))
-        before.append(np.full(len(plain), UNFIT))
+        lacking = price(problem.model, problem.cluster, problem.constants, plain)
+        lacking = lacking.take(lacking.peak_memory_bytes > problem.cluster.memory_bytes)
+        parts.append(lacking)
+        least.append(_rated(problem, lacking))
+        before.append(np.full(len(lacking), UNFIT))
     return concatenate_prices(parts), np.concatenate(least), np.concatenate(before)
 
 
