@@ -31,10 +31,24 @@ def fewest_enough(enough: Callable[[Ints], Bools], low: Ints, high: Ints) -> Int
     return high
 
 
-def most_fitting(fits: Callable[[Ints], Bools], low: Ints, high: Ints) -> Ints:
-    """The largest counts from `low` to `high` that fit, which `low` are taken to do."""
-    while (low < high).any():
-        middle = (low + high + 1) // 2
-        met = fits(middle)
-        low, high = np.where(met, middle, low), np.where(met, high, middle - 1)
+def most_within(measure: Callable[[Ints], Floats], limit: float, low: Ints, high: Ints) -> Ints:
+    """The largest counts from `low` to `high` whose measure is within the limit, which that of `low` is taken
+    to be.
+
+    Args:
+        measure: of counts, with which it grows: along a line, or the largest of a few.
+    """
+    below, above = measure(low), measure(high)
+    low = np.where(above <= limit, high, low)
+    turn = 0
+    while (open_places := high - low > 1).any():
+        turn += 1
+        # Where a line crosses the limit is almost always the answer.
+        share = (limit - below) / np.where(above > below, above - below, 1.0) if turn % 3 else 0.5
+        probe = np.clip(low + np.floor(share * (high - low)).astype(np.int64), low + 1, high - 1)
+        probe = np.where(open_places, probe, low)
+        found = measure(probe)
+        within, beyond = open_places & (found <= limit), open_places & (found > limit)
+        low, below = np.where(within, probe, low), np.where(within, found, below)
+        high, above = np.where(beyond, probe, high), np.where(beyond, found, above)
     return low

@@ -11,8 +11,8 @@ from costmodels.ranks.rank_layers import FIELDS, Ranks, all_ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, distinct_rows
-from planner.solve.bisection import most_fitting
+from costmodels.spec.table import SCHEDULES, Floats, Ints, LayoutTable, distinct_rows
+from planner.solve.bisection import most_within
 from planner.solve.mixed_splits import SLACK, Pipelines
 
 
@@ -67,9 +67,4 @@ def exact_caps(
 ) -> Ints:
     """The most layers of each rank that fit into its memory in equal chunks, [n, ranks], at most `most`."""
     held = _held(model, cluster, engine, table, some)
-
-    def fits(count: Ints) -> Bools:
-        return held(count) <= cluster.memory_bytes
-
-    # The largest number is the right one almost everywhere.
-    return most_fitting(fits, np.where(fits(most), most, 0), most)
+    return most_within(held, cluster.memory_bytes, np.zeros_like(most), most)

@@ -55,9 +55,6 @@ USUAL = code_of("recompute_modules", ("core_attention",))
 """The modules that are enumerated."""
 
 
-FEW = 4096
-"""Rows up to which those that could be worth it are found before those that could fit."""
-
 NEAR = 1.02
 """Share of a device's memory up to which other modules are tried where the most recomputation exceeds it."""
 
@@ -98,46 +95,30 @@ def least_recompute(
         groups.append((with_fewest_micro_batches(plain), True, True))
     priced: list[Prices] = []
     for some, usual, new in groups:
-        if len(some) <= FEW:
-            # Few are priced in less time than it takes to find out which could fit.
-            seconds = price(model, cluster, engine, some).step_time_s
-            some = some.take(worth(some, seconds) | some.offload_activations)
-        some = some.take(_able(model, cluster, engine, some, kinds))
-        if not len(some):
-            continue
         prices = price(model, cluster, engine, some)
-        good = worth(some, prices.step_time_s)
-        fit = good & (prices.peak_memory_bytes <= cluster.memory_bytes)
+        kept = worth(some, prices.step_time_s) | some.offload_activations
+        some, prices = some.take(kept), prices.take(kept)
+        fit = worth(some, prices.step_time_s) & (prices.peak_memory_bytes <= cluster.memory_bytes)
         if new:
             priced.append(prices.take(fit))
-        solved = some.take(some.offload_activations | (good & ~fit))
-        priced.append(fastest_that_fit(model, cluster, engine, solved, kinds, usual)[1])
+        solved = some.take(some.offload_activations | ~fit)
+        solved = solved.take(_could_fit(model, cluster, engine, solved, kinds))
+        if len(solved):
+            priced.append(fastest_that_fit(model, cluster, engine, solved, kinds, usual)[1])
     return concatenate_prices(priced) if priced else None
 
 
-def _able(
+def _could_fit(
     model: ModelSpec, cluster: Cluster, engine: Engine, plain: LayoutTable, kinds: Collection[Recompute]
 ) -> Bools:
-    """Rows that fit with some recomputation of all layers, [n].
+    """Rows that may fit with some recomputation, [n].
 
     Whole layers, or all modules, keep least; but what they recompute is there at once, so that small models
     may fit with other modules alone.
     """
-    most = with_most_recompute(model, engine, plain, kinds)
-    held = _peak(model, cluster, engine, most)
-    fits: Bools = held <= cluster.memory_bytes
-    near = held <= NEAR * cluster.memory_bytes
-    split = plain.runs(*SPLIT_BACKWARD)
-    for kind, modules in recompute_sets(model, engine, kinds):
-        # Schedules that split backward do not recompute whole layers.
-        rest = np.flatnonzero(near & ~fits & ~(split & (kind == FULL)))
-        if len(rest):
-            some = plain.take(rest)
-            held = _peak(model, cluster, engine, with_recompute(some, kind, modules))
-            if kind in _kinds_of_some_layers(engine):
-                held = np.minimum(held, _peak_of_all_but_one(model, cluster, engine, some, kind, modules))
-            fits[rest] = held <= cluster.memory_bytes
-    return fits
+    held = _peak(model, cluster, engine, with_most_recompute(model, engine, plain, kinds))
+    result: Bools = held <= NEAR * cluster.memory_bytes
+    return result
 
 
 def _kinds_of_some_layers(engine: Engine) -> list[int]:

@@ -23,7 +23,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, distinct_numbers, numbered_splits
-from planner.solve.bisection import fewest_enough, least_number, most_fitting
+from planner.solve.bisection import fewest_enough, least_number, most_within
 from planner.solve.bounds import Worth, least_step
 
 MOST_LEADING = 8
@@ -266,8 +266,9 @@ def _caps(job: _Job, stages: _Stages) -> Ints:
     for start in range(stages.leading + 1):
         before = np.full(stages.there.shape, start)
 
-        def fits(split: Ints, before: Ints = before) -> Bools:
-            return _bytes(job, stages, split, before) <= job.cluster.memory_bytes
+        def held(split: Ints, before: Ints = before) -> Floats:
+            return _bytes(job, stages, split, before)
 
-        caps[:, :, start] = most_fitting(fits, np.zeros_like(before), np.full_like(before, stages.layers))
+        most = np.full_like(before, stages.layers)
+        caps[:, :, start] = most_within(held, job.cluster.memory_bytes, np.zeros_like(before), most)
     return caps
