@@ -88,7 +88,7 @@ def changes(result: SearchResult) -> Calls[Change]:
     listed = None if result.offloads or problem.cluster.parts else result.listed
     calls = [
         partial(_searched, kind, what, changed, before, listed if kind in SAME_LAYOUTS else None)
-        for kind, what, changed in _changed(problem)
+        for kind, what, changed in changed_problems(problem)
     ]
     return Calls(calls, helpers_for(len(calls), result.elapsed_s))
 
@@ -112,14 +112,13 @@ def _searched(kind: Kind, what: str, problem: Problem, tokens_per_s: float, know
     return Change(kind, what, ratio, metric(problem.objective, fastest), after.plan(0), "")
 
 
-def _changed(problem: Problem) -> Iterator[tuple[Kind, str, Problem]]:
+def changed_problems(problem: Problem) -> Iterator[tuple[Kind, str, Problem]]:
+    """The kind of each change, the change in words, and the problem after it."""
     cluster, batch = problem.cluster, problem.batch
-    memory = cluster.memory_bytes * TIMES
-    yield (
-        "memory",
-        f"{memory / GIB:.0f} GiB a device instead of {cluster.memory_bytes / GIB:.0f}",
-        replace(problem, cluster=cluster.model_copy(update={"memory_bytes": memory})),
-    )
+    larger_memory = _with_more_memory(cluster)
+    before, after = (_memory_text(each) for each in (cluster, larger_memory))
+    what = f"{after} GiB a device instead of {before}"
+    yield "memory", what, replace(problem, cluster=larger_memory)
     if cluster.world_size > 1:
         fast = cluster.fast_link
         yield (
@@ -147,6 +146,18 @@ def _changed(problem: Problem) -> Iterator[tuple[Kind, str, Problem]]:
         )
     for without, others in pins_without_one(problem.pins):
         yield "pin", without, replace(problem, pins=others)
+
+
+def _with_more_memory(cluster: Cluster) -> Cluster:
+    """The cluster with `TIMES` as much memory on each device, of nodes of two kinds as much more of each."""
+    parts = tuple(_with_more_memory(part) for part in cluster.parts)
+    return cluster.model_copy(update={"memory_bytes": cluster.memory_bytes * TIMES, "parts": parts})
+
+
+def _memory_text(cluster: Cluster) -> str:
+    """GiB of a device, of each kind of node those of its own."""
+    every = dict.fromkeys(f"{part.memory_bytes / GIB:.0f}" for part in cluster.parts or (cluster,))
+    return " and ".join(every)
 
 
 def _faster(cluster: Cluster, intra: bool) -> Cluster:

@@ -22,6 +22,7 @@ from costmodels.spec.layout import Recompute
 from costmodels.spec.mixed_cluster import mixed_cluster
 from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
+from planner.explanation.changes import changed_problems
 from planner.inputs.batch import Batch
 from planner.inputs.cluster import resolve_cluster
 from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine
@@ -29,7 +30,7 @@ from planner.inputs.node_kinds import parse_kinds
 from planner.inputs.pins import Pins
 from planner.pipeline_ranks import device_ranks, idle_shares
 from planner.preference import FASTEST
-from planner.problem import Problem
+from planner.problem import Problem, resolve_problem
 from planner.ranking.ranking import rank
 from planner.solve.mixed_caps import exact_caps
 from planner.solve.mixed_splits import layers_of_ranks, least_bound, pipelines
@@ -229,6 +230,18 @@ def test_every_kind_is_held_to_its_own_memory() -> None:
 
 
 @pytest.mark.slow
+def test_twice_the_memory_is_twice_that_of_each_kind() -> None:
+    asked: dict[str, Any] = {"local_world_size": 2, "device": "a100-80g:1,v100-32g:1", "global_batch_size": 8}
+    problem = resolve_problem("gpt3-2.7b", 4, **asked)
+    [(what, changed)] = [(what, each) for kind, what, each in changed_problems(problem) if kind == "memory"]
+    whole, parts = changed.cluster, changed.cluster.parts
+    assert [part.memory_bytes for part in parts] == [2 * part.memory_bytes for part in problem.cluster.parts]
+    assert whole.memory_bytes == max(part.memory_bytes for part in parts)
+    own = " and ".join(f"{part.memory_bytes / GIB:.0f}" for part in problem.cluster.parts)
+    more = " and ".join(f"{part.memory_bytes / GIB:.0f}" for part in parts)
+    assert own == "79 and 32" and what == f"{more} GiB a device instead of {own}"
+
+
 def test_a_plan_of_two_kinds_is_reported_saved_and_explained(planner_command: Command, tmp_path: Any) -> None:
     job = ["--model", "gpt2-1.5b", "--device", "h100:1,a100-80g:1", "--local-world-size", "2"]
     job += ["--global-batch-size", "16", "--pin", "vpp=1", "--pin", "pp=2", "--pin", "mbs=1,2"]
