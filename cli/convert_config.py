@@ -34,7 +34,7 @@ class ConvertConfigOptions:
     to: str = flag("", f"Software: {', '.join(TARGETS)}.", metavar="NAME")
     out: str | None = flag(None, "File to write; standard output unless given.", metavar="FILE")
     nearest: bool = flag(
-        False, "Write the nearest job where the other software has no words for a part of this one."
+        False, "Write the nearest job where the other software does not support a part of this one."
     )
 
 
@@ -42,7 +42,7 @@ class ConvertConfigOptions:
 def convert_config(options: ConvertConfigOptions, cluster: ClusterOptions) -> None:
     """Write the job of a script or configuration as the flags or the file of other software.
 
-    Exit code 5, and nothing is written, where that has no words for a part of the job. With --nearest the job
+    Exit code 5, and nothing is written, where that does not support a part of the job. With --nearest the job
     that is written is priced, and its difference said.
     """
     if not options.to:

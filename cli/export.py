@@ -32,13 +32,13 @@ def export(
     nearest: Annotated[
         bool,
         typer.Option(
-            "--nearest", help="Write the nearest job where the software has no words for a part of the plan."
+            "--nearest", help="Write the nearest job where the software does not support a part of the plan."
         ),
     ] = False,
 ) -> None:
     """Write a plan as the flags or the configuration file of other software.
 
-    Exit code 5, and nothing is written, where it has no words for a part of the plan. With --nearest the job
+    Exit code 5, and nothing is written, where it does not support a part of the plan. With --nearest the job
     that is written is priced again, and its difference said.
     """
     loaded = Plan.load(plan)

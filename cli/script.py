@@ -57,7 +57,7 @@ class ScriptOptions:
         metavar="FILE",
     )
     nearest: bool = flag(
-        False, "With --program: start the nearest job where its software has no words for a part of the plan."
+        False, "With --program: start the nearest job where its software does not support a part of the plan."
     )
 
 

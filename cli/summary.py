@@ -129,7 +129,7 @@ def header_lines(result: SearchResult) -> Iterator[str]:
 
 
 def tie_line(result: SearchResult, rows: Sequence[DistinctPlan]) -> str | None:
-    """A line on the plans that the estimates do not tell apart, or None; `rows` are shown."""
+    """A line on the plans within the estimate's error of the first, or None; `rows` are shown."""
     shown = [row.place for row in rows]
     last = max((row.place + len(row.twins) for row in rows), default=0)
     places = tuple(place for place in indistinguishable(result) if place in shown or place > last)

@@ -48,12 +48,14 @@ def search(model: ModelSpec | str | Path, world_size: int, **job: Unpack[SearchK
     Raises `InputError` for wrong input and when no layout is legal; a result without feasible layouts
     is returned all the same.
 
-    >>> import planner
-    >>> result = planner.search("llama3-8b", world_size=8, device="h100", global_batch_size=64, pin=["tp=2"])
-    >>> {plan.layout.tensor_parallel for plan in result.plans(5)}
-    {2}
-    >>> result.legal == result.feasible + result.rejected["device_memory"]
-    True
+    Examples:
+        >>> import planner
+        >>> job = dict(device="h100", global_batch_size=64, pin=["tp=2"])
+        >>> result = planner.search("llama3-8b", world_size=8, **job)
+        >>> {plan.layout.tensor_parallel for plan in result.plans(5)}
+        {2}
+        >>> result.legal == result.feasible + result.rejected["device_memory"]
+        True
     """
     return search_problem(resolve_problem(model, world_size, **job))
 
@@ -73,14 +75,15 @@ def suggest(model: ModelSpec | str | Path, world_size: int, **job: Unpack[Search
     Raises `NoLayoutFits` when every legal layout needs more memory than a device has; its line holds
     the closest plan, what that lacks in GiB, and the cheapest change that would make it fit.
 
-    >>> import planner
-    >>> plan = planner.suggest("llama2-70b", world_size=64, device="a100-80g", max_global_batch_size=16)
-    >>> plan.fits, plan.layout.world_size, plan.layout.global_batch_size
-    (True, 64, 16)
-    >>> planner.suggest("llama2-70b", world_size=1, device="a100-80g", max_global_batch_size=1)
-    Traceback (most recent call last):
-    ...
-    costmodels.errors.NoLayoutFits: no layout of llama2-70b fits ...
+    Examples:
+        >>> import planner
+        >>> plan = planner.suggest("llama2-70b", world_size=64, device="a100-80g", max_global_batch_size=16)
+        >>> plan.fits, plan.layout.world_size, plan.layout.global_batch_size
+        (True, 64, 16)
+        >>> planner.suggest("llama2-70b", world_size=1, device="a100-80g", max_global_batch_size=1)
+        Traceback (most recent call last):
+        ...
+        costmodels.errors.NoLayoutFits: no layout of llama2-70b fits ...
     """
     result = search(model, world_size=world_size, **job)
     if result.best is None:
@@ -110,13 +113,14 @@ def evaluate(
     `InputError` for a layout that breaks a rule, with the rule's numbers and what would be right. Whether it
     fits is for the caller to ask.
 
-    >>> import planner
-    >>> plan = planner.suggest("llama3-8b", world_size=8, device="h100", global_batch_size=64)
-    >>> planner.evaluate(plan.layout, model="llama3-8b", device="h100") == plan.estimate
-    True
-    >>> job = dict(model="llama3-8b", device="h100", world_size=8, global_batch_size=64)
-    >>> planner.evaluate(plan.layout.describe(), **job) == plan.estimate
-    True
+    Examples:
+        >>> import planner
+        >>> plan = planner.suggest("llama3-8b", world_size=8, device="h100", global_batch_size=64)
+        >>> planner.evaluate(plan.layout, model="llama3-8b", device="h100") == plan.estimate
+        True
+        >>> job = dict(model="llama3-8b", device="h100", world_size=8, global_batch_size=64)
+        >>> planner.evaluate(plan.layout.describe(), **job) == plan.estimate
+        True
     """
     spec = resolve_model(model)
     if isinstance(layout, str):

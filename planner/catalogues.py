@@ -58,9 +58,10 @@ class Catalogue(tuple[RecordT, ...], Generic[RecordT]):
 def models() -> Catalogue[ModelSpec]:
     """The models of the catalogue.
 
-    >>> import planner
-    >>> planner.models().named("llama3-8b").layers
-    32
+    Examples:
+        >>> import planner
+        >>> planner.models().named("llama3-8b").layers
+        32
     """
     columns = ("model", "parameters", "layers", "hidden", "experts", "sequence")
     return Catalogue([load_model(name) for name in model_names()], columns, _model_row)
@@ -69,9 +70,10 @@ def models() -> Catalogue[ModelSpec]:
 def devices() -> Catalogue[Device]:
     """The devices of the catalogue.
 
-    >>> import planner
-    >>> "h100" in planner.devices().names
-    True
+    Examples:
+        >>> import planner
+        >>> "h100" in planner.devices().names
+        True
     """
     columns = ("device", "vendor", "TFLOP/s", "GiB", "GB/s", "per node")
     return Catalogue([load_device(name) for name in device_names()], columns, _device_row)
@@ -80,9 +82,10 @@ def devices() -> Catalogue[Device]:
 def engines() -> Catalogue[Engine]:
     """The training engines of the catalogue.
 
-    >>> import planner
-    >>> "megatron" in planner.engines().names
-    True
+    Examples:
+        >>> import planner
+        >>> "megatron" in planner.engines().names
+        True
     """
     return Catalogue([load_engine(name) for name in engine_names()], ("engine", "precisions"), _engine_row)
 

@@ -82,7 +82,7 @@ def other_plan(result: SearchResult) -> OtherPlan | None:
 
 
 def _wordless(model: ModelSpec) -> str | None:
-    """The first part of a model that Megatron-LM has no words for, and why; None where it has all."""
+    """The first part of a model that Megatron-LM does not support, and why; None where it has all."""
     # Only questions that fit here come so far: others do without the reader of Megatron-LM's flags.
     from planner.formats.megatron.layers import BECAUSE
     from planner.formats.writing.model_words import usual_part
@@ -90,7 +90,7 @@ def _wordless(model: ModelSpec) -> str | None:
     for name, why in BECAUSE.items():
         value = getattr(model, name, None)
         if value is not None and value != usual_part(model, name):
-            return f"it has no words for {name} of {model.name}: {why}"
+            return f"it does not support {name} of {model.name}: {why}"
     return None
 
 

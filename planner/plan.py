@@ -41,16 +41,17 @@ LARGEST_PLAN = 64 * MIB
 class Plan(Record):
     """The decision how to train `model` on `cluster`: what the planner ranks and the runtime executes.
 
-    >>> import planner
-    >>> plan = planner.suggest("llama3-8b", world_size=8, device="h100", global_batch_size=64)
-    >>> plan.estimate.step_time_low_s < plan.estimate.step_time_s < plan.estimate.step_time_high_s
-    True
-    >>> run = plan.run("15T", price_per_hour=2.5)
-    >>> round(run.money / (run.days * 24 * 8), 6)
-    2.5
-    >>> plan.save("plan.json")
-    >>> planner.Plan.load("plan.json") == plan
-    True
+    Examples:
+        >>> import planner
+        >>> plan = planner.suggest("llama3-8b", world_size=8, device="h100", global_batch_size=64)
+        >>> plan.estimate.step_time_low_s < plan.estimate.step_time_s < plan.estimate.step_time_high_s
+        True
+        >>> run = plan.run("15T", price_per_hour=2.5)
+        >>> round(run.money / (run.days * 24 * 8), 6)
+        2.5
+        >>> plan.save("plan.json")
+        >>> planner.Plan.load("plan.json") == plan
+        True
     """
 
     version: Literal[1] = VERSION
@@ -72,7 +73,7 @@ class Plan(Record):
     objective: Objective = "throughput"
     """What the ranking is by; what it was by before plans said so unless given."""
     preference: Preference = FASTEST
-    """What decided between plans that the estimates do not tell apart; nothing before plans said so."""
+    """The choice among plans within the estimate's error of each other; empty in files without it."""
     considered: CountOrZero
     """Layouts of the whole product, legal or not."""
     legal: CountOrZero
@@ -230,9 +231,10 @@ def _digest(values: Mapping[str, Any]) -> str:
 def load(path: str | Path) -> Plan:
     """The plan of a file that `Plan.save` or `--save` wrote; raises `InputError` as `Plan.load` does.
 
-    >>> import planner
-    >>> planner.suggest("gpt2-small", world_size=4, device="h100", global_batch_size=16).save("plan.json")
-    >>> planner.load("plan.json").layout.world_size
-    4
+    Examples:
+        >>> import planner
+        >>> planner.suggest("gpt2-small", world_size=4, device="h100", global_batch_size=16).save("plan.json")
+        >>> planner.load("plan.json").layout.world_size
+        4
     """
     return Plan.load(path)

@@ -1,4 +1,4 @@
-"""Which of the plans that the estimates do not tell apart is the first: the simplest, or the fastest."""
+"""The choice among plans within the estimate's error of the fastest: the simplest of them, or the fastest."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Complexity(Record):
 
 
 class Preference(Record):
-    """What decides between plans that the estimates do not tell apart, and the memory to leave free."""
+    """The choice among plans within the estimate's error of each other, and the memory to leave free."""
 
     prefer: Prefer = "simple"
     headroom_gib: NonNegative | None = None

@@ -44,7 +44,7 @@ class Problem:
     rules: tuple[Rule, ...] = ()
     """What this job cannot run, besides what no job and what its engine cannot."""
     preference: Preference = Preference()
-    """What decides between plans that the estimates do not tell apart."""
+    """The choice among plans within the estimate's error of each other."""
 
     @cached_property
     def constants(self) -> Engine:
@@ -95,7 +95,7 @@ class JobKeywords(TypedDict, total=False):
     objective: str | None
     """What the first plan is best at (`planner.objective.Objective`)."""
     prefer: str | None
-    """`simple` or `fastest`: which of the plans that the estimates do not tell apart is the first; or a YAML
+    """`simple` or `fastest`: the choice among plans within the estimate's error of the fastest; or a YAML
     file of points (`planner.preference`)."""
     headroom: str | float | None
     """Memory that a plan should leave free on a device: GiB (`2`), or a share of it (`3%`)."""

@@ -266,16 +266,17 @@ def sizes(
     Raises `InputError` for wrong input, and when no size has a legal layout; a size without one is listed
     with the reason where others have.
 
-    >>> import planner
-    >>> job = dict(device="h100", global_batch_size=64, tokens="1T")
-    >>> found = planner.sizes("llama3-8b", world_size="8,16", **job)
-    >>> [size.world_size for size in found.sizes]
-    [8, 16]
-    >>> found.sizes[0].run.days > found.sizes[1].run.days
-    True
-    >>> found = planner.sizes("llama3-8b", world_size="8,16", price_per_hour="$2", budget="$60k", **job)
-    >>> found.recommendation.world_size, found.recommendation.rule
-    (16, 'budget')
+    Examples:
+        >>> import planner
+        >>> job = dict(device="h100", global_batch_size=64, tokens="1T")
+        >>> found = planner.sizes("llama3-8b", world_size="8,16", **job)
+        >>> [size.world_size for size in found.sizes]
+        [8, 16]
+        >>> found.sizes[0].run.days > found.sizes[1].run.days
+        True
+        >>> found = planner.sizes("llama3-8b", world_size="8,16", price_per_hour="$2", budget="$60k", **job)
+        >>> found.recommendation.world_size, found.recommendation.rule
+        (16, 'budget')
     """
     device = job.get("device")
     if is_of_kinds(device):

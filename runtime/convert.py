@@ -1,8 +1,9 @@
 """Hugging Face models to checkpoints of this runtime, and back.
 
->>> from runtime import convert
->>> convert.from_hugging_face("Llama-3.1-8B", "llama")  # doctest: +SKIP
->>> convert.to_hugging_face("llama", "exported", dtype="bf16")  # doctest: +SKIP
+Examples:
+    >>> from runtime import convert
+    >>> convert.from_hugging_face("Llama-3.1-8B", "llama")  # doctest: +SKIP
+    >>> convert.to_hugging_face("llama", "exported", dtype="bf16")  # doctest: +SKIP
 
 Both write tensor after tensor, so that memory holds a few of them, and a folder that appears when it is
 whole. There and back again gives the same tensors to the bit.

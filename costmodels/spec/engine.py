@@ -105,7 +105,7 @@ class Engine(Record):
     allocator: AllocatorConstants
     memory_range: MemoryRangeConstants = MemoryRangeConstants()
     memory_spread: NonNegative = 0.0
-    """Half the width of the range that holds four of five measured peaks, as a natural logarithm; 0 where
+    """Half the width of the 80 % prediction interval of the peak, as a natural logarithm; 0 where
     `memory_range` tells all."""
     sharding: ShardingConstants = ShardingConstants()
     experts: ExpertConstants = ExpertConstants()

@@ -114,9 +114,9 @@ class Estimate(Record):
     step_time_s: Positive
     """Seconds of one optimizer step."""
     step_time_low_s: Positive
-    """Lower end of the range that holds four of five measured steps; `step_time_high_s` is the upper one."""
+    """Lower end of the 80 % prediction interval, seconds; `step_time_high_s` is the upper one."""
     step_time_high_s: Positive
-    """Upper end of the range that holds four of five measured steps."""
+    """Upper end of the 80 % prediction interval, seconds."""
     time: StepTime
     """Parts of the step."""
     memory: tuple[StageMemory, ...]
@@ -128,7 +128,7 @@ class Estimate(Record):
     """Lower end of that range, of the same pipeline rank; of engines whose peaks others measured, of the
     range that holds four of five. 0 in plans that do not say."""
     peak_memory_high_bytes: NonNegative = 0.0
-    """Upper end of the range that holds four of five measured peaks; 0 where `peak_memory_bytes` is it."""
+    """Upper end of the 80 % prediction interval of the peak, bytes; 0 where `peak_memory_bytes` is it."""
     tokens_per_s: Positive
     """Tokens of all devices together."""
     tokens_per_s_per_device: Positive

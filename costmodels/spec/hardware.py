@@ -127,7 +127,7 @@ class Cluster(Record):
     """The network between nodes; the device's own if None. Its bandwidth is that of one network card where
     `nics_per_node` is given, and otherwise one device's share of the cards."""
     island: Count | None = None
-    """Devices that the fast link joins; the device's own if None."""
+    """Devices of one fast-link domain, such as NVLink; the device's own if None."""
     nics_per_node: Count | None = None
     """Network cards that the devices of a node share evenly; as in the device's usual server if None."""
     nodes_per_pod: Count | None = None
@@ -202,7 +202,7 @@ class Cluster(Record):
 
     @property
     def joined(self) -> int:
-        """Devices that the fast link joins, whether or not the job has as many."""
+        """Devices of one fast-link domain, such as NVLink, whether or not the job has as many."""
         if self.island is not None:
             return self.island
         own, local = self.device.island or self.devices_per_node, self.devices_per_node

@@ -137,13 +137,14 @@ class Layout(Record):
     tp x cp x dp ranks of a stage: the place of a rank among them is etp + ETP * (ep + EP * edp), so that
     tp x cp x dp / (ep x etp) ranks hold the same experts (parallel folding, arXiv:2504.14960, section 3.1).
 
-    >>> layout = Layout(
-    ...     tensor_parallel=2, data_parallel=4, global_batch_size=32, layers_per_stage=(32,)
-    ... )
-    >>> layout.world_size, layout.micro_batches
-    (8, 8)
-    >>> layout.describe()
-    'tp=2 pp=1 dp=4 zero=0 mbs=1 x 8 recompute=none'
+    Examples:
+        >>> layout = Layout(
+        ...     tensor_parallel=2, data_parallel=4, global_batch_size=32, layers_per_stage=(32,)
+        ... )
+        >>> layout.world_size, layout.micro_batches
+        (8, 8)
+        >>> layout.describe()
+        'tp=2 pp=1 dp=4 zero=0 mbs=1 x 8 recompute=none'
     """
 
     tensor_parallel: Count = 1
@@ -411,8 +412,9 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
 
     The first stages take the remainder: the last stage also computes the output head.
 
-    >>> even_split(30, 4)
-    (8, 8, 7, 7)
+    Examples:
+        >>> even_split(30, 4)
+        (8, 8, 7, 7)
 
     Raises:
         InputError: a stage would be empty, or there is none.

@@ -55,9 +55,10 @@ class ModelSpec(Record):
     `ffn` is 4 `hidden` where it is not given, `kv_heads` is `heads`, `head_dim` `hidden` / `heads`, and
     `max_positions` is `seq`.
 
-    >>> model = ModelSpec(name="small", layers=12, hidden=768, heads=12, vocab=50257, seq=1024)
-    >>> model.ffn, model.kv_heads, model.head_dim, model.max_positions
-    (3072, 12, 64, 1024)
+    Examples:
+        >>> model = ModelSpec(name="small", layers=12, hidden=768, heads=12, vocab=50257, seq=1024)
+        >>> model.ffn, model.kv_heads, model.head_dim, model.max_positions
+        (3072, 12, 64, 1024)
     """
 
     name: Name

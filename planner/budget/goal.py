@@ -104,7 +104,7 @@ def verdict_line(goal: Goal, run: Run) -> str | None:
 
 
 def late_text(run: Run) -> str:
-    """How long a run may take, by the upper end of its range, which holds four of five."""
+    """How long a run may take, by the upper end of its 80 % prediction interval."""
     return f"one such run in ten takes more than {duration(run.days_high * DAY)}"
 
 

@@ -36,8 +36,9 @@ class Money(NamedTuple):
 def money_text(amount: float, currency: str) -> str:
     """A sum of money such as `$173,424`, `1.2M EUR`, or the number alone.
 
-    >>> money_text(173424.0, "$"), money_text(1.2e6, "EUR"), money_text(2.5, "")
-    ('$173,424', '1.2M EUR', '2.5')
+    Examples:
+        >>> money_text(173424.0, "$"), money_text(1.2e6, "EUR"), money_text(2.5, "")
+        ('$173,424', '1.2M EUR', '2.5')
     """
     number = scaled_number(amount)
     if not currency:

@@ -165,11 +165,12 @@ def explain(
     Raises:
         InputError: as `search`, and for a `layout` that is none.
 
-    >>> import planner
-    >>> job = dict(world_size=8, device="h100", global_batch_size=64)
-    >>> found = planner.explain("llama3-8b", layout="tp=3", what_if=False, **job)
-    >>> found.verdicts[0].outcome, found.verdicts[0].legal
-    ('illegal', 0)
+    Examples:
+        >>> import planner
+        >>> job = dict(world_size=8, device="h100", global_batch_size=64)
+        >>> found = planner.explain("llama3-8b", layout="tp=3", what_if=False, **job)
+        >>> found.verdicts[0].outcome, found.verdicts[0].legal
+        ('illegal', 0)
     """
     result = search(model, world_size=world_size, **job)
     return explain_result(result, layouts=_several(layout), against=_several(against), what_if=what_if)

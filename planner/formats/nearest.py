@@ -1,4 +1,4 @@
-"""The job that a software runs instead of a plan that it has no words for, and what that job costs."""
+"""The job that a software runs instead of a plan that it does not support, and what that job costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUFFIXES = {"megatron": "sh", "mindspeed": "sh", "torchtitan": "sh", "deepspeed"
 
 
 class Inexpressible(InputError):
-    """A plan that a software has no words for. Exit code 5."""
+    """A plan that a software does not support. Exit code 5."""
 
     exit_code = 5
 
@@ -43,7 +43,7 @@ def check_expressible(export: Export, nearest: bool) -> None:
     if export.inexpressible and not nearest:
         parts = "; ".join(export.inexpressible)
         raise Inexpressible(
-            f"{export.target} has no words for {parts}; nothing is written: --nearest writes the nearest job"
+            f"{export.target} does not support {parts}; nothing is written: --nearest writes the nearest job"
         )
 
 

@@ -69,9 +69,9 @@ MTP_WORDS = ("--mtp-num-layers", "mtp_num_layers")
 def export(plan: Plan | str | Path, *, to: str) -> Export:
     """A plan, or the file of one, in the words of another software.
 
-    `Export.text` is what it takes; `Export.inexpressible` names each part of the plan that it has no words
-    for, and `Export.in_script` what its training script says in any case. Raises `InputError` for a software
-    that is not in `TARGETS`, and for a file that is no plan.
+    `Export.text` is what it takes. `Export.inexpressible` names each part of the plan that it does not
+    support, and `Export.in_script` what its training script says in any case. Raises `InputError` for a
+    software that is not in `TARGETS`, and for a file that is no plan.
     """
     if to not in TARGETS:
         raise InputError(f"export to {to!r}: {nearest(to, TARGETS) or 'expected ' + ', '.join(TARGETS)}")

@@ -86,8 +86,9 @@ def _words(group: Values) -> str:
 def span(text: str) -> Span | None:
     """The range that `text` is, None where it is none.
 
-    >>> span("2..8")
-    Span(low=2, high=8)
+    Examples:
+        >>> span("2..8")
+        Span(low=2, high=8)
 
     Raises `ValueError` for an end that is no whole number of at least 0, for no end, and for a range that
     holds no number.

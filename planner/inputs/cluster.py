@@ -49,7 +49,7 @@ class NetworkKeywords(TypedDict, total=False):
     """Gbit/s between nodes: of one network card where `nics_per_node` is given, otherwise of one device's
     share of the cards."""
     island: int | None
-    """Devices that the fast link joins."""
+    """Devices of one fast-link domain, such as NVLink."""
     nics_per_node: int | None
     """Network cards of a node."""
     nodes_per_pod: int | None

@@ -17,8 +17,9 @@ _MICRO_BATCHES = re.compile(r"\bmbs=[0-9]+ x ([0-9]+)\b")
 def degrees_in(text: str) -> Iterator[str]:
     """The degrees in a text, as `name=value` each; what is no degree comes back as it is.
 
-    >>> list(degrees_in("tp=4+sp pp=8 mbs=1 x 4 recompute=full/block:2"))[:4]
-    ['tp=4', 'sp=true', 'pp=8', 'mbs=1']
+    Examples:
+        >>> list(degrees_in("tp=4+sp pp=8 mbs=1 x 4 recompute=full/block:2"))[:4]
+        ['tp=4', 'sp=true', 'pp=8', 'mbs=1']
     """
     for word in _MORE.split(text.strip()):
         yield from _spelled(word)

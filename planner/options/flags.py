@@ -194,8 +194,9 @@ def flag_groups(
     theirs, and where words name its own flags alone, only those are declared. To declare a hundred takes some
     20 ms.
 
-    >>> @flag_groups(model=ModelOptions, data=DataOptions)  # doctest: +SKIP
-    ... def command(model: ModelOptions, data: DataOptions) -> None: ...
+    Examples:
+        >>> @flag_groups(model=ModelOptions, data=DataOptions)  # doctest: +SKIP
+        ... def command(model: ModelOptions, data: DataOptions) -> None: ...
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

@@ -40,7 +40,7 @@ SURE = 1.6449
 """Standard deviations below the mean that 19 of 20 are above."""
 
 OF_RANGE = 1.2816
-"""Half of a range that holds four of five, in standard deviations."""
+"""Half of an 80 % prediction interval, in standard deviations."""
 
 _DEGREES = (
     "tensor_parallel",

@@ -1,4 +1,4 @@
-"""The plan that is first: of those that the estimates do not tell apart from the fastest one, the simplest.
+"""The plan that is first: the simplest one within the estimate's error of the fastest.
 
 A plan that leaves as much memory as one should comes before all that do not. Points of complexity
 (`planner.preference`), what a layout holds, and how far it may lie behind the fastest one follow from its

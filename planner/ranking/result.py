@@ -47,13 +47,14 @@ class Listed:
 class SearchResult:
     """All legal layouts of a problem, priced; plans are made from its rows on demand.
 
-    >>> import planner
-    >>> result = planner.search("gpt2-small", world_size=4, device="h100", global_batch_size=16)
-    >>> best, second = result.plans(2)
-    >>> best == result.best and best.estimate.step_time_s <= second.estimate.step_time_s
-    True
-    >>> result.to_pandas(3)[["data_parallel", "step_time_s"]].shape
-    (3, 2)
+    Examples:
+        >>> import planner
+        >>> result = planner.search("gpt2-small", world_size=4, device="h100", global_batch_size=16)
+        >>> best, second = result.plans(2)
+        >>> best == result.best and best.estimate.step_time_s <= second.estimate.step_time_s
+        True
+        >>> result.to_pandas(3)[["data_parallel", "step_time_s"]].shape
+        (3, 2)
     """
 
     problem: Problem

@@ -1,4 +1,4 @@
-"""Which plans at the top of a ranking cannot be told apart from the first, because estimates may be off.
+"""The plans at the top of a ranking that are within the estimate's error of the first.
 
 `costmodels.order` says how sure the order of two estimates is, as far as published sweeps tell.
 """
@@ -53,7 +53,7 @@ def chances(result: SearchResult) -> tuple[float, ...]:
 
 
 def indistinguishable(result: SearchResult) -> tuple[int, ...]:
-    """Places, from 1, of the plans that the estimates do not tell apart from the first, itself included.
+    """Places, from 1, of the plans within the estimate's error of the first, itself included.
 
     Of the first `MOST`; none where nothing fits. Peaks of memory have no range: plans that are ranked by them
     are all told apart.
@@ -68,8 +68,9 @@ def indistinguishable(result: SearchResult) -> tuple[int, ...]:
 def ties_text(places: tuple[int, ...]) -> str | None:
     """The places that `indistinguishable` found, as a sentence; None where the first plan is alone.
 
-    >>> ties_text((1, 2, 3, 7))
-    "plans 1 to 3, 7 are within the estimate's error of each other"
+    Examples:
+        >>> ties_text((1, 2, 3, 7))
+        "plans 1 to 3, 7 are within the estimate's error of each other"
     """
     if len(places) < 2:
         return None

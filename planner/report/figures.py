@@ -52,11 +52,12 @@ def plan_figures(plan: Plan) -> dict[str, Figure]:
 
     Raises `InputError` where plotly is not installed.
 
-    >>> import planner
-    >>> plan = planner.suggest("gpt2-small", world_size=4, device="h100", global_batch_size=16)
-    >>> figures = planner.plan_figures(plan)
-    >>> figures["memory"].layout.yaxis.title.text
-    'GiB'
+    Examples:
+        >>> import planner
+        >>> plan = planner.suggest("gpt2-small", world_size=4, device="h100", global_batch_size=16)
+        >>> figures = planner.plan_figures(plan)
+        >>> figures["memory"].layout.yaxis.title.text
+        'GiB'
     """
     try:
         import plotly  # noqa: F401  To say what is missing before anything is computed.

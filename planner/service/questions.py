@@ -115,10 +115,11 @@ def answer(
     Raises `InputError`, in the words of the command line, for a wrong question, and where no layout is legal.
     Where nothing fits, `error` of the answer says so and `proposals` what would.
 
-    >>> from planner.service.questions import answer
-    >>> job = {"model": "llama3-8b", "world_size": 8, "device": "h100", "global_batch_size": 64}
-    >>> answer(job)["plans"][0]["fits"]
-    True
+    Examples:
+        >>> from planner.service.questions import answer
+        >>> job = {"model": "llama3-8b", "world_size": 8, "device": "h100", "global_batch_size": 64}
+        >>> answer(job)["plans"][0]["fits"]
+        True
     """
     return answered(question, files=files, top=top, hub=hub)[1].as_json()
 

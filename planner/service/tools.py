@@ -265,7 +265,7 @@ TOOLS = {
             "suggest",
             "Rank the parallel layouts (tensor, pipeline, context, expert and data parallelism, ZeRO, "
             "microbatch, recomputation) of a training job. Answers with the first plans: seconds of a step "
-            "(`step_time_s`, with the range that holds four of five measured steps), bytes on a device "
+            "(`step_time_s`, with its 80 % prediction interval), bytes on a device "
             "(`peak_memory_bytes`), tokens per second, MFU; with `tokens` the days of the run, and with "
             "`price_per_hour` its cost. Where nothing fits, `error` says why and `proposals` what would.",
             _with(
@@ -338,7 +338,7 @@ TOOLS = {
         Tool(
             "export",
             "Write the best plan of a job as flags or configuration of other software. `text` is the file; "
-            "`inexpressible` names what that software has no words for. Choose `engine` to match, such as "
+            "`inexpressible` names what that software does not support. Choose `engine` to match, such as "
             "megatron.",
             _with(
                 {

@@ -1,8 +1,9 @@
 """Continue prompts, token by token.
 
->>> from runtime.generation.generator import Generator, Sampling
->>> generator = Generator("checkpoints")  # doctest: +SKIP
->>> print(generator.complete(["Once upon a time"], max_new_tokens=50)[0].text)  # doctest: +SKIP
+Examples:
+    >>> from runtime.generation.generator import Generator, Sampling
+    >>> generator = Generator("checkpoints")  # doctest: +SKIP
+    >>> print(generator.complete(["Once upon a time"], max_new_tokens=50)[0].text)  # doctest: +SKIP
 """
 
 from __future__ import annotations

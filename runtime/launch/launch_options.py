@@ -54,7 +54,7 @@ class LaunchOptions(RunOptions):
     )
     script_args: str | None = flag(None, "Further words for the program of --script.", metavar="WORDS")
     nearest: bool = flag(
-        False, "With --script: run the nearest job where its software has no words for a part of the plan."
+        False, "With --script: run the nearest job where its software does not support a part of the plan."
     )
     print_command: bool = flag(False, "Print the torchrun command and stop.")
     dry_run: bool = flag(

@@ -1,4 +1,4 @@
-"""`planner export`: plans as flags and files of other software, and what these have no words for."""
+"""`planner export`: plans as flags and files of other software, and what these do not support."""
 
 from __future__ import annotations
 

@@ -103,4 +103,4 @@ def test_a_model_that_megatron_has_no_words_for_has_no_plan_there(planner_comman
     code, out, _ = planner_command("suggest", *job, "--json")
     other = json.loads(out)["megatron"]
     assert code == 0 and other["layout"] is None
-    assert "there is no plan: it has no words for parallel_residual of gpt-neox-20b" in other["text"]
+    assert "there is no plan: it does not support parallel_residual of gpt-neox-20b" in other["text"]

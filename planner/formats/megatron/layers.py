@@ -61,8 +61,9 @@ _INDEXER = {
 def pattern_text(layers: Sequence[int]) -> str:
     """A list of numbers, one a layer, as Megatron-LM's expression of lists.
 
-    >>> pattern_text([0, 1, 1, 0, 1, 1]), pattern_text([0, 1, 1, 1])
-    ('([0]*1+[1]*2)*2', '([0]*1+[1]*3)')
+    Examples:
+        >>> pattern_text([0, 1, 1, 0, 1, 1]), pattern_text([0, 1, 1, 1])
+        ('([0]*1+[1]*2)*2', '([0]*1+[1]*3)')
     """
     size = len(layers)
     period = next(n for n in range(1, size + 1) if size % n == 0 and [*layers[:n]] * (size // n) == [*layers])

@@ -26,7 +26,7 @@ class Export:
     text: str
     """What its file holds: flags, one on each line, or the file itself."""
     inexpressible: tuple[str, ...]
-    """What the software has no words for, each with the reason; a field of the layout is named first, as in
+    """What the software does not support, each with the reason; a field of the layout is named first, as in
     `schedule=zbv: ...`."""
     layout_flags: Mapping[str, str]
     """Flags or paths of keys that say the layout, with their values (empty for switches)."""
@@ -52,7 +52,7 @@ class Export:
 
 
 def lacks(missing: list[str], layout: Layout, field: str, why: str) -> None:
-    """Add to `missing` that a software has no words for a field of a layout."""
+    """Add to `missing` that a software does not support a field of a layout."""
     value = getattr(layout, field)
     missing.append(f"{field}={layout.describe_recompute() if field == 'recompute' else _text(value)}: {why}")
 
@@ -70,7 +70,7 @@ def lacks_recomputation(missing: list[str], layout: Layout, why: str) -> None:
 
 
 def lacks_fp8(missing: list[str], layout: Layout, why: str) -> None:
-    """Add to `missing` that a software has no words for how a layout scales and gathers in fp8."""
+    """Add to `missing` that a software does not support how a layout scales and gathers in fp8."""
     for name, usual in (("fp8_recipe", "default"), ("fp8_param_gather", False)):
         if getattr(layout, name) != usual:
             lacks(missing, layout, name, why)
@@ -111,8 +111,9 @@ def _quoted(value: str) -> str:
 def nested_mappings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values as the mappings of a file.
 
-    >>> nested_mappings({"a.b": 1, "a.c": 2, "d": 3})
-    {'a': {'b': 1, 'c': 2}, 'd': 3}
+    Examples:
+        >>> nested_mappings({"a.b": 1, "a.c": 2, "d": 3})
+        {'a': {'b': 1, 'c': 2}, 'd': 3}
     """
     found: dict[str, Any] = {}
     for path, value in values.items():

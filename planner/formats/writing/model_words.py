@@ -83,7 +83,7 @@ def usual_part(model: ModelSpec, name: str) -> Any:
 def lacks_of_model(
     missing: list[str], model: ModelSpec, said: Said, because: Mapping[str, str] | None = None
 ) -> None:
-    """Add to `missing` each part of a model that a software has no words for, as `window=128: why`.
+    """Add to `missing` each part of a model that a software does not support, as `window=128: why`.
 
     Args:
         because: why, by names of parts or of the records that they belong to.
@@ -103,7 +103,7 @@ def lacks_of_model(
         shown, value = (record, _of_record(getattr(model, record))) if whole else (name, value)
         if shown not in named:
             named[shown] = None
-            why = because.get(name) or because.get(record) or "it has no words for this"
+            why = because.get(name) or because.get(record) or "it does not support this"
             missing.append(f"{shown}={_shown(shown, value)}: {why}")
 
 

@@ -70,8 +70,9 @@ class HubModel(NamedTuple):
 def parsed_id(text: str) -> HubModel | None:
     """The model whose id a text is, None where it is none.
 
-    >>> parsed_id("Qwen/Qwen3-8B@main")
-    HubModel(owner='Qwen', name='Qwen3-8B', revision='main')
+    Examples:
+        >>> parsed_id("Qwen/Qwen3-8B@main")
+        HubModel(owner='Qwen', name='Qwen3-8B', revision='main')
     """
     found = _ID.fullmatch(text) if "/" in text else None
     if found is None:
