@@ -97,6 +97,9 @@ def test_products_by_one_scale_are_those_of_rounded_operands() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         # The largest element is the largest of the format: no bit of its range is lost.
         assert narrow(x, dtype).elements.float().abs().max() == torch.finfo(dtype).max
+        # Rounded once, of numbers in 16 bits too.
+        small = narrow(x.bfloat16(), dtype)
+        assert torch.equal(small.elements, (x.bfloat16().float() * small.scale).to(dtype))
     narrow_x, narrow_weight = (rounded(one, torch.float8_e4m3fn) for one in (x, weight))
     narrow_pull = rounded(pull, torch.float8_e5m2)
     leaves = [x.requires_grad_(), weight.requires_grad_()]

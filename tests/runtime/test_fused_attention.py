@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.model import capped_attention
 from runtime.model.attention_kernels import equal_heads_attention
-from runtime.model.fused_attention import reaching_attention
+from runtime.model.fused_attention import fused_backward, fused_forward, reaching_attention
 from runtime.model.reach import Reach
 from runtime.parallel.documents import document_mask
 
@@ -87,3 +89,56 @@ def test_heads_of_two_sizes_attend_by_the_scores_of_their_queries(head: int, val
     attend = partial(scaled_dot_product_attention, is_causal=True)
     found = equal_heads_attention(attend, q, k, v)
     assert torch.allclose(found, written_out(q, k, v, Reach(), None, [0, 0]), atol=1e-5)
+
+
+class _Flash(TorchDispatchMode):
+    """The kernels of FlashAttention for windows, which CPUs lack, as its documentation has them.
+
+    The query i of T sees the keys from i + P - T - left to i + P - T + right of P.
+    """
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if operation not in (aten._flash_attention_forward.default, aten._flash_attention_backward.default):
+            return operation(*args, **(kwargs or {}))
+        backward = operation is aten._flash_attention_backward.default
+        q, k, v = (x.transpose(1, 2) for x in args[backward : backward + 3])
+        shape, heads = k.shape, q.shape[1]
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+        apart = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - (k.shape[2] - q.shape[2])
+        hidden = (apart < -kwargs["window_size_left"]) | (apart > kwargs["window_size_right"])
+        scores = (q @ k.mT * kwargs["scale"]).masked_fill(hidden, -torch.inf)
+        shares = scores.softmax(-1)
+        if not backward:
+            return (shares @ v).transpose(1, 2), scores.logsumexp(-1), *torch.zeros(3, 1).unbind()
+        grad = args[0].transpose(1, 2)
+        to_shares = grad @ v.mT
+        to_scores = shares * (to_shares - (to_shares * shares).sum(-1, keepdim=True)) * kwargs["scale"]
+        to_k, to_v = (x.view(*shape[:2], -1, *shape[2:]).sum(2) for x in (to_scores.mT @ q, shares.mT @ grad))
+        return tuple(x.transpose(1, 2) for x in (to_scores @ k, to_k, to_v))
+
+
+@pytest.mark.parametrize(("window", "tokens"), [(1, KEYS), (5, KEYS), (5, 8)])
+def test_the_flash_kernel_is_told_of_windows(window: int, tokens: int) -> None:
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    q, k, v = draw(2, 4, tokens, 8), draw(2, 2, KEYS, 8), draw(2, 2, KEYS, 8)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = written_out(*leaves, Reach(window), None, [0, 0])
+    pull = draw(expected.shape)
+    with _Flash():
+        out, lse, *state = fused_forward(q, k, v, True, 8**-0.5, window=window)
+        found = fused_backward(
+            grad_out=pull,
+            query=q,
+            key=k,
+            value=v,
+            out=out,
+            logsumexp=lse,
+            is_causal=True,
+            scale=8**-0.5,
+            state=state,
+            window=window,
+        )
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(found, torch.autograd.grad(expected, leaves, pull), strict=True):
+        torch.testing.assert_close(one, other)
