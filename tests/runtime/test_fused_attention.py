@@ -123,7 +123,8 @@ def test_the_flash_kernel_is_told_of_windows(window: int, tokens: int) -> None:
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     q, k, v = draw(2, 4, tokens, 8), draw(2, 2, KEYS, 8), draw(2, 2, KEYS, 8)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = written_out(*leaves, Reach(window), None, [0, 0])
+    own_q, own_k, own_v = leaves
+    expected = written_out(own_q, own_k, own_v, Reach(window), None, [0, 0])
     pull = draw(expected.shape)
     with _Flash():
         out, lse, *state = fused_forward(q, k, v, True, 8**-0.5, window=window)
