@@ -3,6 +3,9 @@
 python -m benchmarks.closed_memory [--rows N] [--seed S] [--minutes M] [--only JOB]... [--save FILE] [--write]
 python -m benchmarks.closed_memory --load FILE [--load FILE]...     # dry runs that --save has kept
 
+A row is appended to the file of --save as soon as it is traced. The same command with the same file traces
+what is not there.
+
 Legal layouts are drawn from the searches of some jobs, whether they fit or not. Compared are bytes of tensors
 on the fullest pipeline rank, of the two that are the fullest by closed forms.
 
@@ -212,28 +215,44 @@ def traced_parts(drawn: Drawn) -> tuple[dict[str, float], ...]:
     return tuple(peaks)
 
 
-def save_rows(file: Path, every: Sequence[Compared]) -> None:
-    """Write what was compared, a JSON object a line: closed forms and dry runs of each rank by category."""
-    lines = [
-        json.dumps(
-            {
-                "job": one.drawn.job,
-                "layout": one.drawn.layout.describe(),
-                "error": one.error,
-                "range": one.drawn.doubt / one.drawn.closed,
-                "ranks": one.drawn.ranks,
-                "closed": one.drawn.parts,
-                "dry_run": one.traced_parts,
-                "fields": one.drawn.layout.model_dump(mode="json"),
-            }
-        )
-        for one in sorted(every, key=lambda one: one.error)
-    ]
-    file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+def row_of(one: Compared) -> dict[str, Any]:
+    """What a file keeps of a layout: closed forms and dry runs of each rank by category."""
+    return {
+        "job": one.drawn.job,
+        "layout": one.drawn.layout.describe(),
+        "error": one.error,
+        "range": one.drawn.doubt / one.drawn.closed,
+        "ranks": one.drawn.ranks,
+        "closed": one.drawn.parts,
+        "dry_run": one.traced_parts,
+        "fields": one.drawn.layout.model_dump(mode="json"),
+    }
 
 
-def compared(every: Sequence[Drawn], processes: int, minutes: float) -> Iterator[Compared]:
-    """Layouts whose dry runs end in so many minutes; those that the runtime refuses are named."""
+def refused_row(drawn: Drawn, why: str) -> dict[str, Any]:
+    """What a file keeps of a layout that the runtime refuses."""
+    fields = drawn.layout.model_dump(mode="json")
+    return {"job": drawn.job, "layout": drawn.layout.describe(), "refused": why, "fields": fields}
+
+
+def append_row(file: Path, row: Mapping[str, Any]) -> None:
+    """Add a JSON object to the lines of a file."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(row) + "\n")
+
+
+def known_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows that a file keeps by now."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def compared(
+    every: Sequence[Drawn], processes: int, minutes: float, save: Path | None = None
+) -> Iterator[Compared]:
+    """Layouts whose dry runs end in so many minutes; those that the runtime refuses are named.
+
+    Each is appended to the file `save` at once.
+    """
     end = time.monotonic() + 60 * minutes
     with ProcessPoolExecutor(processes, mp_context=spawn_context()) as pool:
         futures = {pool.submit(traced_parts, one): one for one in every}
@@ -241,9 +260,15 @@ def compared(every: Sequence[Drawn], processes: int, minutes: float) -> Iterator
             if future.cancelled():
                 continue
             try:
-                yield Compared(futures[future], future.result())
+                one = Compared(futures[future], future.result())
             except (InputError, RuntimeError, NotImplementedError) as error:
                 print(f"{futures[future].layout.describe()}: {error}", file=sys.stderr)
+                row = refused_row(futures[future], str(error))
+            else:
+                row = row_of(one)
+                yield one
+            if save is not None:
+                append_row(save, row)
             if number % 20 == 0:
                 print(f"{number} of {len(every)} layouts", file=sys.stderr)
             if time.monotonic() > end:
@@ -252,10 +277,11 @@ def compared(every: Sequence[Drawn], processes: int, minutes: float) -> Iterator
 
 
 def loaded(file: Path) -> Iterator[Compared]:
-    """Dry runs that `save_rows` has written, beside the closed forms of today."""
+    """Dry runs that `append_row` has written, beside the closed forms of today."""
     problems: dict[str, Problem] = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in known_rows(file):
+        if "refused" in row:
+            continue
         name = row["job"]
         if name not in problems:
             problems[name] = _search(name, ("tp=1", "pp=1")).problem
@@ -340,7 +366,9 @@ def closed_memory(
     only: Annotated[list[str] | None, typer.Option(help="A job; all unless given. Repeatable.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Dry runs at a time.")] = 2,
     minutes: Annotated[float, typer.Option(min=0, help="After these no other layout is begun.")] = 120.0,
-    save: Annotated[Path | None, typer.Option(help="Write each layout's bytes there, as JSON lines.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Append each layout's bytes there; take what is there.")
+    ] = None,
     load: Annotated[list[Path] | None, typer.Option(help="Take these dry runs, and make none.")] = None,
     write: Annotated[bool, typer.Option("--write", help=f"Write ranges into {TARGET.name}.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -353,11 +381,14 @@ def closed_memory(
     began = time.monotonic()
     drawn = [one for name in names for one in drawn_layouts(name, -(-rows // len(names)), rng)]
     order = rng.permutation(len(drawn))[:rows]
-    every = [one for file in load or () for one in loaded(file)]
-    every += compared([drawn[place] for place in order], processes, minutes)
+    known = known_rows(save) if save is not None and save.exists() else []
+    held = {(row["job"], Layout.model_validate(row["fields"])) for row in known}
+    files = [*(load or ()), *([save] if known and save is not None else [])]
+    every = [one for file in files for one in loaded(file)]
+    chosen = [drawn[place] for place in order]
+    missing = [one for one in chosen if (one.job, one.layout) not in held]
+    every += compared(missing, processes, minutes, save)
     table, widths = by_kind(every), fitted_ranges(every)
-    if save is not None:
-        save_rows(save, every)
     if write:
         write_ranges(widths, len(every))
     if as_json:
