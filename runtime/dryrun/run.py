@@ -6,7 +6,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
+from runtime.dryrun.alike_passes import UnlikePassesError, alike_passes
 from runtime.dryrun.collector import collector_off
 from runtime.dryrun.compiled_layers import compiled_layers
 from runtime.dryrun.course import BUILD, Course, UnlikeError, of_more_layers
@@ -66,7 +67,7 @@ def trace(
         rank: the rank to trace.
         compiled: trace compiled layers.
         device: whose kernels to describe.
-        whole: run all layers in any case.
+        whole: run all layers, and each microbatch, in any case.
 
     Raises:
         InputError: the runtime does not run the layout, or there is no such rank.
@@ -78,7 +79,7 @@ def trace(
     options = replace(options or TrainingOptions(), compile=compiled, no_compile=not compiled)
     pipeline_rank = rank // (layout.world_size // layout.pipeline_parallel)
     few = None if whole else few_layers(spec, layout, pipeline_rank)
-    with dry_rank(spec, layout, rank, compiled, device, options) as run:
+    with dry_rank(spec, layout, rank, compiled, device, options, whole) as run:
         course = run(spec, layout) if few is None else _from_few(run, few)
         if course is None:
             course = run(spec, layout)
@@ -112,9 +113,19 @@ def _from_few(run: Run, few: FewLayers) -> Course | None:
 
 @contextmanager
 def dry_rank(
-    spec: ModelSpec, layout: Layout, rank: int, compiled: bool, device: DeviceKind, options: TrainingOptions
+    spec: ModelSpec,
+    layout: Layout,
+    rank: int,
+    compiled: bool,
+    device: DeviceKind,
+    options: TrainingOptions,
+    whole: bool = False,
 ) -> Iterator[Run]:
-    """What runs the steps of one rank, for models that differ from `spec` in the number of layers alone."""
+    """What runs the steps of one rank, for models that differ from `spec` in the number of layers alone.
+
+    Args:
+        whole: run each microbatch, also those that are like others.
+    """
     pipeline_rank = rank // (layout.world_size // layout.pipeline_parallel)
     trackers: list[Tracker] = []
     with ExitStack() as stack:
@@ -139,11 +150,19 @@ def dry_rank(
         if compiled:
             stack.enter_context(compiled_layers(lambda: trackers[-1]))
 
-        def run(model: ModelSpec, split: Layout) -> Course:
+        def run_all(model: ModelSpec, split: Layout, repeats: bool) -> Course:
             tracker = Tracker(on_gpu=device == "cuda")
             trackers[:] = [tracker]
-            _run_steps(tracker, model, split, pipeline_rank, compiled, options)
+            with alike_passes(tracker) if repeats else nullcontext():
+                _run_steps(tracker, model, split, pipeline_rank, compiled, options)
             return tracker.course()
+
+        def run(model: ModelSpec, split: Layout) -> Course:
+            # Copies in host memory come and go by what microbatches before have left there.
+            if split.pipeline_parallel > 1 and not (whole or split.offload_activations):
+                with suppress(UnlikePassesError):
+                    return run_all(model, split, repeats=True)
+            return run_all(model, split, repeats=False)
 
         yield run
 
