@@ -5,11 +5,12 @@ gradients, and the last one, whose gradients are reduced. So two microbatches in
 compared. Of those that follow, the changes of memory are repeated in their order. Only what a pass returns is
 made.
 
-Schedules that split backward run all passes: what one of these finds depends on the order of those before it.
+Schedules that split backward are not for this: what one of their passes finds depends on those before it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from runtime.dryrun.collector import logs_from
 from runtime.dryrun.tracker import Block, Tracker
 from runtime.parallel.pipeline import Pipeline
 
@@ -107,8 +109,6 @@ class Stage:
     backward: Passes = field(default_factory=Passes)
     first_blocks: dict[int, dict[int, int]] = field(default_factory=dict)
     """Of each microbatch whose forward pass was repeated: numbers of its blocks, until backward."""
-    splits: bool = False
-    """Whether backward is split."""
 
 
 class AlikePasses:
@@ -131,8 +131,7 @@ class AlikePasses:
         for stage in self.stages.values():
             if stage.first_blocks:
                 raise UnlikePassesError("a forward pass has no backward pass")
-            if not stage.splits:
-                self._check(stage)
+            self._check(stage)
 
     def _check(self, stage: Stage) -> None:
         """See that a microbatch that was repeated left nothing, but for what its passes return."""
@@ -153,7 +152,7 @@ class AlikePasses:
         stage = self.stages.setdefault(of_stage.stage_index, Stage())
         number = stage.forward.count
         stage.forward.count += 1
-        if of_stage.is_last or stage.splits:
+        if of_stage.is_last:
             return run()
         pattern = stage.forward.pattern
         if pattern is None or not COMPARED[-1] < number < self.micro_batches - 1:
@@ -163,14 +162,9 @@ class AlikePasses:
         stage.first_blocks[number] = numbers
         return output
 
-    def backward(self, of_stage: Any, kind: str, given: Any, run: Any) -> Any:
+    def backward(self, of_stage: Any, given: Any, run: Any) -> Any:
         """What a backward pass with the gradients `given` makes, which `run` runs."""
         stage = self.stages.setdefault(of_stage.stage_index, Stage())
-        if kind != "full":
-            stage.splits = True
-            if stage.first_blocks:
-                raise UnlikePassesError("backward is split")
-            return run()
         number = stage.backward.count
         stage.backward.count += 1
         if number not in stage.first_blocks:
@@ -300,14 +294,18 @@ def alike_passes(tracker: Tracker) -> Iterator[None]:
         return passes.forward(self, args, lambda: forward(self, *args, **kwargs))
 
     def going_back(self: Any, kind: str, bwd_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
-        given = bwd_kwargs.get("output_grads")
-        return passes.backward(self, kind, given, lambda: backward(self, kind, bwd_kwargs, *args, **kwargs))
+        if kind != "full":
+            raise UnlikePassesError("backward is split")
+        given = bwd_kwargs["output_grads"]
+        return passes.backward(self, given, lambda: backward(self, kind, bwd_kwargs, *args, **kwargs))
 
     def stepping(self: Pipeline, *args: Any) -> Tensor:
         with passes.step(self.micro_batches):
             return run_step(self, *args)
 
     with (
+        # PyTorch prints the whole schedule when a pass fails.
+        logs_from("torch.distributed.pipelining.schedules", logging.CRITICAL),
         patch.object(PipelineStage, "forward_maybe_with_nosync", forwarding),
         patch.object(PipelineStage, "backward_maybe_with_nosync", going_back),
         patch.object(Pipeline, "_run", stepping),

@@ -1,8 +1,9 @@
-"""The collector of garbage, left alone while PyTorch is loaded and layers are traced."""
+"""What PyTorch and Python do beside a dry run, and need not: collecting garbage, and logs."""
 
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,3 +18,15 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def logs_from(name: str, level: int) -> Iterator[None]:
+    """Let a logger say meanwhile what is at least of this level."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -21,8 +21,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
+from costmodels.spec.layout import SPLIT_BACKWARD
 from runtime.dryrun.alike_passes import UnlikePassesError, alike_passes
-from runtime.dryrun.collector import collector_off
+from runtime.dryrun.collector import collector_off, logs_from
 from runtime.dryrun.compiled_layers import compiled_layers
 from runtime.dryrun.course import BUILD, Course, UnlikeError, of_more_layers
 from runtime.dryrun.experts import even_load
@@ -159,7 +160,8 @@ def dry_rank(
 
         def run(model: ModelSpec, split: Layout) -> Course:
             # Copies in host memory come and go by what microbatches before have left there.
-            if split.pipeline_parallel > 1 and not (whole or split.offload_activations):
+            repeats = split.pipeline_parallel > 1 and split.schedule not in SPLIT_BACKWARD
+            if repeats and not (whole or split.offload_activations):
                 with suppress(UnlikePassesError):
                     return run_all(model, split, repeats=True)
             return run_all(model, split, repeats=False)
@@ -323,7 +325,7 @@ def isolated_pipeline() -> Iterator[None]:
 
     with ExitStack() as stack:
         # Compilers copy meshes, and complain of those of traces before this one.
-        stack.enter_context(_quiet("torch.distributed.device_mesh"))
+        stack.enter_context(logs_from("torch.distributed.device_mesh", logging.ERROR))
         stack.enter_context(patch.object(torch.random, "fork_rng", lambda *args, **kwargs: nullcontext()))
         if hasattr(PipelineStage, "_output_slot_is_releasable"):
             stack.enter_context(patch.object(PipelineStage, "_output_slot_is_releasable", _is_released))
@@ -338,14 +340,3 @@ def _is_released(of_stage: Any, _: object) -> tuple[bool, str]:
     PyTorch's answer for plain tensors; it keeps those of other classes, of which fake ones are.
     """
     return not of_stage.is_last, "last-stage output" if of_stage.is_last else ""
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
