@@ -480,6 +480,7 @@ def _played_bytes(
         at * size[:, None] / own * gradients
         for at, size in ((ranks.first, sizes.embedding), (ranks.last, sizes.head))
     )
+    fresh = element_bytes(table.precision) / chunks * _layer_parameters(sizes, ranks)
     each = schedule_moments.Alive(
         flights=kept / chunks + output,
         waits=ranks.layers / chunks * sizes.output_gradients[:, None],
@@ -487,17 +488,19 @@ def _played_bytes(
         sums=(gradients - first - last) / chunks,
         head_sums=last,
         first_sums=first,
-        fresh=element_bytes(table.precision) / chunks * _layer_parameters(sizes, ranks),
+        fresh=fresh,
+        added=np.maximum(fresh - again, 0.0),
         whole=stage_copy_bytes(engine, table, sizes, ranks),
     )
     later = ~table.keeps_whole & (not sizes.experts.any())
     alive = schedule_moments.fullest(table, ranks, each, later)
     activations = alive.flights * each.flights + alive.waits * each.waits + again
+    activations = activations - alive.added * np.minimum(fresh, again)
     chunk = ranks.last * (sizes.logits - sizes.kept_logits)[:, None]
     logits = alive.head_flights * head + chunk - np.minimum(passing_logits(engine, sizes, ranks), again)
     logits = np.maximum(logits, 0.0)
     summed = alive.sums * each.sums + alive.head_sums * last + alive.first_sums * first
-    gradients = summed + alive.fresh * each.fresh
+    gradients = summed + (alive.fresh + alive.added) * fresh
     return activations, logits, gradients, parameters - (chunks - alive.whole) * each.whole
 
 

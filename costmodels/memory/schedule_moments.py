@@ -46,6 +46,8 @@ class Alive(NamedTuple):
     """`sums` of the model's first stage."""
     fresh: Floats
     """Stages that have gradients in 16 bits beside their sums."""
+    added: Floats
+    """1 where a stage is about to add up gradients of weights, computed apart from those of inputs."""
     whole: Floats
     """Stages whose parameters are there as they are computed with."""
 
@@ -148,8 +150,16 @@ def moments(
         sums[:, head],
         sums[:, first],
         fresh,
+        np.zeros_like(fresh),
     )
-    return _outermost(np.column_stack([*(each.sum(axis=1) for each in every), present]).astype(np.float64))
+    every_moment = np.column_stack([*(each.sum(axis=1) for each in every), present])
+    if keeps_whole:
+        # Hooks that add up a layer at once do not see these gradients: they are all there at the end.
+        ends = (weights & (before > 0)).any(axis=1)
+        at_end = every_moment[ends]
+        at_end[:, Alive._fields.index("added")] = 1
+        every_moment = np.vstack([every_moment, at_end])
+    return _outermost(every_moment.astype(np.float64))
 
 
 def _outermost(every: Floats) -> Floats:

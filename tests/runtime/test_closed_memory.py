@@ -88,3 +88,11 @@ def test_norms_of_one_input_keep_it_once(is_parallel: bool) -> None:
 def test_layers_with_adapters_keep_what_is_counted() -> None:
     adapted = llama(lora=Lora(rank=16, alpha=32.0))
     assert abs(errors(adapted, recompute="full")) < OFF
+
+
+@pytest.mark.slow
+def test_gradients_of_weights_lie_beside_their_sums_where_backward_is_split() -> None:
+    """A stage makes all of them in one pass and then adds them up, the fullest moment with few tokens."""
+    split = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "layers_per_stage": (2, 2, 2, 2)}
+    few = {"schedule": "interleaved_zb", "micro_batch_size": 1, "global_batch_size": 16}
+    assert abs(errors(llama(layers=8, seq=512), **split, **few)) < OFF
