@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cli.flag_notes import unused_flag_notes
@@ -24,6 +25,7 @@ from planner.options.search import idle_links, search_keywords
 from planner.plan import Plan
 from runtime.dryrun.fit import TOTAL, estimated_bytes, fits, needed_bytes
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace
+from runtime.dryrun.ranks import early_tracer
 from runtime.dryrun.requirements import check_installed, ranks_to_trace
 from runtime.settings.checks import check_plan, check_training
 from runtime.settings.idle_flags import idle_flag_notes
@@ -82,22 +84,23 @@ def dryrun(
     Traces the best plan of the same flags as planner suggest, or the plan of a file.
     """
     training.check()
-    if options.plan is None:
-        plan = _planned(
-            model, cluster, reachable_batch(batch, training), parallel, job_rules(training, unused)
-        )
-    else:
-        check_alone(model, batch, parallel, cluster)
-        plan = Plan.load(options.plan)
-    check_plan(plan, plan.layout.world_size)
-    check_training(plan, training, unused)
-    idle = idle_flag_notes(training, spec=plan.model, layout=plan.layout)
-    for line in (*idle, *unused_flag_notes(unused, "a dry run")):
-        print(f"planner: note: {line}", file=sys.stderr)
-    ranks = ranks_to_trace(plan.layout, options.stage, options.rank)
-    check_installed(plan.layout)
-    with Status() as status:
-        traces = traces_of(plan, training, ranks, status)
+    with early_tracer() if options.plan is None else nullcontext() as early:
+        if options.plan is None:
+            plan = _planned(
+                model, cluster, reachable_batch(batch, training), parallel, job_rules(training, unused)
+            )
+        else:
+            check_alone(model, batch, parallel, cluster)
+            plan = Plan.load(options.plan)
+        check_plan(plan, plan.layout.world_size)
+        check_training(plan, training, unused)
+        idle = idle_flag_notes(training, spec=plan.model, layout=plan.layout)
+        for line in (*idle, *unused_flag_notes(unused, "a dry run")):
+            print(f"planner: note: {line}", file=sys.stderr)
+        ranks = ranks_to_trace(plan.layout, options.stage, options.rank)
+        check_installed(plan.layout)
+        with Status() as status:
+            traces = traces_of(plan, training, ranks, status, early)
     if options.json:
         print(json.dumps(as_json(plan, traces), indent=2), flush=True)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
@@ -16,14 +17,25 @@ from runtime.dryrun.ranks import trace_ranks
 from runtime.dryrun.requirements import check_installed, ranks_to_trace
 from runtime.settings.training_options import TrainingOptions
 
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+
 MOST_TRIED = 8
 """Plans that are traced until one fits."""
 
 
 def traces_of(
-    plan: Plan, training: TrainingOptions, ranks: Sequence[int], status: Status
+    plan: Plan,
+    training: TrainingOptions,
+    ranks: Sequence[int],
+    status: Status,
+    early: ProcessPoolExecutor | None = None,
 ) -> list[MemoryTrace]:
-    """The dry runs of ranks of a plan."""
+    """The dry runs of ranks of a plan.
+
+    Args:
+        early: a process that was started for them before the plan was known.
+    """
     on_gpu = plan.cluster.device.kind != "cpu"
     with exit_on_ctrl_c():
         return trace_ranks(
@@ -34,6 +46,7 @@ def traces_of(
             device="cuda" if on_gpu else "cpu",
             options=training,
             tell=status.tell,
+            early=early,
         )
 
 

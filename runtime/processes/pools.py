@@ -45,19 +45,19 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 
 
 @contextmanager
-def pool_guard(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """Use a pool meanwhile; what it works on is dropped when an exception ends that, such as Ctrl-C."""
+def brief_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool of so many processes, which end at once when this does, whatever they work on."""
     others = active_children()
+    pool = ProcessPoolExecutor(processes, mp_context=spawn_context())
     try:
-        yield
-    except BaseException:
+        yield pool
+    finally:
         pool.shutdown(wait=False, cancel_futures=True)
         workers = [process for process in active_children() if process not in others]
         for process in workers:
             process.terminate()
         for process in workers:
             process.join()
-        raise
 
 
 class _Process(SpawnProcess):

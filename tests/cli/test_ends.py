@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from planner import Plan
 from runtime.generation import command
 from runtime.generation.generate_options import GenerateOptions
 from runtime.parallel.ranks import wait_for_ranks
-from runtime.processes.pools import pool_guard, spawn_context
+from runtime.processes.pools import brief_pool
 from tests.support import ROOT
 from tests.support.commands import Command
 
@@ -123,8 +122,7 @@ def _blocked() -> bool:
 def test_ctrl_c_leaves_workers_to_who_started_them() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
     processes: list[Any] = []
-    pool = ProcessPoolExecutor(1, mp_context=spawn_context())
-    with pytest.raises(KeyboardInterrupt), pool_guard(pool):
+    with pytest.raises(KeyboardInterrupt), brief_pool(1) as pool:
         assert pool.submit(_blocked).result()
         processes.extend(pool._processes.values())
         pool.submit(time.sleep, 1e6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from runtime.dryrun.alike import alike_ranks
 from runtime.dryrun.kept_traces import keep_trace, kept_trace, trace_name
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace, Moment
 from runtime.dryrun.ranks import trace_ranks
+from runtime.processes.pools import brief_pool
 from runtime.settings.training_options import TrainingOptions
 from tests.support.layouts import layout_of
 
@@ -155,6 +157,29 @@ def test_ranks_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == [replace(made(rank), pipeline_rank=rank) for rank in range(8)]
     assert traced == [0, 1, 7]
     assert told[0] == "loading PyTorch" and len(told) == 4
+
+
+def process_of(rank: int) -> tuple[int, int]:
+    return rank, os.getpid()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cores", [1, 2])
+def test_ranks_are_traced_where_pytorch_is_loaded_early(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "available_cores", lambda: cores)
+    monkeypatch.setattr(ranks, "available_memory", lambda: 2**40)
+    with brief_pool(1) as early:
+        known = early.submit(os.getpid).result()
+        found = ranks._traced(process_of, range(6), lambda _: None, early)  # type: ignore[arg-type]
+        assert [rank for rank, _ in sorted(found.values())] == [*range(6)]  # type: ignore[misc]
+        processes = {process for _, process in found.values()}  # type: ignore[misc]
+        assert known in processes and len(processes) <= cores
+
+
+def test_one_core_loads_nothing_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "available_cores", lambda: 1)
+    with ranks.early_tracer() as early:
+        assert early is None
 
 
 def test_old_files_leave(monkeypatch: pytest.MonkeyPatch) -> None:
