@@ -182,29 +182,37 @@ class AlikePasses:
         first, start = len(tracker.blocks), len(tracker.numbers)
         result = run()
         blocks = len(tracker.blocks) - first
-        forward = stage.forward.known.get(number)
-        changes: list[Change] | None = []
-        for block, delta, phase in zip(
-            tracker.numbers[start:], tracker.deltas[start:], tracker.labels[start:], strict=True
-        ):
-            if block >= first:
-                changes.append(Change(passes is stage.forward, block - first, delta, phase))
-            elif forward is not None and block - forward.first in forward.blocks_kept:
-                changes.append(Change(True, block - forward.first, delta, phase))
-            else:
-                changes = None
-                break
+        changes = self._changes(first, start, passes is stage.forward, stage.forward.known.get(number))
         made = (result,) if passes is stage.forward else result[0]
         own = [change.block for change in changes or () if change.forward == (passes is stage.forward)]
         returned = self._returned(made, first, own)
         passes.known[number] = Pass(first, blocks, changes, returned, self._blocks_of(given))
         return result
 
+    def _changes(self, first: int, start: int, is_forward: bool, forward: Pass | None) -> list[Change] | None:
+        """The changes of a pass, if they are of its own blocks or of those of its `forward` pass.
+
+        Args:
+            first, start: the number of its first block, and that of its first change.
+            is_forward: it is a forward pass.
+        """
+        tracker, changes = self.tracker, list[Change]()
+        for block, delta, phase in zip(
+            tracker.numbers[start:], tracker.deltas[start:], tracker.labels[start:], strict=True
+        ):
+            if block >= first:
+                changes.append(Change(is_forward, block - first, delta, phase))
+            elif forward is not None and block - forward.first in forward.blocks_kept:
+                changes.append(Change(True, block - forward.first, delta, phase))
+            else:
+                return None
+        return changes
+
     def _blocks_of(self, tensors: Any) -> tuple[int, ...]:
         """Numbers of the blocks of tensors, -1 for one that has none."""
         numbers = []
         for tensor in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
-            key = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else None
+            key = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else 0
             numbers.append(self.tracker.alive.get(key, (-1, None))[0])
         return tuple(numbers)
 
@@ -287,7 +295,8 @@ def alike_passes(tracker: Tracker) -> Iterator[None]:
         UnlikePassesError: that was wrong, and all of them have to run.
     """
     passes = AlikePasses(tracker)
-    forward, backward = PipelineStage.forward_maybe_with_nosync, PipelineStage.backward_maybe_with_nosync
+    forward: Any = PipelineStage.forward_maybe_with_nosync
+    backward: Any = PipelineStage.backward_maybe_with_nosync
     run_step = Pipeline._run
 
     def forwarding(self: Any, *args: Any, **kwargs: Any) -> Any:
