@@ -46,6 +46,10 @@ FETCHED_LAYERS = 2
 GATHERED_LAYERS = 2
 """Whole layers that ZeRO 3 holds at a time: the one at work and the next one, prefetched."""
 
+SUMMED_OUTPUTS = 2
+"""Outputs of a layer beside what it recomputes, where tensor-parallel ranks have whole ones (fitted to
+dry runs of tensor-parallel degrees 2 to 8)."""
+
 DYNAMIC = ("activations", "logits", "communication", "temporaries")
 """Parts of the peak that come and go within a step."""
 
@@ -468,6 +472,9 @@ def _played_bytes(
         again: what the backward pass of a layer has besides, [n, k].
     """
     chunks = table.virtual_pipeline_parallel[:, None]
+    # The gradient that comes in, and what ranks sum, are whole where the sequence is not split.
+    whole = (table.recompute == FULL) & (table.tensor_parallel > 1) & ~table.sequence_parallel
+    again = again + SUMMED_OUTPUTS * (whole * sizes.layer_output)[:, None]
     kept: Floats = np.zeros(())
     for kind in LAYER_KINDS:
         if (layers := getattr(ranks, kind)).any():

@@ -96,3 +96,10 @@ def test_gradients_of_weights_lie_beside_their_sums_where_backward_is_split() ->
     split = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "layers_per_stage": (2, 2, 2, 2)}
     few = {"schedule": "interleaved_zb", "micro_batch_size": 1, "global_batch_size": 16}
     assert abs(errors(llama(layers=8, seq=512), **split, **few)) < OFF
+
+
+@pytest.mark.slow
+def test_recomputed_layers_have_whole_outputs_without_sequence_parallelism() -> None:
+    stages = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "layers_per_stage": (2, 2, 2, 2)}
+    split = {"tensor_parallel": 8, "schedule": "interleaved", "recompute": "full", "global_batch_size": 64}
+    assert abs(errors(llama(layers=8), **stages, **split)) < OFF
