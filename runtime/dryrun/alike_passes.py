@@ -73,7 +73,7 @@ class Pass(NamedTuple):
 
     @property
     def blocks_kept(self) -> set[int]:
-        """Its blocks that end with a change in a later pass, if with any."""
+        """Blocks that end with a change of memory in this pass or in a later one."""
         returned = {one.block for one in self.returned or () if one is not None}
         return {*range(self.blocks)} - returned
 
@@ -108,7 +108,7 @@ class Stage:
     forward: Passes = field(default_factory=Passes)
     backward: Passes = field(default_factory=Passes)
     first_blocks: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Of each microbatch whose forward pass was repeated: numbers of its blocks, until backward."""
+    """Microbatches whose forward pass was repeated: numbers of its blocks, until backward."""
 
 
 class AlikePasses:
