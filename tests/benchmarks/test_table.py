@@ -43,7 +43,7 @@ def test_every_result_is_linked_with_its_date() -> None:
 @pytest.mark.parametrize("file", sorted((FOLDER / "results").iterdir()), ids=lambda file: file.stem)
 def test_a_result_says_its_command_and_commit(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
-    assert re.search(r"\bcommit [0-9a-f]{7}\b", text.partition("\n")[0])
+    assert re.search(r"\bcommit [0-9a-f]{7,12}\b", text.partition("\n")[0])
     assert re.search(r"python -m (benchmarks|tests)\.\w+", text)
     log = re.findall(r"^.*(?:\biteration +\d+/|\[\d{4}-\d\d-\d\d [\d:.]+\]|Traceback).*$", text, re.MULTILINE)
     assert not log, "a table, not the log of a run"
