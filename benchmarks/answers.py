@@ -84,7 +84,7 @@ def rounded(value: Any) -> Any:
 
 
 def differences(before: Any, after: Any, where: str = "") -> Iterator[str]:
-    """Where two JSON values differ, and how."""
+    """Paths at which two JSON values differ, with both values."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name in before | after:
             yield from differences(before.get(name), after.get(name), f"{where}.{name}".lstrip("."))

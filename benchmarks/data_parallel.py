@@ -66,7 +66,7 @@ ON_CPUS = (
     "memory is that of the process: freed memory that the allocator keeps, PyTorch's code and gloo's "
     "buffers count",
 )
-"""Where figures of CPUs mislead."""
+"""A note on the figures of CPUs that mislead."""
 
 
 Curves = dict[tuple[str, Job], list[list[Curve]]]

@@ -11,7 +11,7 @@ from costmodels.errors import InputError
 from planner.inputs.huggingface.hub import HubUse
 
 HOST = "127.0.0.1"
-"""Where pages are served unless told otherwise: to this machine alone."""
+"""Address that pages are served at unless a flag says another: this machine alone."""
 
 MOST_PORT = 65_535
 

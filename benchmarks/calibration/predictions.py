@@ -83,7 +83,7 @@ class Predictions:
     spread: Floats
     """Half the width of the 80 % range as a natural logarithm (`costmodels.time.uncertainty`)."""
     blanks: Floats
-    """Part of it that the layouts leave which a row may have had; the rest adds to it in squares."""
+    """Part of the doubt among layouts that a row may have had; the rest is combined as root-sum-square."""
     fits: Bools
     """The peak of the fullest device is within the memory of the devices."""
     allocated_bytes: Floats

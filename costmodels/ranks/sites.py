@@ -1,4 +1,4 @@
-"""Where pipeline ranks are: on nodes of one kind, or of two, of which each runs a part of the stages.
+"""Sites of pipeline ranks: nodes of one kind, or of two, of which each runs a part of the stages.
 
 Ranks of the first kind come first, and pipeline ranks are the outermost degree of a layout, so that a run of
 stages in front is on the first kind and the rest on the second. Groups of a stage (tp, cp, ep, dp) then have

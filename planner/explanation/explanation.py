@@ -69,9 +69,9 @@ class Explanation:
     neighbours: tuple[Neighbour, ...]
     """The layouts one step from the best."""
     advice: str | None
-    """Where nothing fits: the closest plan, what it lacks, and the changes that help."""
+    """The closest plan if nothing fits, the bytes that it lacks, and the changes that help."""
     proposals: tuple[Proposal, ...] = ()
-    """Where nothing fits: the smallest change of each kind with which something does."""
+    """The smallest change of each kind with which a layout fits, if nothing fits."""
 
     def __repr__(self) -> str:
         problem, cluster = self.result.problem, self.result.problem.cluster

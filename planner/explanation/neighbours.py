@@ -48,8 +48,8 @@ class Neighbour:
     rule: str | None
     """What forbids all of them; None where one is legal."""
     were_it_legal: float | None
-    """Where a rule forbids it, and the memory would do: the ratio that the best plan would have with the
-    change, could the shapes be cut that way."""
+    """The ratio that the best plan would have with a change that a rule forbids, if the shapes could be cut
+    that way; None if the memory would not do."""
 
 
 def neighbours(result: SearchResult) -> list[Neighbour]:

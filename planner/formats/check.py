@@ -58,7 +58,7 @@ class FlagChange:
     """The flag's value; empty for a switch, None where it is not given."""
     after: str | None
     line: int | None
-    """Where the file gives it."""
+    """Line of the file that gives it."""
 
 
 @dataclass(frozen=True)

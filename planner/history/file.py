@@ -57,7 +57,7 @@ class PastRun(Record):
 
 
 def history_file() -> Path:
-    """Where the history of this user lies, whether or not it is there."""
+    """Path of this user's history, whether or not the file is there."""
     return home_of("XDG_DATA_HOME", ".local/share") / "planner" / "history.jsonl"
 
 

@@ -83,7 +83,7 @@ class SearchResult:
     listed: Listed | None = field(default=None, compare=False)
     """What else is known of the enumerated layouts."""
     notes: tuple[str, ...] = ()
-    """Where nodes are of two kinds: which ranks each has, and what one kind alone would do."""
+    """The ranks of each kind of node, and what one kind alone would do, if nodes are of two kinds."""
 
     def __repr__(self) -> str:
         problem, cluster = self.problem, self.problem.cluster

@@ -33,7 +33,7 @@ class JobScript:
 
     plan: Plan
     plan_file: str
-    """Where the nodes find the plan."""
+    """Path at which the nodes find the plan."""
     arguments: Sequence[str] = ()
     """Flags of training, for `planner launch` or `program`."""
     name: str = ""
@@ -45,7 +45,7 @@ class JobScript:
     """Container that has the planner, or `program`."""
     volume_claim: str | None = None
     mount: str = "/workspace"
-    """Where nodes find the volume, which all of them share."""
+    """Path of the volume that all nodes share."""
     program: str | None = None
     """What trains where that is not this package: a file such as pretrain_gpt.py, with words of its own."""
     setup: str | None = None

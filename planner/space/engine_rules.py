@@ -24,7 +24,7 @@ SWITCHES = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_t
 """Degrees of which an engine without the feature runs 1 alone."""
 
 COMMAND = "`planner engines --json`"
-"""Where users see what engines run."""
+"""Page on which users see what engines run."""
 
 MESH_DEGREES = (*SWITCHES, "context_parallel", "context_parallel_form", "schedule")
 

@@ -87,7 +87,7 @@ def finish(found: Measurements, plain: Device, specs: Sequence[ModelSpec], save:
 
 
 def source_line(found: Measurements) -> str:
-    """Where a device's values are from, for its `source`."""
+    """Source of a device's values, for its field `source`."""
     host, date = Machine.here().host, datetime.now().strftime("%Y-%m-%d")
     return f"measured on {host} on {date} with {found.ranks} ranks, PyTorch {full_version()}"
 

@@ -106,7 +106,7 @@ class BlendedDataset:
         return rows_of(self, positions)
 
     def starts(self, positions: Sequence[int]) -> npt.NDArray[np.int64] | None:
-        """Where in its sample the document of each token begins, [len(positions), seq + 1], where known."""
+        """Start of each token's document in its sample, [len(positions), seq + 1]; None if unknown."""
         places = [self.place(position) for position in positions]
         starts = [self.corpora[corpus].starts([sample]) for corpus, sample in places]
         known = [one for one in starts if one is not None]

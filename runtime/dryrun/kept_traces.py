@@ -62,7 +62,7 @@ def keep_trace(name: str, trace: MemoryTrace) -> None:
 
 
 def folder() -> Path:
-    """Where dry runs are kept."""
+    """Folder in which dry runs are kept."""
     return home_of("XDG_CACHE_HOME", ".cache") / "planner" / "dry-runs"
 
 

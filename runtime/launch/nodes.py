@@ -36,7 +36,7 @@ class Nodes:
     """The number of this one; None where the rendezvous gives it one."""
     host: str
     port: int
-    """Where the nodes meet."""
+    """Address at which the nodes meet."""
     run_id: str
     source: str
     """Who says so, in words."""

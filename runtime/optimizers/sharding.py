@@ -47,7 +47,7 @@ class _Split:
 
     @property
     def start(self) -> int:
-        """Where this rank's part begins."""
+        """Index at which this rank's part begins."""
         return min(self.index * self.step, self.length)
 
     @property

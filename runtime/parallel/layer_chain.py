@@ -31,7 +31,7 @@ INPUT = -1
 """What stands for the number of a parameter: the input of the layer."""
 
 Source = int | None
-"""Where an argument of a compiled layer comes from: one of its parameters, by number, or its `INPUT`; None if
+"""Source of an argument of a compiled layer: one of its parameters, by number, or its `INPUT`; None if
 all layers have the same."""
 
 

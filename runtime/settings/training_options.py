@@ -319,7 +319,7 @@ _EXCLUSIVE = (("compile", "no_compile"), ("clip_grad", "clip_grad_value"))
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Where the text comes from."""
+    """Source of the text."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"data_path": "Data"}
 

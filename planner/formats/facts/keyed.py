@@ -121,7 +121,7 @@ class Keyed:
         return default
 
     def line(self, path: str) -> int | None:
-        """Where a key stands; None where it does not."""
+        """Line of a key; None for a key that the file does not have."""
         return self.entries[path].line if path in self.entries else None
 
     def add(self, severity: Severity, text: str, path: str = "", remedy: str = "") -> None:

@@ -71,7 +71,7 @@ class Follower:
 
     functions: Mapping[str, Function]
     modules: dict[str, str]
-    """Where imported names come from."""
+    """Modules that imported names come from."""
     given: Mapping[str, Any]
     constants: Mapping[str, Any]
     file: str

@@ -64,7 +64,7 @@ def has_unknown(chars: Sequence[Char]) -> bool:
 
 
 class Closings:
-    """Where the constructs of a text end: quotes, `${...}`, `$(...)`, `$((...))` and backquotes."""
+    """Ends of the constructs of a text: quotes, `${...}`, `$(...)`, `$((...))` and backquotes."""
 
     def __init__(self, chars: Chars) -> None:
         self._chars = chars
