@@ -130,10 +130,8 @@ def _filled(count: int, multiple: int) -> int:
 @contextmanager
 def lowered_products() -> Iterator[list[Product]]:
     """The grouped and scaled products of all graphs that dry runs compile while this lasts."""
-    from torch._inductor.fx_passes import joint_graph
-
     found: list[Product] = []
-    plain, folder = compiled_layers.memory_function, joint_graph.UniformValueConstantFolder
+    plain = compiled_layers.memory_function
 
     def lowering(graph: fx.GraphModule, tracker: Any) -> Any:
         # Nothing else of a dry run shows what lowering changes: it ends with ATen's operators.
@@ -141,11 +139,7 @@ def lowered_products() -> Iterator[list[Product]]:
             found.extend(products_of(copy.deepcopy(graph)))
         return plain(graph, tracker)
 
-    with (
-        patch.object(compiled_layers, "memory_function", lowering),
-        patch.object(folder, "_deduce_value", _deduced_on_a_cpu(folder._deduce_value)),
-        patch.dict(compiled_layers.SETTINGS, AS_ON_A_GPU),
-    ):
+    with seen_graphs(lowering):
         yield found
 
 
@@ -169,6 +163,16 @@ def _is_product(node: fx.Node) -> bool:
 
 def products_of(graph: fx.GraphModule) -> list[Product]:
     """The grouped and scaled products of a graph of ATen operators, lowered for its device."""
+    with lowered(graph) as made:
+        products: list[Any] = [one for one in made.operations if _kernel(one) in PRODUCTS]
+        wanted = sum(map(_is_product, graph.graph.nodes))
+        assert len(products) == wanted, (len(products), wanted)
+        return [_product(one) for one in products]
+
+
+@contextmanager
+def lowered(graph: fx.GraphModule) -> Iterator[Any]:
+    """A graph of ATen operators, lowered for its device: what Inductor schedules, while this lasts."""
     from torch._inductor import compile_fx, config
     from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime.hints import DeviceProperties
@@ -187,19 +191,30 @@ def products_of(graph: fx.GraphModule) -> list[Product]:
         compile_fx._recursive_record_original_output_strides(graph)
         compile_fx.fake_tensor_prop(graph, inputs)
         compile_fx._recursive_post_grad_passes(graph, is_inference=False)
-        lowered = GraphLowering(
+        made = GraphLowering(
             graph,
             example_inputs=inputs,
             shape_env=mode.shape_env,
             # Operators that Inductor does not know get other operands in backward.
             is_backward=any(str(node.target).startswith("tangents") for node in placeholders),
         )
-        with V.set_graph_handler(lowered):
-            lowered.run(*inputs)
-            products: list[Any] = [one for one in lowered.operations if _kernel(one) in PRODUCTS]
-            wanted = sum(map(_is_product, graph.graph.nodes))
-            assert len(products) == wanted, (len(products), wanted)
-            return [_product(one) for one in products]
+        with V.set_graph_handler(made):
+            made.run(*inputs)
+            yield made
+
+
+@contextmanager
+def seen_graphs(see: Callable[[fx.GraphModule, Any], Any]) -> Iterator[None]:
+    """Let `see` make the function of each graph that dry runs compile, passed through as for a GPU."""
+    from torch._inductor.fx_passes import joint_graph
+
+    folder = joint_graph.UniformValueConstantFolder
+    with (
+        patch.object(compiled_layers, "memory_function", see),
+        patch.object(folder, "_deduce_value", _deduced_on_a_cpu(folder._deduce_value)),
+        patch.dict(compiled_layers.SETTINGS, AS_ON_A_GPU),
+    ):
+        yield
 
 
 def _product(operation: Any) -> Product:
@@ -217,3 +232,59 @@ def _operand(node: Any) -> Operand:
     layout = node.get_layout()
     shape, strides = (tuple(int(size) for size in sizes) for sizes in (layout.size, layout.stride))
     return Operand(shape, strides, int(layout.offset), layout.dtype)
+
+
+class Launch(NamedTuple):
+    """A kernel of a compiled graph."""
+
+    kind: str
+    bytes: int
+    """Bytes of what it reads and writes."""
+    name: str
+    """The operators that it computes."""
+
+
+def launches_of(graph: fx.GraphModule) -> list[Launch]:
+    """The kernels of a graph of ATen operators, as Inductor fuses them for its device."""
+    from torch._inductor import scheduler
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.virtualized import V
+
+    with (
+        lowered(graph) as made,
+        V.set_debug_handler(DebugContext()),
+        patch.object(scheduler, "has_triton", lambda: True),
+    ):
+        made.init_wrapper_code()
+        nodes = scheduler.Scheduler(made.operations).nodes
+        return [_launch(node) for node in nodes if _starts_kernel(node)]
+
+
+def _starts_kernel(node: Any) -> bool:
+    """Whether a node of the schedule is more than a name for a part of another one's result."""
+    from torch._inductor import ir
+
+    return not (node.is_template() is None or isinstance(node.node, (ir.MultiOutput, ir.NopKernel)))
+
+
+def _launch(node: Any) -> Launch:
+    if node.is_extern():
+        name = _kernel(node.node) or str(getattr(node.node, "python_kernel_name", ""))
+        return Launch(_kind_of_kernel(name), int(node.get_read_write_buffers_sizes()), name)
+    parts = [part.node for part in node.get_nodes() if part.node is not None]
+    origins = {origin for part in parts for origin in part.get_origins()}
+    names = {str(getattr(origin.target, "_opname", origin.target)) for origin in origins}
+    narrow = any(part.get_dtype() in FLOAT8 for part in parts) or "amax" in names
+    kind = "casts to 8 bits" if narrow else "element-wise and sums"
+    return Launch(kind, int(node.get_read_write_buffers_sizes()), " ".join(sorted(names)))
+
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+def _kind_of_kernel(name: str) -> str:
+    if name in GROUPED:
+        return "grouped GEMM"
+    if "attention" in name:
+        return "attention"
+    return "GEMM" if name in SCALED or name.endswith("mm") or "product" in name else "element-wise and sums"
