@@ -1,4 +1,4 @@
-"""Kernels of a training step on a GPU, counted without one: `python -m benchmarks.kernel_counts [--only TEXT] [--json]`.
+"""Kernels of a training step on a GPU, counted without one: `python -m benchmarks.kernel_counts`.
 
 A dry run trains models of two depths with two numbers of micro batches. Compiled graphs are scheduled for an
 H100, and each group of nodes that Inductor fuses is a kernel; of what runs eagerly each operator is one. What
@@ -139,7 +139,7 @@ def _kind(name: str, adding: int) -> str:
 
 
 def _launches(name: str, args: Any) -> int:
-    """Kernels of an operator: those on lists are one, unless formats differ, which PyTorch does one by one."""
+    """Kernels of an operator; one on lists is one, unless formats differ, which PyTorch does one by one."""
     if not name.startswith("_foreach"):
         return 1
     lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
@@ -243,7 +243,7 @@ def counts(name: str, precision: str) -> Counts:
 def table(rows: dict[str, Counts], before: dict[str, Counts] | None) -> Iterator[str]:
     """Lines of a table of all rows, beside those of another commit if there are any."""
     beside = "" if before is None else f"{'before: launches':>18} {'MiB':>10}"
-    yield f"{'model':<20} {'of a layer and':<15} {'kernels':<23} {'launches':>8} {'MiB':>10} {beside}".rstrip()
+    yield f"{'model':<18} {'of a layer and':<15} {'kernels':<22} {'launches':>8} {'MiB':>9} {beside}".rstrip()
     for name, found in rows.items():
         for place, kinds in found.items():
             known = {} if before is None else before.get(name, {}).get(place, {})
@@ -251,7 +251,7 @@ def table(rows: dict[str, Counts], before: dict[str, Counts] | None) -> Iterator
                 now, then = _of(kinds, kind), _of(known, kind)
                 if not any(now) and not any(then):
                     continue
-                line = f"{name:<20} {place:<15} {kind:<23} {now[0]:>8} {now[1] / MIB:>10.1f}"
+                line = f"{name:<18} {place:<15} {kind:<22} {now[0]:>8} {now[1] / MIB:>9.1f}"
                 yield line if before is None else f"{line} {then[0]:>18} {then[1] / MIB:>10.1f}"
 
 

@@ -1,0 +1,27 @@
+"""Kernels of a layer, counted without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import kernel_counts
+from benchmarks.kernel_counts import counts
+from costmodels.catalogue import load_model
+
+pytestmark = pytest.mark.oldest
+
+
+@pytest.mark.slow
+def test_kernels_are_those_of_the_layers_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gpt2-small: six matrices, three GEMMs of each, and gradients that are added to sums."""
+    monkeypatch.setitem(kernel_counts.CASES, "gpt2-small", (2, 128))
+    found = counts("gpt2-small", "bf16")["micro batch"]
+    width = load_model("gpt2-small").hidden
+    tokens, weights = 2 * 128, 12 * width**2
+    # In and out of each matrix: queries, keys, values and the output, and the two of the MLP.
+    activations = tokens * (4 * 2 + 2 * 5) * width
+    biases = (4 + 4 + 1) * width
+    assert found["GEMM"] == [18, 2 * (3 * (activations + weights) + biases)]
+    # The norms of attention and of the MLP have two each.
+    vectors = 4 * width + biases
+    assert found["additions of gradients"][1] == (2 + 4 + 4) * (weights + vectors)
