@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import sys
 from pathlib import Path
@@ -19,7 +18,6 @@ from planner.service.questions import answer
 from planner.service.tools import TOOLS, call
 from tests.support import ROOT
 from tests.support.agent_pages import LLMS, PAGES, SKILL
-from tests.support.commands import Command
 from tests.support.pages import blocks
 
 JOB = {"model": "gpt2-124m", "world_size": 8, "device": "a100-80g", "global_batch_size": 64}
@@ -139,24 +137,3 @@ def test_pages_for_agents_are_made_of_these_descriptions_and_of_examples_that_te
         assert {line.removeprefix("$ ") for line in text.splitlines()} <= typed
     for link in re.findall(r"\]\(([\w-]+\.md)\)", LLMS.read_text()):
         assert (LLMS.parent / link).is_file(), link
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-def test_a_question_has_one_plan_wherever_it_is_asked(seed: int, planner_command: Command) -> None:
-    draw = random.Random(seed)
-    question: dict[str, Any] = {
-        "model": draw.choice(["llama3-8b", "gpt2-xl", "qwen3-30b-a3b", "llama2-13b"]),
-        "world_size": draw.choice([8, 16, 32]),
-        "device": draw.choice(["h100", "a100-80g", "mi300x"]),
-        "global_batch_size": draw.choice([32, 64, 128]),
-        "engine": draw.choice(["bundled", "megatron", "torchtitan"]),
-    }
-    words = [word for name, value in question.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    code, out, _ = planner_command("suggest", *words, "--json")
-    typed, told = json.loads(out), call("suggest", question)
-    found = planner.search(**question)
-    assert (code == 0) == (found.best is not None)
-    if found.best is not None:
-        layout = found.best.layout.model_dump(mode="json")
-        assert typed["plans"][0]["layout"] == told["plans"][0]["layout"] == layout
