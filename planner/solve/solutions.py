@@ -9,7 +9,7 @@ import numpy as np
 
 from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.layout import Recompute
-from costmodels.spec.table import NONE, SCHEDULES, UNIFORM, LayoutTable
+from costmodels.spec.table import FULL, NONE, SCHEDULES, UNIFORM, LayoutTable
 from planner.objective import Objective, slowness
 from planner.problem import Problem
 from planner.solve.bounds import Floor, Worth, least_peak, least_seconds
@@ -131,6 +131,8 @@ def _balanced(
     plain = np.flatnonzero(~fits & (even.recompute == NONE)) if kinds else np.zeros(0, dtype=np.int64)
     if len(plain):
         _, other = with_each_recompute(problem.model, problem.engine, even.take(plain), kinds, plain_alone)
+        # Whole layers that all recompute keep nothing to offload.
+        other = other.take(~((other.recompute == FULL) & other.offload_activations))
         even, fits = concatenate_tables([even, other]), np.append(fits, np.zeros(len(other), dtype=np.bool_))
     listed = np.arange(len(even)) < len(rows)
     some = (

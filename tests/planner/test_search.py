@@ -332,6 +332,13 @@ def test_offloading_is_searched_where_nothing_fits_without_it() -> None:
     assert not roomy.offloads and not roomy.table.offload_optimizer.any()
 
 
+def test_layers_that_all_recompute_send_no_activations_to_the_host() -> None:
+    """Balanced stages once came up with such layouts, which no engine runs."""
+    found = search("qwen3-30b-a3b", 13, local_world_size=1, device="rtx-4090", max_global_batch_size=64)
+    assert found.offloads and found.best is not None
+    assert all(found.table.layout(row) for row in found.fitting.tolist())
+
+
 def test_the_memory_variable_replaces_the_devices_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEVICE_MEMORY_GB", "40")
     assert search(TINY, world_size=2, max_global_batch_size=4).problem.cluster.memory_bytes == 40 * GIB
