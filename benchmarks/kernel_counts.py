@@ -34,6 +34,7 @@ from costmodels.files import MIB
 from planner.options.flags import run
 from runtime.dryrun import compiled_layers
 from runtime.dryrun import run as dry_run
+from runtime.dryrun.course import BUILD
 from runtime.dryrun.roles import roles
 from runtime.dryrun.tracker import Tracker, is_compiling
 from runtime.parallel import working_copies
@@ -73,7 +74,7 @@ Counts = dict[str, dict[str, list[int]]]
 """Launches and bytes by kind, of a layer and micro batch and of a layer and step."""
 
 
-class KernelCounter(Tracker):
+class KernelCounter(Tracker):  # type: ignore[no-untyped-call]
     """Counts kernels while it follows memory."""
 
     def __init__(self) -> None:
@@ -197,7 +198,7 @@ def steps_of(spec: ModelSpec, layout: Layout) -> list[Counter[tuple[str, int]]]:
 
     def run_steps(tracker: Any, model: ModelSpec, split: Layout, *_: Any) -> None:
         with roles(tracker), tracker:
-            with tracker.scope(phase=dry_run.BUILD):
+            with tracker.scope(phase=BUILD):
                 trainer = Trainer(model, split, options, torch.device("cuda"))
             samples = np.zeros((split.micro_batches * split.micro_batch_size, model.seq + 1), np.int64)
             for number in (split.micro_batches,) * WARM_UP + MICRO_BATCHES:
