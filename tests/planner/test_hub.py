@@ -15,7 +15,7 @@ import pytest
 
 import planner
 from costmodels.errors import InputError
-from planner.inputs.huggingface.hub import HubUse, cache_folder, parsed_id
+from planner.inputs.huggingface.hub import HubUse, cache_folder, hub_origin, parsed_id
 from planner.inputs.huggingface.script_names import model_of
 from planner.inputs.model import resolve_model
 from planner.service.questions import answer
@@ -103,6 +103,16 @@ def test_the_cache_is_where_hugging_face_keeps_it(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert str(cache_folder()) == place
+
+
+def test_files_are_read_from_the_folder_that_one_stands_in(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("config.json").write_text(json.dumps(CONFIG))
+    assert resolve_model("config.json", seq=2048).layers == 16
+    assert hub_origin(Path("config.json")) is hub_origin(Path("/config.json")) is None
+    monkeypatch.chdir(cached)
+    assert COMMIT in resolve_model("config.json", seq=2048).source
 
 
 def test_what_is_at_a_path_is_a_path(cached: Path, tmp_path: Path) -> None:

@@ -278,7 +278,8 @@ def _is_set(variable: str) -> bool:
 
 def hub_origin(file: Path) -> HubModel | None:
     """The model, at its commit, that a file in a cache is of; None for a file elsewhere."""
-    commit, snapshots, folder = (parent.name for parent in (file, *file.parents)[1:4])
+    # A relative path may have too few folders of its own to tell.
+    folder, snapshots, commit = ("", "", "", *file.absolute().parts[:-1])[-3:]
     words = folder.split("--")
     if snapshots != "snapshots" or len(words) != 3 or words[0] != "models":
         return None
