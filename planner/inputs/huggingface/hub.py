@@ -252,6 +252,9 @@ def _refused(model: HubModel, file: str, where: str, error: Exception) -> InputE
     reason = f"status {status}" if status is not None else type(error).__name__
     if type(error) is TimeoutError:
         reason = str(error)
+    elif type(error).__name__.endswith("Timeout"):
+        # The library's own bound ended the request as soon as the one around it would have.
+        reason = f"nothing within {ANSWER_S:g} s"
     return _lacking(model, file, f"{where}, and the Hub does not answer ({reason})")
 
 
