@@ -304,7 +304,7 @@ import json, sys, time
 from costmodels.errors import InputError
 from planner.inputs.huggingface import hub
 from planner.inputs.model import resolve_model
-hub.ANSWER_S, hub.FETCH_S = 0.5, 1.0
+hub.ANSWER_S, hub.FETCH_S = 3.0, 4.0
 found = {}
 for name in sys.argv[1:]:
     try:
@@ -326,8 +326,8 @@ ANSWERS = {
     "org/forbidden": "the Hub does not let you read it; log in",
     "org/nothing-there": "the Hub's org/nothing-there has no config.json",
     "org/broken": "the Hub does not answer (",
-    "org/mute": "the Hub does not answer (nothing within 0.5 s). Where there is a network: hf download org",
-    "org/stuck": "the Hub does not answer (nothing within 1 s)",
+    "org/mute": "the Hub does not answer (nothing within 3 s). Where there is a network: hf download org",
+    "org/stuck": "the Hub does not answer (nothing within 4 s)",
     "org/huge": "its config.json has 1,000,000,000 bytes; expected at most",
     "org/text": "is not valid JSON",
 }
