@@ -9,11 +9,13 @@ train `gpt2-nano` for a minute each.
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +91,22 @@ QUESTION = {
 """The question that the page in the picture answers."""
 
 
+OWN_MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "_name_or_path": "my-lab/my-model",
+}
+"""The config.json that is pasted into the page of the pictures of a first visit."""
+
+
 @contextmanager
 def served(app: Any) -> Iterator[str]:
     """The address of an application that a thread serves."""
@@ -106,28 +124,56 @@ def served(app: Any) -> Iterator[str]:
         opened.close()
 
 
-def take_page(page: str, folder: Path, name: str, offline: bool = True) -> None:
-    """Take a page at two widths, in light and in dark."""
+@contextmanager
+def browsing() -> Iterator[Any]:
+    """A headless Chromium."""
     from playwright.sync_api import sync_playwright
 
-    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    path = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
-        browser: Any = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        browser: Any = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def new_tab(browser: Any, width: int, scheme: str, **context: Any) -> Any:
+    """A page of its own context, whose complaints are printed."""
+    opened = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **context)
+    opened.set_default_timeout(PATIENCE_MS)
+    tab = opened.new_page()
+    tab.on("console", lambda message: print("console:", message.text) if message.type == "error" else 0)
+    return tab
+
+
+def take_page(page: str, folder: Path, name: str, offline: bool = True) -> None:
+    """Take a page at two widths, in light and in dark."""
+    with browsing() as browser:
         for width, scheme in ((1280, "light"), (390, "dark")):
-            context = browser.new_context(
-                viewport={"width": width, "height": 900}, color_scheme=scheme, offline=offline
-            )
-            context.set_default_timeout(PATIENCE_MS)
-            tab = context.new_page()
-            tab.on(
-                "console", lambda message: print("console:", message.text) if message.type == "error" else 0
-            )
+            tab = new_tab(browser, width, scheme, offline=offline)
             tab.goto(page)
             tab.locator("html[data-drawn]").wait_for()
             figures = tab.locator(".figure:visible").count()
             tab.locator(f"html[data-drawn='{figures}']").wait_for()
             tab.screenshot(path=folder / f"{name}-{width}-{scheme}.png", full_page=True)
-        browser.close()
+
+
+def take_first_visit(target: Path) -> None:
+    """Take what a first visit sees: the page is opened, a config.json is pasted, and Plan is pressed."""
+    from planner.web.server import question_app
+
+    with served(question_app("127.0.0.1")) as site, browsing() as browser:
+        for width in (1280, 390):
+            tab = new_tab(browser, width, "light", has_touch=width < 600, is_mobile=width < 600)
+            begun = time.perf_counter()
+            tab.goto(site)
+            tab.locator("html[data-answered]").wait_for()
+            tab.locator("textarea[name=config]").fill(json.dumps(OWN_MODEL, indent=2))
+            tab.locator("button[type=submit]").click()
+            tab.locator("h1:text-is('my-model on 8 x h100')").wait_for()
+            print(f"{width} px: {time.perf_counter() - begun:.1f} s from the address to the answer")
+            tab.locator("html[data-drawn='4']").wait_for()
+            tab.evaluate("document.getElementById('question').scrollTop = 0")
+            tab.screenshot(path=target / f"web-first-{width}-light.png")
 
 
 def take_question(target: Path) -> None:
@@ -180,7 +226,7 @@ def main() -> None:
                 if shown.code:
                     raise SystemExit(f"planner {' '.join(one)}: {shown.text}")
             take_page((here / "page.html").as_uri(), target, name)
-    for name, take in (("web", take_question), ("watch", take_runs)):
+    for name, take in (("web", take_question), ("web-first", take_first_visit), ("watch", take_runs)):
         if not wanted or name in wanted:
             take(target)
 

@@ -161,8 +161,13 @@ def _commands(asked: Asked, plan: Plan | None, command: str, written: WrittenFil
     listed = f'<ul class="files">{"".join(links)}</ul>' if links else ""
     return (
         "<section><h2>At the command line</h2>"
-        f'<pre id="command">{html.escape(chr(10).join(lines))}</pre>{listed}</section>'
+        f'<pre id="command">{chr(10).join(map(_unbroken, lines))}</pre>{listed}</section>'
     )
+
+
+def _unbroken(line: str) -> str:
+    """A line of a command as HTML that a narrow screen breaks between words alone, never behind a dash."""
+    return " ".join(f"<span>{html.escape(word)}</span>" for word in line.split(" "))
 
 
 def _download(name: str, what: str) -> str:

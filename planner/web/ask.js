@@ -69,7 +69,10 @@ async function ask() {
   root.dataset.answered = number;
 }
 let later = 0;
-form.addEventListener("input", () => {
+form.addEventListener("input", (event) => {
+  // The name of a model of the catalogue is not that of a config.json which is pasted after it.
+  const name = form.elements.model, known = [...document.getElementById("values-model").options];
+  if (event.target.name === "config" && known.some((one) => one.value === name.value.trim())) name.value = "";
   clearTimeout(later);
   later = setTimeout(ask, 400);
 });
@@ -77,6 +80,9 @@ form.addEventListener("submit", (event) => {
   event.preventDefault();
   clearTimeout(later);
   ask();
+  // On a narrow screen the answer lies below the form.
+  const answer = document.getElementById("answer");
+  if (answer.getBoundingClientRect().top > innerHeight / 2) answer.scrollIntoView();
 });
 document.getElementById("clear").addEventListener("click", () => { show(first); ask(); });
 document.getElementById("copy").addEventListener("click", async () => {

@@ -28,6 +28,7 @@ from planner.web import answer_page
 from planner.web.server import MOST_BYTES, question_app
 from tests.planner.test_agent_tools import over_stdio
 from tests.planner.test_service import comparable, printed
+from tests.support import ROOT
 from tests.support.browser import chromium, tab
 from tests.support.hub import CONFIG
 
@@ -201,6 +202,27 @@ def test_a_config_of_ones_own_is_pasted(site: str, browser: Any) -> None:
         assert found["answer"]["model"]["layers"] == 16
         assert page.locator("#found img, #found script").count() == 0
         assert found["config_file"].endswith(".json") and "<" not in found["config_file"]
+    assert not complaints
+
+
+def test_a_first_visit_ends_at_the_answer_for_a_model_of_ones_own(site: str, browser: Any) -> None:
+    front = (ROOT / "docs" / "index.md").read_text()
+    assert "$ pip install '.[web]'\n$ planner web\n" in front and "(pictures/web-first-1280" in front
+    with tab(browser, 390, has_touch=True, is_mobile=True) as (page, complaints):
+        page.goto(site)
+        page.locator("h1:text-is('llama3-8b on 8 x h100')").wait_for()
+        page.locator("textarea[name=config]").fill(json.dumps(CONFIG))
+        page.locator("button[type=submit]").click()
+        # The model of the page's own question names no other model, and Plan goes to the answer.
+        page.locator("h1:text-is('pasted on 8 x h100')").wait_for()
+        heading = page.locator("h1").bounding_box()
+        assert 0 <= heading["y"] < 450 and heading["x"] + heading["width"] <= 390
+        assert page.locator("input[name=model]").input_value() == "" and "model=" not in page.url
+        page.locator("input[name=model]").fill("mine")
+        page.locator("h1:text-is('mine on 8 x h100')").wait_for()
+        page.locator("textarea[name=config]").fill(json.dumps(CONFIG | {"num_hidden_layers": 8}))
+        page.wait_for_url("**num_hidden_layers%22%3A+8**")
+        page.locator("#found:not([aria-busy]) h1:text-is('mine on 8 x h100')").wait_for()
     assert not complaints
 
 
