@@ -93,6 +93,18 @@ def test_layouts_agree_on_the_losses(pool: WorkerPool, name: str, text: str) -> 
     assert plain[0] != pytest.approx(expected[0], rel=1e-5)
 
 
+def test_each_flag_of_documents_matters_without_the_others(pool: WorkerPool) -> None:
+    spec = MODELS["gpt2"]
+    one = parse_layout("gbs=4", spec)
+    flags: list[dict[str, bool]] = [
+        *({}, {"reset_attention_mask": True}, {"reset_position_ids": True}, {"eod_mask_loss": True}),
+        {"reset_attention_mask": True, "reset_position_ids": True},
+    ]
+    losses = [pool.run(work.losses, 1, spec, one, Boundaries(EOD, **given), 1)[0] for given in flags]
+    for at in range(2):
+        assert len({round(loss[at], 5) for loss in losses}) == len(flags), losses
+
+
 def test_the_ring_is_refused_in_one_line() -> None:
     layout = parse_layout("cp=2,context_parallel_form=ring", MODELS["llama"])
     with pytest.raises(InputError, match=r"--reset-attention-mask: .* pin all_gather or all_to_all"):

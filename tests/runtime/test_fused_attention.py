@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.model import capped_attention
 from runtime.model.attention_kernels import equal_heads_attention
-from runtime.model.fused_attention import fused_backward, fused_forward, reaching_attention
+from runtime.model.fused_attention import _Reaching, fused_backward, fused_forward, reaching_attention
 from runtime.model.reach import Reach
 from runtime.parallel.documents import document_mask
 
@@ -143,3 +145,41 @@ def test_the_flash_kernel_is_told_of_windows(window: int, tokens: int) -> None:
     torch.testing.assert_close(out, expected)
     for one, other in zip(found, torch.autograd.grad(expected, leaves, pull), strict=True):
         torch.testing.assert_close(one, other)
+
+
+class _Windows(TorchDispatchMode):
+    """Notes how far the flash kernel may look back, in every call of it; None where it is not told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int | None] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "flash_attention" in function.__name__:
+            self.seen.append((kwargs or {}).get("window_size_left"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("reach", "before"),
+    # A window counts the token itself, the kernel those before it.
+    [(Reach(5), [4]), (Reach(1), [0]), (Reach(), [None]), (Reach(50), [None]), (Reach(0, 7), [])],
+)
+@pytest.mark.parametrize("tokens", [KEYS, 13])
+def test_the_flash_kernel_is_told_how_far_a_window_looks_back(
+    reach: Reach, before: list[int | None], tokens: int
+) -> None:
+    with FakeTensorMode(), _Windows() as windows, torch.no_grad():
+        q, k, v = (
+            torch.empty(2, heads, count, 8, dtype=torch.bfloat16, device="cuda")
+            for heads, count in ((4, tokens), (2, KEYS), (2, KEYS))
+        )
+        sinks = torch.empty(4, device="cuda")
+        node = SimpleNamespace(save_for_backward=lambda *saved: setattr(node, "saved_tensors", saved))
+        out = _Reaching.forward(node, q, k, v, sinks, reach, None, 1.0)
+        assert windows.seen == before
+        gradients = _Reaching.backward(node, torch.empty_like(out))
+        assert windows.seen == 2 * before
+        assert [one.shape for one in gradients[:4] if one is not None] == [
+            *(one.shape for one in (q, k, v, sinks)),
+        ]

@@ -116,6 +116,9 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
     # 0.64 and 0.24 reach 0.7: the token that reaches it stays.
     nucleus = Sampling(top_p=0.7).probabilities(logits)
     assert (nucleus > 0).tolist() == [[True, True, False, False, False], [False, True, True, False, False]]
+    # Of equal ones the first, on every machine.
+    alike = Sampling(top_p=0.5).probabilities(torch.zeros(256).unsqueeze(0))
+    assert alike[0, :128].all() and not alike[0, 128:].any()
     # The likeliest stays however small the sum.
     assert (Sampling(top_p=1e-9).probabilities(logits) > 0).sum(-1).tolist() == [1, 1]
     rows = logits[:1].expand(4000, -1)

@@ -249,6 +249,20 @@ def test_tensorboard_reads_the_events(tmp_path: Path) -> None:
     )
 
 
+def test_a_resumed_run_takes_back_events_after_its_checkpoint_and_no_others(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    # The checkpoint is that of step 2, and step 3 is lost.
+    for resumed_at, steps in ((0, (1, 2, 3)), (2, ())):
+        recorder = Recorder(None, str(tmp_path), resumed_at)
+        for step in steps:
+            recorder.step(metrics_of(step), 8 * step, 8)
+        recorder.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("lm loss")] == [1, 2]
+
+
 def test_a_logged_loss_is_that_of_the_steps_that_changed_the_weights() -> None:
     losses = torch.tensor([2.0, math.nan, 4.0])
     assert loss_of_updates(losses, [0, 2]) == 3.0

@@ -13,7 +13,7 @@ from costmodels.layers.optimizer import UPDATES
 from costmodels.spec.layout import Optimizer
 from runtime.optimizers import update_rules
 from runtime.optimizers.muon import update_scale
-from runtime.optimizers.shards import clip_factor, is_decayed
+from runtime.optimizers.shards import ParameterShard, clip_factor, is_decayed
 from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 from tests.support.layouts import parse_layout
@@ -272,3 +272,31 @@ def test_weight_decay_leaves_out_biases_and_norms(name: str, shape: tuple[int, .
 
 def test_every_optimizer_has_a_rule_and_a_cost() -> None:
     assert set(update_rules.RULES) == set(UPDATES) == set(RULES)
+
+
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
+def test_a_checkpoint_before_the_first_update_changes_no_update(optimizer: Optimizer) -> None:
+    """Steps of a run may all have been skipped when its first checkpoint is written."""
+    if optimizer == "adam8bit":
+        pytest.importorskip("torchao")
+    spec = MODELS["llama"]
+    options = TrainingOptions(sgd_momentum=0.9, adam_beta2=0.95)
+    layout = parse_layout(f"optimizer={optimizer}", spec)
+
+    def updated(saved: bool) -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(3)
+        owned = []
+        for name, shape in (("matrix.weight", (16, 32)), ("norm.weight", (8,))):
+            parameter = torch.nn.Parameter(torch.randn(shape, generator=draw))
+            shard = torch.nn.Parameter(parameter.detach())
+            shard.grad = torch.randn(shape, generator=draw)
+            owned.append(ParameterShard(name, parameter, shard, True))
+        setting = update_rules.Setting(spec, layout, options, torch.device("cpu"))
+        rule = update_rules.RULES[optimizer](owned, setting)
+        if saved:
+            assert not any(state.any() for state in rule.states().values())
+        rule.step(0.1, 0.0)
+        return [one.shard.detach() for one in owned]
+
+    for one, other in zip(updated(saved=False), updated(saved=True), strict=True):
+        assert torch.equal(one, other)
