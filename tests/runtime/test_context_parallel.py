@@ -15,6 +15,7 @@ from runtime.model.attention_kernels import suffix_attention
 from runtime.model.fused_attention import fused_backward, fused_forward
 from runtime.parallel import ring_attention
 from runtime.parallel.context import local_positions
+from runtime.train.stages import compiles_in_two
 from tests.support.layouts import parse_layout
 from tests.support.models import DENSE, MODELS
 from tests.support.ranks import context as work
@@ -128,6 +129,12 @@ def test_losses_and_gradients_are_those_of_one_rank(
             for name, gradient in gradients.items():
                 whole = expected["embedding.tokens.weight" if name == "head.weight" and spec.tied else name]
                 assert torch.allclose(gradient, whole, rtol=1e-4, atol=1e-7), (text, name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_ring_alone_cuts_compiled_layers_in_two(form: str) -> None:
+    assert compiles_in_two(parse_layout(f"cp=2,cp_form={form}", MODELS["gpt2"])) == (form == "ring")
+    assert not compiles_in_two(parse_layout("dp=2", MODELS["gpt2"]))
 
 
 def test_a_pytorch_without_ring_attention_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,8 @@ def test_the_flash_kernel_is_told_how_far_a_window_looks_back(
             for heads, count in ((4, tokens), (2, KEYS), (2, KEYS))
         )
         sinks = torch.empty(4, device="cuda")
-        node = SimpleNamespace(save_for_backward=lambda *saved: setattr(node, "saved_tensors", saved))
+        node: Any = SimpleNamespace()
+        node.save_for_backward = lambda *saved: setattr(node, "saved_tensors", saved)
         out = _Reaching.forward(node, q, k, v, sinks, reach, None, 1.0)
         assert windows.seen == before
         gradients = _Reaching.backward(node, torch.empty_like(out))
