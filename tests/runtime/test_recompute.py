@@ -285,3 +285,14 @@ def test_layouts_that_recompute_have_the_same_losses(name: str, pool: WorkerPool
         layout = parse_layout(text, spec)
         losses = pool.run(losses_of, layout.world_size, spec, layout, 3)[0]
         assert relative_difference(losses, reference) < 1e-6, text
+
+
+def test_an_output_is_let_go_with_its_last_view() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    call = again._Call(lambda x: x.exp().sin(), (x,))
+    result = call.run(x)
+    whole, turned = (call.pack_output(view) for view in (result, result.t()))
+    # A backward that is split asks twice.
+    for _ in range(2):
+        assert torch.equal(again.unpack(whole), result) and call.output is not None
+        assert torch.equal(again.unpack(turned), result.t()) and call.output is None
