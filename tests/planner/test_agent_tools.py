@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -137,3 +139,22 @@ def test_pages_for_agents_are_made_of_these_descriptions_and_of_examples_that_te
         assert {line.removeprefix("$ ") for line in text.splitlines()} <= typed
     for link in re.findall(r"\]\(([\w-]+\.md)\)", LLMS.read_text()):
         assert (LLMS.parent / link).is_file(), link
+
+
+@pytest.mark.slow
+def test_llms_txt_alone_leads_to_a_plan_and_a_slurm_script(
+    planner_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    [text] = [block.text for block in blocks(LLMS) if block.language == "console"]
+    lines = [line[2:] for line in text.replace("\\\n", " ").splitlines() if line.startswith("$ planner")]
+    [suggest] = [line for line in lines if "--save plan.json" in line]
+    [script] = [line for line in lines if line.endswith("--to slurm")]
+    for line in (suggest, script):
+        code, out, err = planner_command(*shlex.split(line)[1:])
+        assert code == 0, err
+    plan = planner.Plan.load(tmp_path / "plan.json")
+    assert 2 <= plan.layout.tensor_parallel <= 8 and plan.cluster.world_size == 16
+    assert out.startswith("#!/bin/bash") and "#SBATCH --nodes=2" in out
+    (tmp_path / "job.sbatch").write_text(out)
+    assert subprocess.run(["bash", "-n", "job.sbatch"], cwd=tmp_path).returncode == 0
