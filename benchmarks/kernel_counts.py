@@ -1,9 +1,9 @@
 """Kernels of a training step on a GPU, counted without one: `python -m benchmarks.kernel_counts`.
 
-A dry run trains models of two depths with two numbers of micro batches. Compiled graphs are scheduled for an
+A dry run trains models of two depths with two numbers of microbatches. Compiled graphs are scheduled for an
 H100, and each group of nodes that Inductor fuses is a kernel; of what runs eagerly each operator is one. What
-one layer more and one micro batch more add together are the kernels of a layer and micro batch: forward,
-backward, and the accumulation of gradients. What a layer adds whatever the number of micro batches belongs to
+one layer more and one microbatch more add together are the kernels of a layer and microbatch: forward,
+backward, and the accumulation of gradients. What a layer adds whatever the number of microbatches belongs to
 the step: the optimizer, and weights that are copied or cast once.
 
 Bytes are those of the tensors that a kernel reads and writes, once each. Kernels read some of them several
@@ -44,12 +44,12 @@ from tests.support.gpu_lowering import Launch, launches_of, seen_graphs
 from tests.support.layouts import parse_layout
 
 CASES = {"llama3-8b": (1, 8192), "gpt2-medium": (8, 1024), "qwen3-30b-a3b": (2, 4096)}
-"""Sequences of a micro batch, and tokens of a sequence, by the name of a model of the catalogue."""
+"""Sequences of a microbatch, and tokens of a sequence, by the name of a model of the catalogue."""
 
 PRECISIONS = ("bf16", "fp8")
 
 DEPTHS, MICRO_BATCHES = (3, 4), (2, 3)
-"""Two numbers of layers and of micro batches. The last layer is the same in both, and so is the first."""
+"""Two numbers of layers and of microbatches. The last layer is the same in both, and so is the first."""
 
 WARM_UP = 2
 """Steps in which layers are compiled, become a chain and make the optimizer's state."""
@@ -71,7 +71,7 @@ FREE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"
 """Operators that start no kernel, besides views."""
 
 Counts = dict[str, dict[str, list[int]]]
-"""Launches and bytes by kind, of a layer and micro batch and of a layer and step."""
+"""Launches and bytes by kind, of a layer and microbatch and of a layer and step."""
 
 
 class KernelCounter(Tracker):  # type: ignore[no-untyped-call]
@@ -218,7 +218,7 @@ def steps_of(spec: ModelSpec, layout: Layout) -> list[Counter[tuple[str, int]]]:
 
 
 def counts(name: str, precision: str) -> Counts:
-    """Kernels of a layer and micro batch, and of a layer and step, of a row."""
+    """Kernels of a layer and microbatch, and of a layer and step, of a row."""
     size, seq = CASES[name]
     by_depth = []
     for layers in DEPTHS:
@@ -226,7 +226,7 @@ def counts(name: str, precision: str) -> Counts:
         layout = parse_layout(f"mbs={size},gbs={size * MICRO_BATCHES[-1]},precision={precision}", spec)
         by_depth.append(steps_of(spec, layout))
     (few_few, few_more), (more_few, more_more) = by_depth
-    result: Counts = {"micro batch": {}, "step": {}}
+    result: Counts = {"microbatch": {}, "step": {}}
     for kind in KINDS:
         each, step = [], []
         for part in (0, 1):
@@ -235,7 +235,7 @@ def counts(name: str, precision: str) -> Counts:
             of_both = more_more[key] - few_more[key] - of_layer
             each.append(of_both)
             step.append(of_layer - MICRO_BATCHES[0] * of_both)
-        for found, place in ((each, "micro batch"), (step, "step")):
+        for found, place in ((each, "microbatch"), (step, "step")):
             if any(found):
                 result[place][kind] = found
     return result

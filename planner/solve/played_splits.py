@@ -67,7 +67,7 @@ def played_moves(
         if not len(best):
             break
         open_rows = row[best]
-        kept = np.setdiff1d(np.arange(len(now)), open_rows)
+        kept = np.delete(np.arange(len(now)), open_rows)
         back = np.argsort(np.concatenate([kept, open_rows]))
         now = concatenate_prices([now.take(kept), tried.take(best)]).take(back)
     faster = now.step_time_s < before

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.oldest
 
 @pytest.mark.slow
 def test_kernels_are_those_of_the_layers_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of gpt2-small: six matrices, three GEMMs of each, and gradients that are added to sums."""
+    """A layer of gpt2-small has six matrices, three GEMMs of each, and gradients that are added to sums."""
     monkeypatch.setitem(kernel_counts.CASES, "gpt2-small", (2, 128))
-    found = counts("gpt2-small", "bf16")["micro batch"]
+    found = counts("gpt2-small", "bf16")["microbatch"]
     width = load_model("gpt2-small").hidden
     tokens, weights = 2 * 128, 12 * width**2
     # In and out of each matrix: queries, keys, values and the output, and the two of the MLP.

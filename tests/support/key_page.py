@@ -10,11 +10,12 @@ PAGE = ROOT / "docs" / "keys-of-other-software.md"
 HEAD = """\
 # Keys of other software
 
-What `planner check` reads and `planner export` writes, by the field of `Layout` or `ModelSpec` that a key
-gives, or by the flag of Megatron-LM that says the same. A few words are the reader's own, such as
-`split_points`. Files of every release are read: earlier names stand beside those of today. The tables are
-`planner/formats/keys/*.yaml`, which also say what all other keys do. Further software is one such table and a
-reader beside it. Flags of Megatron-LM and MindSpeed are in `planner/formats/facts/megatron_flags.yaml`.
+These tables list the keys that `planner check` reads and `planner export` writes. Each is named by its
+field of `Layout` or `ModelSpec`, or by the flag of Megatron-LM that says the same. A few words are the
+reader's own, such as `split_points`. Files of every release are read: earlier names stand beside those of
+today. The tables are `planner/formats/keys/*.yaml`, which also say what all other keys do. Further software
+is one such table and a reader beside it. Flags of Megatron-LM and MindSpeed are in
+`planner/formats/facts/megatron_flags.yaml`.
 """
 
 NAMES = {
