@@ -63,7 +63,9 @@ def run_one_by_one(
         gone = set() if whole else {one for one in stages if done[one] == micro_batches}
         held = (sums - gone) | reducing
         head = pipeline * chunks - 1
-        found.add(
+        # Gradients of weights, computed apart from those of inputs, lie beside sums of passes before.
+        apart = whole and kind not in (FORWARD, INPUTS, BACKWARD) and stage > 0 and done[stage] > 1
+        found |= {
             (
                 sum(flying.values()),
                 sum(waiting.values()),
@@ -72,9 +74,11 @@ def run_one_by_one(
                 int(head in held),
                 int(0 in held),
                 len(fresh - gone),
+                added,
                 len(before) if whole else min(len(before), 3),
             )
-        )
+            for added in {0, int(apart)}
+        }
     return found
 
 
