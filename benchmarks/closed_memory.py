@@ -216,7 +216,7 @@ def traced_parts(drawn: Drawn) -> tuple[dict[str, float], ...]:
 
 
 def row_of(one: Compared) -> dict[str, Any]:
-    """What a file keeps of a layout: closed forms and dry runs of each rank by category."""
+    """A row of a layout: closed forms and dry runs of each rank by category."""
     return {
         "job": one.drawn.job,
         "layout": one.drawn.layout.describe(),
@@ -230,7 +230,7 @@ def row_of(one: Compared) -> dict[str, Any]:
 
 
 def refused_row(drawn: Drawn, why: str) -> dict[str, Any]:
-    """What a file keeps of a layout that the runtime refuses."""
+    """The row of a layout that the runtime refuses."""
     fields = drawn.layout.model_dump(mode="json")
     return {"job": drawn.job, "layout": drawn.layout.describe(), "refused": why, "fields": fields}
 

@@ -179,7 +179,7 @@ def _best(problem: Problem, prices: Prices, last: float) -> Prices:
 
 
 def moves_of(problem: Problem) -> Callable[[LayoutTable, Ints], tuple[Ints, list[tuple[int, ...]]]]:
-    """What tells other splits of rows of a table that the engine of a problem runs, and their rows."""
+    """A function that gives other splits that the engine of a problem runs, and the row of each."""
     return _shared if problem.engine.runs.stages_alike else _moves
 
 

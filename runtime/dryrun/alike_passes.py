@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from runtime.dryrun.collector import logs_from
+from runtime.dryrun.quiet import logs_from
 from runtime.dryrun.tracker import Block, Tracker
 from runtime.parallel.pipeline import Pipeline
 
@@ -67,7 +67,7 @@ class Pass(NamedTuple):
     changes: list[Change] | None
     """Changes in their order; None if blocks of others change."""
     returned: tuple[Made | None, ...] | None
-    """What it returns: tensors in memory of its own, or nothing; None if it returns something else."""
+    """Tensors that the call returns in memory of its own, if any; None if it returns something else."""
     given: tuple[int, ...]
     """Numbers of the blocks of the tensors that it is given."""
 
@@ -163,7 +163,7 @@ class AlikePasses:
         return output
 
     def backward(self, of_stage: Any, given: Any, run: Any) -> Any:
-        """What a backward pass with the gradients `given` makes, which `run` runs."""
+        """The gradients of a backward pass that `run` runs with the gradients `given`."""
         stage = self.stages.setdefault(of_stage.stage_index, Stage())
         number = stage.backward.count
         stage.backward.count += 1
@@ -217,7 +217,7 @@ class AlikePasses:
         return tuple(numbers)
 
     def _returned(self, given: Any, first: int, changed: list[int]) -> tuple[Made | None, ...] | None:
-        """What a pass returns; None if it is not memory that the pass has made and not freed."""
+        """Memory that a pass returns; None if the pass has not made it, or has freed it."""
         made: list[Made | None] = []
         for part in given if isinstance(given, (tuple, list)) else (given,):
             if part is None:

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from costmodels import Layout, ModelSpec
 from costmodels.catalogue.local_machine import available_cores, available_memory
 from runtime.dryrun.alike import alike_ranks
-from runtime.dryrun.collector import collector_off
 from runtime.dryrun.kept_traces import keep_trace, kept_trace, trace_name
 from runtime.dryrun.memory_trace import DeviceKind, MemoryTrace
+from runtime.dryrun.quiet import collector_off
 from runtime.processes.pools import brief_pool
 from runtime.settings.training_options import TrainingOptions
 

@@ -23,7 +23,6 @@ from costmodels import Layout, ModelSpec
 from costmodels.errors import InputError
 from costmodels.spec.layout import SPLIT_BACKWARD
 from runtime.dryrun.alike_passes import UnlikePassesError, alike_passes
-from runtime.dryrun.collector import collector_off, logs_from
 from runtime.dryrun.compiled_layers import compiled_layers
 from runtime.dryrun.course import BUILD, Course, UnlikeError, of_more_layers
 from runtime.dryrun.experts import even_load
@@ -31,6 +30,7 @@ from runtime.dryrun.fake_gpu import fake_gpu
 from runtime.dryrun.few_layers import FewLayers, few_layers
 from runtime.dryrun.kernels import cpu_kernels, gpu_kernels
 from runtime.dryrun.memory_trace import DeviceKind, MemoryTrace
+from runtime.dryrun.quiet import collector_off, logs_from
 from runtime.dryrun.roles import label_layers, roles, tag_optimizer_state, tag_state
 from runtime.dryrun.steady import enough_micro_batches, fewest_micro_batches
 from runtime.dryrun.tracker import Tracker
@@ -122,7 +122,7 @@ def dry_rank(
     options: TrainingOptions,
     whole: bool = False,
 ) -> Iterator[Run]:
-    """What runs the steps of one rank, for models that differ from `spec` in the number of layers alone.
+    """A function that runs the steps of one rank, for models that differ from `spec` in their layers alone.
 
     Args:
         whole: run each microbatch, also those that are like others.

@@ -37,7 +37,7 @@ class ScriptRun:
     """What is written for it, and named by a flag; None where flags say it all."""
     text: str
     notes: tuple[str, ...]
-    """What the software does not support, or wants besides."""
+    """Parts of a plan that the software does not support, and flags that it wants besides."""
 
     def line(self) -> str:
         """The command as one would type it."""

@@ -26,8 +26,8 @@ class Export:
     text: str
     """What its file holds: flags, one on each line, or the file itself."""
     inexpressible: tuple[str, ...]
-    """What the software does not support, each with the reason; a field of the layout is named first, as in
-    `schedule=zbv: ...`."""
+    """Parts of a plan that the software does not support, each with the reason. A field of the layout comes
+    first, as in `schedule=zbv: ...`."""
     layout_flags: Mapping[str, str]
     """Flags or paths of keys that say the layout, with their values (empty for switches)."""
     notes: tuple[str, ...] = ()

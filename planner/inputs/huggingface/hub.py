@@ -198,7 +198,7 @@ def _silent() -> Iterator[None]:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What a call gives; raises what it raises, and `TimeoutError` where it takes longer."""
+    """The result of a call; raises the error of the call, and `TimeoutError` after so many seconds."""
     given: list[Any] = []
     raised: list[Exception] = []
 
@@ -219,7 +219,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def _refused(model: HubModel, file: str, where: str, error: Exception) -> InputError:
-    """What an error of `huggingface_hub` means to whoever named a model."""
+    """The line that an error of `huggingface_hub` becomes for whoever named a model."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,

@@ -1,4 +1,4 @@
-"""What PyTorch and Python do beside a dry run, and need not: collecting garbage, and logs."""
+"""Garbage collection and logs, which a dry run switches off."""
 
 from __future__ import annotations
 
