@@ -69,7 +69,12 @@ def fact(page: Any, name: str) -> str:
     return str(page.locator(f"dt:text-is('{name}') + dd").first.inner_text())
 
 
-MODELS = {"gpt2-small": ("a100-80g", "h100"), "llama3-8b": ("h200",), "gpt2-medium": ("l40s", "b200")}
+MODELS = {
+    "gpt2-small": ("a100-80g", "h100"),
+    "llama3-8b": ("h200", "mi300x"),
+    "gpt2-medium": ("l40s", "b200"),
+    "qwen1.5-moe-a2.7b": ("h200",),
+}
 """Models, and devices for them."""
 
 
@@ -84,7 +89,7 @@ def random_questions(count: int) -> list[dict[str, str]]:
             "device": draw.choice(MODELS[model]),
             "world_size": str(draw.choice((2, 4, 8))),
             draw.choice(("global_batch_size", "max_global_batch_size")): str(draw.choice((16, 32))),
-            "engine": draw.choice(("bundled", "megatron", "bundled")),
+            "engine": draw.choice(("bundled", "megatron", "bundled", "torchtitan")),
         }
         if draw.random() < 0.3:
             question["precision"] = "bf16"
@@ -98,6 +103,8 @@ def test_twenty_random_questions_have_one_plan_wherever_they_are_asked(
     site: str, browser: Any, planner_command: Any
 ) -> None:
     questions = random_questions(20)
+    assert {one["model"] for one in questions} == set(MODELS)
+    assert {one["engine"] for one in questions} == {"bundled", "megatron", "torchtitan"}
     jobs: list[dict[str, Any]] = [
         {name: int(value) if value.isdigit() else value for name, value in question.items()}
         for question in questions
