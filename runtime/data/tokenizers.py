@@ -18,7 +18,7 @@ import tokenizers as hf
 from costmodels.errors import InputError
 from costmodels.files import MIB, read_text
 from costmodels.paths import exists, is_file, is_folder
-from planner.inputs.huggingface.hub import cached_file, hub_file, hub_model, hub_origin
+from planner.inputs.huggingface.hub import NoSuchFileError, hub_file, hub_model, hub_origin
 
 Ids = npt.NDArray[np.integer]
 
@@ -266,12 +266,10 @@ def _tokenizer_file(path: Path) -> Path:
     model = hub_model(path)
     if model is None:
         return path / "tokenizer.json" if is_folder(path) else path
-    found = cached_file(model, "tokenizer.json")
-    if found is None:
-        found = hub_file(model, "tokenizer.json")
-        # Some models have none; what ends a document is then found by its usual names.
-        with suppress(InputError):
-            hub_file(model, "tokenizer_config.json")
+    found = hub_file(model, "tokenizer.json")
+    # Some models have none, and what ends a document is then found by its usual names.
+    with suppress(NoSuchFileError):
+        hub_file(model, "tokenizer_config.json")
     return found
 
 

@@ -15,7 +15,14 @@ import pytest
 
 import planner
 from costmodels.errors import InputError
-from planner.inputs.huggingface.hub import HubUse, cache_folder, hub_origin, parsed_id
+from planner.inputs.huggingface.hub import (
+    HubModel,
+    HubUse,
+    NoSuchFileError,
+    cache_folder,
+    hub_origin,
+    parsed_id,
+)
 from planner.inputs.huggingface.script_names import model_of
 from planner.inputs.model import resolve_model
 from planner.service.questions import answer
@@ -406,3 +413,25 @@ def test_tokenizers_and_weights_are_found_by_ids(cache: Path, monkeypatch: pytes
     (snapshot / "model.safetensors").write_bytes(b"")
     assert model_folder("org/Model-1B") == str(snapshot)
     assert model_folder("/no/such") == "/no/such"
+
+
+def test_a_tokenizer_is_not_taken_without_what_says_how_documents_end(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for: list[str] = []
+
+    def fetched(model: HubModel, file: str) -> Path:
+        asked_for.append(file)
+        if file == "tokenizer_config.json":
+            raise lacking
+        return cache / file
+
+    monkeypatch.setattr("runtime.data.tokenizers.hub_file", fetched)
+    lacking = InputError("mute")
+    with pytest.raises(InputError, match="mute"):
+        load_tokenizer("HuggingFaceTokenizer", tokenizer_model="org/Model-1B")
+    assert asked_for == ["tokenizer.json", "tokenizer_config.json"]
+    # A model that has none is taken at its tokenizer's word; here that file is not there to be read.
+    lacking = NoSuchFileError("none")
+    with pytest.raises(InputError, match=r"tokenizer\.json"):
+        load_tokenizer("HuggingFaceTokenizer", tokenizer_model="org/Model-1B")

@@ -40,6 +40,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TRUE = ("1", "on", "yes", "true")
 
 
+class NoSuchFileError(InputError):
+    """The Hub has the model, but not the file that is asked for."""
+
+
 class HubModel(NamedTuple):
     """A model of the Hub."""
 
@@ -130,7 +134,8 @@ def _commit_of(model: HubModel) -> str | None:
 def hub_file(model: HubModel, file: str = CONFIG_FILE) -> Path:
     """A file of a model, from the cache or else from the Hub.
 
-    Raises `InputError`, which says what to type, where it is not to be had.
+    Raises `InputError`, which says what to type, where it is not to be had; `NoSuchFileError` where the Hub
+    says that the model has none.
     """
     found = cached_file(model, file)
     if found is not None:
@@ -241,7 +246,7 @@ def _refused(model: HubModel, file: str, where: str, error: Exception) -> InputE
     if isinstance(error, RevisionNotFoundError):
         return InputError(f"model {model}: the Hub's {model.repo} has no revision {model.revision!r}")
     if isinstance(error, EntryNotFoundError) and status == 404:
-        return InputError(f"model {model}: the Hub's {model.repo} has no {file}")
+        return NoSuchFileError(f"model {model}: the Hub's {model.repo} has no {file}")
     if status == 403:
         return InputError(
             f"model {model}: the Hub does not let you read it; log in with `hf auth login`, or set HF_TOKEN, "
