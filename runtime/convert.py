@@ -60,13 +60,13 @@ MAX_SHARD_SIZE = "5GB"
 
 EXPERT_BIAS = "router.expert_bias"
 FURTHER = "mtp."
-"""What names of MTP modules begin with here."""
+"""The beginning of names of MTP modules here."""
 
 LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 class Conversion(NamedTuple):
-    """What a conversion wrote."""
+    """The result of a conversion."""
 
     folder: Path
     spec: ModelSpec
@@ -220,7 +220,7 @@ def _wholes(model: HuggingFaceModel, wanted: torch.dtype | None) -> dict[str, Wh
 
 
 def _pieces(model: HuggingFaceModel, wholes: dict[str, Whole]) -> Iterator[Piece]:
-    """What fills our tensors: each of theirs, or each of its parts, and zeros for padded entries."""
+    """Pieces that fill our tensors: each of theirs, or each of its parts, and zeros for padded entries."""
     for name, places in model.places.items():
         whole, shape = wholes[name], tuple(model.shapes[name])
 

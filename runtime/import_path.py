@@ -1,6 +1,6 @@
-"""What `python -m runtime.pretrain` imports: modules of this installation, none of the working directory.
+"""The import path of `python -m runtime.pretrain`: this installation, and nothing of the working directory.
 
-It is imported before anything else of these packages, and so imports none of them.
+This module is imported before anything else of these packages, and so imports none of them.
 """
 
 import sys

@@ -18,7 +18,7 @@ DEFAULT_MODEL = {"cpu": "gpt2-nano", "gpu": "gpt2-small"}
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """What is measured, and where it is kept."""
+    """The flags of `planner calibrate`: models, seconds, and the device file to write."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"model": "Calibration"}
 

@@ -102,7 +102,7 @@ class _Left:
 
 
 def _signs(layout: Layout) -> Iterator[object]:
-    """What a layout does that costs something of its own, alone and with several microbatches."""
+    """Features of a layout that cost something of their own, each alone and with several microbatches."""
     several = layout.micro_batches > 1
     features: list[object] = []
     if layout.tensor_parallel > 1:

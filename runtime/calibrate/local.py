@@ -37,11 +37,11 @@ Progress = Callable[[float, str], None]
 def measure_machine(
     specs: Sequence[ModelSpec], plain: Device, count: int, budget_s: float, progress: Progress
 ) -> Measurements:
-    """What `count` ranks of this machine do for the layers and layouts of models.
+    """Kernels, collectives and steps of models, measured by `count` ranks of this machine.
 
     Args:
         plain: the device as the catalogue has it, for so many ranks.
-        budget_s: seconds after which nothing more is begun.
+        budget_s: seconds after which no further measurement begins.
         progress: told the share that is done, 0 to 1, and what comes next.
     """
     started = time.perf_counter()

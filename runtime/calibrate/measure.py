@@ -1,4 +1,4 @@
-"""What ranks measure for one calibration besides whole steps, all of them at the same time."""
+"""Kernels and collectives that the ranks of one calibration measure, all of them at the same time."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def measure_kernels(
     device: torch.device,
     budget_s: float,
 ) -> Measurements:
-    """What this machine does for shapes of `models`; every rank calls it.
+    """Seconds of kernels and collectives on this machine for shapes of `models`; every rank calls it.
 
     Args:
         models: with their layouts, all in one number format.
         engine: with its constants for the device, which says what shapes a layer has.
-        budget_s: after which nothing more is begun.
+        budget_s: seconds after which no further measurement begins.
     """
     started, watch = time.perf_counter(), Watch()
     precision = models[0][1].precision

@@ -1,4 +1,4 @@
-"""How much of a machine's cores other processes take while something is measured."""
+"""The share of a machine's cores that other processes take while something is measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 """Ticks of the system's CPU counters in a second."""
 
 BUSY = (0, 1, 2, 5, 6, 7)
-"""Columns of a line of cores in /proc/stat that are no idleness: user, nice, system, interrupts, stolen."""
+"""Columns of a line of cores in /proc/stat that count busy ticks: user, nice, system, interrupts, stolen."""
 
 
 class Watch:

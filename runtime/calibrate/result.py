@@ -1,4 +1,4 @@
-"""What a calibration leaves: a device file, what changed against the catalogue, what that does to plans."""
+"""The result of a calibration: a device file, what it changes in the catalogue's device and in plans."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def source_line(found: Measurements) -> str:
 
 
 def change_lines(plain: Device, device: Device, engine: Engine, found: Measurements) -> Iterator[str]:
-    """What was measured beside what the catalogue says, a line each."""
+    """Measured values beside those of the catalogue, a line each."""
     before, after = engine.for_device(plain), engine.for_device(device)
     rows: list[tuple[str, float, float]] = [
         (

@@ -12,7 +12,7 @@ from runtime.settings.adapter_base import Base
 
 
 def base_in(folder: str | Path, iteration: int) -> Base:
-    """What names the checkpoint of `iteration` in `folder` as the base of adapters."""
+    """The reference to the checkpoint of `iteration` in `folder`, as the base of adapters."""
     manifest = read_manifest(iteration_folder(folder, iteration))
     return Base(folder=str(resolved(folder)), iteration=iteration, crc32=manifest.crc32)
 

@@ -107,7 +107,7 @@ def _load_base(source: Path, base: Base, trainer: Trainer) -> None:
 
 
 def _checked(source: Path, iteration: int) -> RunFile:
-    """What the checkpoint is of, when each of its files has been read by one rank and found whole."""
+    """The run.json of a checkpoint, after one rank has read each of its files and found it whole."""
     try:
         manifest = run_on_first_rank(lambda: read_manifest(source))
         by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))

@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 """The last file that is written: a folder without it holds no whole checkpoint."""
 
 BLOCK_BYTES = 1 << 22
-"""What is read at a time."""
+"""Bytes of one read."""
 
 LARGEST_MANIFEST = 1 << 28
 """Bytes of a list of a million files."""

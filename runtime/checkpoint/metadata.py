@@ -28,7 +28,7 @@ from costmodels.errors import InputError
 from costmodels.files import read_at_most
 
 METADATA = ".metadata"
-"""Which tensors a checkpoint holds, and where in its files."""
+"""The file that lists the tensors of a checkpoint, and where each lies in the other files."""
 
 LARGEST_METADATA = 1 << 30
 """Bytes of some million pieces of tensors."""
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 
 class _Malformed(Exception):
-    """What was read is not what PyTorch writes."""
+    """A pickle that PyTorch did not write."""
 
 
 class _Name:
@@ -87,7 +87,7 @@ class _Name:
 
 
 class _Object:
-    """What a class or a function would have made of `arguments`, and the state that it would have got."""
+    """A pickled call, not made: its class or function, its `arguments`, and the state of its result."""
 
     __slots__ = ("arguments", "of", "state")
 
@@ -267,7 +267,7 @@ class _Parser:
 
 
 def _metadata(found: Any) -> Metadata:
-    """What was read as PyTorch's own classes; each field is looked at, and none is taken as it is."""
+    """Metadata in PyTorch's own classes, from objects of a pickle of which each field is checked."""
     fields = _fields(found, "Metadata")
     places = dict(_place(key, value) for key, value in _pairs(fields.get("storage_data")))
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}

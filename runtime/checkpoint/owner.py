@@ -38,10 +38,10 @@ BEAT_S = 2.0
 """Seconds from one count to the next."""
 
 WATCH_S = 7.0
-"""How long a record of another machine is watched for the next count."""
+"""Seconds for which a record of another machine is watched for the next count."""
 
 PATIENCE_S = 3.0
-"""How long a job waits for another one's processes that are just ending."""
+"""Seconds that a job waits for processes of another job that are just ending."""
 
 PATIENCE_OF_RESTART_S = 120.0
 """Seconds of patience of a job that was started again, maybe on other machines: its own processes may end
@@ -56,7 +56,7 @@ class Record(BaseModel):
     process: int
     host: str
     machine: str
-    """Which kernel that is, until it boots again."""
+    """The kernel of the machine, until it boots again."""
     since: str
     token: str
     """Differs from owner to owner."""
@@ -141,7 +141,7 @@ class Owner:
                 )
 
     def _taken_by(self) -> str | None:
-        """Who has the folder, in words; None when it is this process's now."""
+        """The process that has the folder, in words; None when this process has it now."""
         file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             locked = _lock(file)

@@ -103,7 +103,7 @@ def _tensor(file: BinaryIO, place: Place) -> Tensor:
 
 
 def _part(tensor: Tensor, item: ReadItem) -> Tensor:
-    """What of a stored piece a plan asks for."""
+    """The slices of a stored piece that a load plan requests."""
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor

@@ -16,7 +16,7 @@ from runtime.checkpoint.manifest import damage_error
 from runtime.settings.adapter_base import Base
 
 RUN_FILE = "run.json"
-"""What the checkpoint is of: model, iteration, optimizer state, loss scale, and what `save` was told."""
+"""The file with model, iteration, optimizer state, loss scale, and the arguments of `save`."""
 
 LARGEST_RUN_FILE = 1 << 24
 """Bytes; what is larger is no run.json."""
@@ -47,7 +47,7 @@ class RunFile(BaseModel):
     """Slots of the optimizer's state, such as exp_avg; none where weights alone are stored."""
     loss_scale: LossScaleState | None = None
     base: Base | None = None
-    """What the adapters of `model.lora` are added to; None where there are none."""
+    """The base of the adapters of `model.lora`; None where there are none."""
     consumed_samples: Count = 0
     """Samples of the training data that were trained on."""
 

@@ -23,7 +23,7 @@ SAVE_TIMEOUT = timedelta(hours=2)
 """Seconds after which ranks give up waiting for one whose disk does not answer."""
 
 LAST_CHANCE_S = 60.0
-"""How long a run that ends with an error waits for a save that is under way."""
+"""Seconds that a run that ends with an error waits for a save that is under way."""
 
 
 class Saver:
@@ -54,7 +54,7 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.failures: list[str] = []
-        """What went wrong with the last saves in a row."""
+        """The errors of the last saves in a row that failed."""
 
     def save(self, trainer: Trainer, spec: ModelSpec, run: dict[str, Any]) -> None:
         """Write the state of `trainer`, or begin to.

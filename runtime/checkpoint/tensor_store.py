@@ -38,7 +38,7 @@ FILE_BYTES = 2**28
 
 
 _OF_FILES = (OSError, RuntimeError, ValueError, EOFError)
-"""What files that are damaged or cannot be written raise in PyTorch."""
+"""Exceptions that PyTorch raises for files that are damaged or cannot be written."""
 
 
 class Piece(NamedTuple):
@@ -86,7 +86,7 @@ def _alone(failure: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system said, which PyTorch's own errors hide."""
+    """The system's own error message, which PyTorch's errors hide."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__context__

@@ -1,4 +1,4 @@
-"""What of a trainer is stored, under its name in the whole model, and how it comes back."""
+"""The tensors of a trainer that a checkpoint stores, under their names in the whole model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runtime.train.trainer import Trainer
 def run_contents(
     trainer: Trainer, spec: ModelSpec, run: dict[str, Any], with_optimizer: bool = True
 ) -> dict[str, Any]:
-    """What run.json says of the state of `trainer`; `run` is what the loop adds."""
+    """Fields of run.json that tell the state of `trainer`, and those of `run`, which the loop adds."""
     return {
         "iteration": trainer.iteration,
         "skipped_iterations": trainer.iteration - trainer.updates,
@@ -71,7 +71,7 @@ def load_frozen(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
 
 
 def _weights(trainer: Trainer) -> dict[str, Tensor]:
-    """What trains of the parameters of this rank, and buffers, which are frozen where others are."""
+    """Trained parameters of this rank, and buffers, which are frozen in models with adapters."""
     weights: dict[str, Tensor] = {o.name: o.parameter.detach() for o in trainer.optimizer.owned}
     return weights if trainer.spec.lora is not None else weights | _buffers(trainer)
 

@@ -22,7 +22,7 @@ _BLOCK = 4096
 
 
 def corpus_samples(weights: Sequence[float], num_samples: int, surplus: float = _SURPLUS) -> list[int]:
-    """How many samples each corpus contributes to a blend of `num_samples`, rounded up with a surplus."""
+    """Samples that each corpus contributes to a blend of `num_samples`, rounded up with a surplus."""
     return [math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in weights]
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the boundaries between the documents of a sample."""
+"""The treatment of boundaries between the documents of a sample."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _LOOKED_AT = 1000
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Megatron-LM's options of that name, and what tells where documents end.
+    """Options that decide what tokens see across documents, and the sign of a document's end.
 
-    In a stream of documents that is the token `eod`, which belongs to the document that it ends. Where
-    `eod` is None samples hold whole documents, and say themselves where each begins
-    (`runtime.data.packing`): such documents may hold that token anywhere.
+    In a stream of documents the token `eod` ends a document and belongs to it. Where `eod` is None samples
+    hold whole documents, and say where each begins (`runtime.data.packing`): such documents may hold that
+    token anywhere.
 
-    `reset_attention_mask`: tokens attend to their own document only; `reset_position_ids`: positions count
-    from the start of the document; `eod_mask_loss`: what follows the end of a document is not predicted.
-    `hides_prompts`: negative ids ~i are those of i, which are not predicted (`runtime.data.packing`).
+    The options have the names of Megatron-LM's. `reset_attention_mask`: tokens attend to their own document
+    only. `reset_position_ids`: positions count from the start of the document. `eod_mask_loss`: the token
+    after the end of a document is not predicted. `hides_prompts`: a negative id ~i stands for the id i, which
+    is not predicted (`runtime.data.packing`).
     """
 
     eod: int | None

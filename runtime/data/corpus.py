@@ -118,7 +118,7 @@ def _cached(files: list[Path], tokenizer: Tokenizer, cache: Path, name: str) -> 
 
 
 def _fault(prefix: Path) -> InputError | None:
-    """Why token files cannot be read; None for those that can."""
+    """The error of token files that cannot be read; None for those that can."""
     try:
         IndexedDataset(prefix)
     except InputError as error:

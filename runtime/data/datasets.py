@@ -51,7 +51,7 @@ class Datasets:
     remake: Callable[[int], Samples] | None = None
     """Makes the training order of another number of samples."""
     boundaries: Boundaries | None = None
-    """What becomes of the boundaries of documents; None if they do not matter."""
+    """The treatment of boundaries of documents; None if they do not matter."""
     record: Record | None = None
     """The tokenizer of those files that say it; None if none does."""
 

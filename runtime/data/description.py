@@ -1,4 +1,4 @@
-"""What a pair of token files holds: counts, ids and the first text."""
+"""A summary of a pair of token files: counts, ids and the first text."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ FORMATS = ("jsonl", "json", "wiki", "text")
 _PIECE_BYTES = 4 * 2**20
 _BOM = b"\xef\xbb\xbf"
 ARRAY = 'an array of them, [{"text": ...}, ...]'
-"""What a file may hold instead of an object on each line."""
+"""The form of a file that has no object on each line, for messages."""
 
 MOST_KEYS = 8
 """Keys of an object that a message lists."""
@@ -136,7 +136,7 @@ def _read_lines(path: Path, source: Source, most: int) -> Iterator[Part]:
 
 
 def _read_wiki(path: Path, source: Source, most: int) -> Iterator[Part]:
-    """What stands between the lines <doc ...> and </doc>: WikiExtractor puts the title on top."""
+    """Texts between the lines <doc ...> and </doc>, as WikiExtractor writes them with the title on top."""
     cutter = _Cutter(most)
     body: list[bytes] | None = None
     first = number = 0

@@ -1,4 +1,4 @@
-"""What tells the data of a run from other data, without reading all of it."""
+"""Checksums that tell the data of a run from other data, without reading all of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def identity(files: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
 
 
 def difference(before: Any, now: Sequence[dict[str, Any]]) -> str | None:
-    """How data differs from that of which `identity` was noted before; None where it is the same."""
+    """The first difference of data from the `identity` noted `before`; None where they are the same."""
     if not isinstance(before, list) or len(before) != len(now):
         count = len(before) if isinstance(before, list) else 0
         return f"{len(now)} pairs of .bin and .idx instead of {count}"

@@ -84,7 +84,7 @@ def merge(
 
 
 def _unrecorded(lacking: Sequence[Path], known: KnownTokenizer | None) -> str:
-    """What is to be said of pairs without a record; raises InputError if their ids are not the others'."""
+    """The note on pairs without a record; `InputError` if they hold ids that the known tokenizer has not."""
     others = f" and {len(lacking) - 1} more have" if len(lacking) > 1 else " has"
     said = f"{lacking[0]}{others} no record of a tokenizer"
     if known is None:

@@ -18,14 +18,14 @@ from runtime.data.indexed_dataset import IndexedDataset
 from runtime.data.samples import rows_of
 
 PADDING = ~0
-"""What fills a sample up: an id that every model has, which is not predicted."""
+"""The id that fills a sample up: every model has it, and it is not predicted."""
 
 
 def packed_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Which documents share a row: the longest first, each into the fullest row that has room for it.
+    """Documents of each row: the longest first, each into the fullest row that has room for it.
 
-    A document longer than `capacity` has a row of its own, which holds its beginning; one without tokens has
-    none.
+    A document longer than `capacity` has a row of its own, which holds its beginning. A document without
+    tokens has no row.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []

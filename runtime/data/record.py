@@ -1,8 +1,9 @@
-"""Which tokenizer a pair of token files is of: `PREFIX.tokenizer` beside its `.bin` and `.idx`.
+"""The tokenizer of a pair of token files, recorded in `PREFIX.tokenizer` beside its `.bin` and `.idx`.
 
-A JSON object: what identifies the tokenizer and what loads it again, and how many sequences and tokens the
-pair has, so that a record left by other files of that name is known. Pairs that Megatron-LM wrote have none.
-Its merge_datasets.py stops at a file of a folder whose name without the ending has no `.idx`: this one has.
+The record is a JSON object. It identifies the tokenizer and says how to load it. It also has the pair's
+numbers of sequences and tokens, which tell a record that other files of that name have left behind. Pairs
+that Megatron-LM wrote have no record. Megatron-LM's merge_datasets.py stops at a file whose name without the
+ending has no `.idx`; this one has.
 """
 
 from __future__ import annotations

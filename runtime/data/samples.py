@@ -61,10 +61,10 @@ def split_sequences(count: int, split: str) -> tuple[range, range, range]:
 
 @dataclass(frozen=True)
 class Epochs:
-    """How often the documents are read to fill the samples.
+    """Passes over the documents that fill the samples.
 
-    `count` epochs; `before_last` samples are complete without the last one; `separate` tells whether
-    the last epoch is shuffled apart.
+    `count` epochs; `before_last` samples are complete without the last one; `separate` tells whether the last
+    epoch is shuffled apart.
     """
 
     count: int
@@ -102,10 +102,10 @@ def document_index(
 
 
 def sample_index(lengths: npt.NDArray[np.integer], seq: int) -> npt.NDArray[np.integer]:
-    """Where each sample starts and the last one ends: (place in the document index, token offset).
+    """Starts of all samples, and the end of the last one: (place in the document index, token offset).
 
-    `lengths` are the tokens of the documents in reading order. Returns int32[samples + 1, 2] (int64
-    where the places or offsets need it); empty documents hold no start.
+    `lengths` are the tokens of the documents in reading order. Returns int32[samples + 1, 2] (int64 where the
+    places or offsets need it); empty documents hold no start.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     samples = (int(ends[-1]) - 1) // seq

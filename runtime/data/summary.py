@@ -1,4 +1,4 @@
-"""What a command that writes token files has done so far."""
+"""The progress of a command that writes token files."""
 
 from __future__ import annotations
 

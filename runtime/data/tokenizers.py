@@ -32,7 +32,7 @@ _GPT2_MERGES = Path(__file__).with_name("gpt2_merges.txt")
 
 @dataclass(frozen=True)
 class Origin:
-    """What `load_tokenizer` made a tokenizer from; paths are absolute."""
+    """The files that `load_tokenizer` made a tokenizer from; paths are absolute."""
 
     kind: str
     vocab_file: str | None = None
@@ -41,9 +41,9 @@ class Origin:
 
 
 class Tokenizer(Protocol):
-    """What the data preparation needs of a tokenizer.
+    """The interface of a tokenizer for the data preparation.
 
-    `name` identifies it, contents included; ids are below `vocab_size`; `eod` ends a document.
+    `name` identifies the tokenizer, contents included; ids are below `vocab_size`; `eod` ends a document.
     """
 
     @property

@@ -23,7 +23,10 @@ def alike_ranks(spec: ModelSpec, layout: Layout, ranks: Sequence[int]) -> dict[i
 
 
 def _work(spec: ModelSpec, layout: Layout, stage: int) -> tuple[object, ...]:
-    """What a pipeline rank does; one of several stages, which wait for other ranks, is like none."""
+    """The work of a pipeline rank, equal for ranks that do the same.
+
+    A rank with several stages waits for other ranks, and is like no other.
+    """
     if layout.virtual_pipeline_parallel > 1 or stage in (0, layout.pipeline_parallel - 1):
         return (stage,)
     layers = tuple(spec.layer_kind(layer) for layer in layout.layer_range(stage))

@@ -63,7 +63,7 @@ class Pass(NamedTuple):
     first: int
     """The number of the first block that it has made."""
     blocks: int
-    """How many it has made."""
+    """The number of blocks that it has made."""
     changes: list[Change] | None
     """Changes in their order; None if blocks of others change."""
     returned: tuple[Made | None, ...] | None

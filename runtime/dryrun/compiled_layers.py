@@ -234,7 +234,7 @@ class Step:
 
     @cached_property
     def category(self) -> str | None:
-        """What its buffers are for, where the operator tells."""
+        """The category of the operator's buffers; None where the operator does not tell."""
         return "message" if self.name.startswith(COLLECTIVES) else None
 
 

@@ -135,9 +135,9 @@ def matched(few: Course, other: Course) -> Ints:
 
 
 def _tokens(*courses: Course) -> list[tuple[Ints, Ints]]:
-    """For each course numbers of its changes, and others whatever their size; alike changes have the same.
+    """Numbers of the changes of each course, with sizes and without; alike changes have the same number.
 
-    Sizes that not all courses have are those of what holds something of all layers, and count for none.
+    A size that not all courses have belongs to a tensor over all layers, and is left out of the number.
     """
     numbers: dict[tuple[object, ...], int] = {}
     roles: dict[tuple[object, ...], int] = {}
@@ -161,10 +161,10 @@ def _roles_and_sizes(course: Course) -> list[tuple[object, ...]]:
 
 
 def _aligned(own: Ints, others: Ints, own_roles: Ints, other_roles: Ints) -> Ints:
-    """Where the numbers `own` are among `others`, which have more rounds of what repeats in them.
+    """Places of the numbers `own` among `others`, which have more rounds of the repeated part.
 
     Rounds are left out in the middle of those that both have: the first and the last ones are matched.
-    Changes of unlike sizes, where there is no further round, are of what holds something of all layers.
+    Changes may have unlike sizes where there is no further round: they are of tensors over all layers.
     """
     result = np.arange(len(own), dtype=np.int64)
     at = shift = start = 0
@@ -186,7 +186,7 @@ def _aligned(own: Ints, others: Ints, own_roles: Ints, other_roles: Ints) -> Int
 
 
 def _common(one: Ints, other: Ints) -> int:
-    """How many numbers are the same from the start on."""
+    """The number of equal entries from the start on."""
     count = min(len(one), len(other))
     differs = np.flatnonzero(one[:count] != other[:count])
     return int(differs[0]) if len(differs) else count

@@ -1,9 +1,9 @@
-"""How many rows travel to experts and arrive when tensors have no content.
+"""Rows that travel to experts and arrive there, when tensors have no content.
 
-Routers are assumed to be as balanced as the planner assumes (`costmodels.layers.shapes`): a rank sends its
-rows evenly to the ranks of the experts, and the rank that is traced is the fullest one, which takes in
-`peak_load` times the mean where experts are spread over ranks. A limited capacity of less than one drops what
-is beyond it, and one below that load bounds it.
+Routers are assumed to be as balanced as the planner assumes (`costmodels.layers.shapes`). A rank sends its
+rows evenly to the ranks of the experts. The rank that is traced is the fullest one: it receives `peak_load`
+times the mean where experts are spread over ranks. A capacity factor below one drops the rows beyond it, and
+one below that load bounds it.
 """
 
 from __future__ import annotations

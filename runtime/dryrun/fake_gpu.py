@@ -13,16 +13,16 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 CPP_DEVICE = torch.device("lazy", 0)
-"""What PyTorch's C++ takes the device for.
+"""The device that PyTorch's C++ sees; Python sees `GPU`.
 
-Its autograd engine asks a CUDA device for streams, which a PyTorch without CUDA cannot answer; of this device
-type it asks nothing. Python sees `GPU`.
+The autograd engine asks a CUDA device for streams, which a PyTorch without CUDA cannot answer. It asks a
+device of this type for nothing.
 """
 
 GPU = torch.device("cuda", 0)
 
 _cache: dict[Any, Any] = {}
-"""What `FakeTensorMode` remembers of operations, for all dry runs of a process."""
+"""The cache of `FakeTensorMode` for operations, shared by all dry runs of a process."""
 
 MOST_OPERATIONS = 20_000
 """Operations that are remembered before a dry run begins; with more, all are forgotten."""
@@ -47,7 +47,7 @@ class Stream(torch.cpu.Stream):
     """A stream on which nothing runs."""
 
     stream_id = device_index = device_type = 0
-    """What PyTorch tells the allocator."""
+    """Fields that PyTorch passes to the allocator."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

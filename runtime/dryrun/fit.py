@@ -8,7 +8,7 @@ from planner.plan import Plan
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace
 
 TOTAL = "bytes"
-"""What the sum of all categories is called."""
+"""The name of the sum of all categories."""
 
 NEEDS_PROOF = 0.8
 """Share of a device's memory: a job whose range reaches above it is traced before its ranks start."""

@@ -1,4 +1,4 @@
-"""What a training step holds in memory: the highest moments, and what was alive then."""
+"""Memory of a training step: the highest moments, and the tensors that were alive then."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CATEGORIES = (
     "communication",
     "temporaries",
 )
-"""Who owns a byte.
+"""Owners of a byte.
 
 parameters: weights as the optimizer sees them, and buffers;
 gradients: of weights, whole or sharded;
 optimizer: its state;
-activations: what forward saved for backward;
-logits: the head's output and what the loss makes of it, forward and backward;
+activations: tensors that forward saved for backward;
+logits: the head's output and tensors that the loss makes of it, forward and backward;
 communication: gathered parameters, buffers of collectives and messages of the pipeline;
 temporaries: all else.
 """
@@ -40,7 +40,7 @@ def block_bytes(size: int) -> int:
 
 @dataclass(frozen=True)
 class Moment:
-    """What is alive at one moment of a step; all sizes in bytes."""
+    """Tensors that are alive at one moment of a step; all sizes in bytes."""
 
     label: str
     """forward, backward, reduce, optimizer, schedule for what is between them (messages of the pipeline, the

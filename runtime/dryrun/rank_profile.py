@@ -70,7 +70,7 @@ class RankProfile:
     plan_predicted: dict[str, float]
     """Predicted seconds on the plan's device, by the name in `OWN`."""
     network: dict[str, float]
-    """What the plan adds for communication and the bubble, by the name in `NETWORK`."""
+    """Seconds that the plan adds for communication and the bubble, by the name in `NETWORK`."""
 
     @property
     def step_s(self) -> float:
@@ -176,7 +176,7 @@ def plan_on(plan: Plan, here: Device) -> Plan:
 
 
 def _device(plan: Plan, pipeline_rank: int) -> tuple[torch.device, Device]:
-    """What this machine runs a rank of a plan on; `InputError` where it cannot."""
+    """The device of this machine that runs a rank of a plan; `InputError` where it cannot."""
     here = plan.cluster.device
     if plan.cluster.parts:
         raise InputError("planner profile runs on one device, and the plan is for nodes of two kinds")
@@ -247,7 +247,7 @@ def _own(parts: StepParts, name: str) -> float:
 
 
 def rank_prediction(plan: Plan, pipeline_rank: int) -> dict[str, float]:
-    """What the plan's model says of a pipeline rank's own step, in seconds by the name in `OWN`."""
+    """Seconds that the plan's model predicts for a pipeline rank's own step, by the name in `OWN`."""
     costs = RankCosts.of_all(
         plan.model,
         plan.cluster,

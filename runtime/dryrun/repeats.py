@@ -58,7 +58,7 @@ class ResultTensor(NamedTuple):
     """A tensor that an operation returns."""
 
     operand: int | None
-    """Which operand it is or shows; none where its memory is new."""
+    """The number of the operand that the tensor is or shows; None where its memory is new."""
     is_operand: bool
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -73,12 +73,12 @@ class ResultTensor(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What an operation returns."""
+    """The result of an operation."""
 
     parts: tuple[ResultTensor | int | float | None, ...]
     """Tensors, and numbers as they are."""
     kind: type | None
-    """List or tuple; none for a single tensor."""
+    """List or tuple; None for a single tensor."""
 
 
 _known: dict[Key, Result | None] = {}
@@ -268,7 +268,7 @@ def _is_new(part: ResultTensor | int | float | None) -> bool:
 
 
 def _views_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, operand: Any) -> Result:
-    """What an operator returns that only shows its operand: PyTorch's C++ knows, without its fakes."""
+    """Views that an operator returns of its operand, as PyTorch's C++ computes them without fake tensors."""
     shape, stride, offset = operand.shape, operand.stride(), operand.storage_offset()
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     size = max(last + 1, operand.untyped_storage().nbytes() // operand.element_size())
@@ -302,12 +302,12 @@ def _attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
 
 
 def _made_of(mode: FakeTensorMode, operands: Sequence[Tensor], tensor: Any) -> ResultTensor | None:
-    """How to make a tensor again; None where that is not clear."""
+    """The recipe to make a tensor again; None where that is not clear."""
     memory = tensor.untyped_storage()._cdata
     shown = [n for n, operand in enumerate(operands) if operand.untyped_storage()._cdata == memory]
     same = [n for n in shown if operands[n] is tensor]
     if len(same) > 1 or (shown and not same and len(operands) > 1):
-        # Which of them, is another question for other operands.
+        # Other operands may need another one of them.
         return None
     return ResultTensor(
         operand=next(iter(same or shown), None),

@@ -1,4 +1,4 @@
-"""What a dry run needs before PyTorch is loaded: the ranks that it traces, and the packages."""
+"""Choices and checks before a dry run loads PyTorch: the ranks that it traces, and the packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def first_rank(layout: Layout, pipeline_rank: int) -> int:
 
 
 def ranks_to_trace(layout: Layout, stage: int | None, rank: int | None) -> list[int]:
-    """The rank that flags name, the first one of the stage that they name, or the first one of each stage."""
+    """Ranks to trace: the named one, the first one of the named stage, or the first one of each stage."""
     stages = layout.pipeline_parallel
     if stage is not None and rank is not None:
         raise InputError("--stage and --rank exclude each other; give one")

@@ -109,7 +109,7 @@ def _paused(tracker: Tracker, method: Any) -> Any:
 
 
 def _make_moments(rule: Adam8bit, learning_rate: float, weight_decay: float) -> None:
-    """What the first step of torchao's optimizer keeps; its compiled update needs nothing besides."""
+    """Make the moments of torchao's optimizer, which are all that its compiled update needs."""
     for owned in rule.owned:
         rule._moments(owned)
 
@@ -139,7 +139,7 @@ def _followed(method: Any, then: Callable[..., None]) -> Any:
 
 
 def _entering(tracker: Tracker) -> Any:
-    """How a context of hooks on saved tensors starts: the tensors that it keeps are activations."""
+    """An `__enter__` of saved-tensor hooks that tags the tensors that the hooks keep as activations."""
 
     def enter(self: Any) -> None:
         pack = self.pack_hook
@@ -160,7 +160,7 @@ def _entering(tracker: Tracker) -> Any:
 
 
 def _keeping(tracker: Tracker) -> Any:
-    """How layers run that autograd takes for one: what it keeps for them are activations."""
+    """A `forward` of a chain of layers that tags the tensors that the chain keeps as activations."""
     forward = layer_chain._Chain.forward
 
     def keeping(ctx: Any, *args: Any) -> Tensor:
@@ -327,7 +327,7 @@ def _label(tracker: Tracker, module: nn.Module, kind: str) -> None:
 
 
 def tag_optimizer_state(tracker: Tracker) -> None:
-    """What the optimizer has made and kept in a step is its state."""
+    """Tag the tensors that the optimizer has made and kept in a step as its state."""
     for number, _ in tracker.alive.values():
         if number >= 0:
             block = tracker.blocks[number]

@@ -98,6 +98,6 @@ def _states(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, 
 
 
 def _before(happens: Bools) -> Ints:
-    """How often something has happened before each pass, [passes, stages]."""
+    """Counts of earlier events before each pass, [passes, stages]."""
     result: Ints = happens.cumsum(axis=0) - happens
     return result

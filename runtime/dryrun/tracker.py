@@ -31,11 +31,11 @@ STRENGTH = {
     "gradients": 5,
     "optimizer": 5,
 }
-"""Which name wins when a storage has several roles.
+"""Ranks of the roles of a storage: of several, the one with the largest number wins.
 
-What forward saves is an activation although a collective made it, as a gathered input is; but parameters that
-FSDP2 gathers stay communication although every GEMM saves them. "message" is the weak form of
-communication: what a collective or the pipeline has delivered.
+A tensor that forward saves is an activation although a collective made it, as a gathered input is. But
+parameters that FSDP2 gathers stay communication although every GEMM saves them. "message" is the weak form of
+communication: a tensor that a collective or the pipeline has delivered.
 """
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
@@ -43,7 +43,7 @@ COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
 
 
 SCALAR = torch.ops.aten._local_scalar_dense.default
-"""What asks the device for a number."""
+"""The operator that asks the device for a number."""
 
 
 NO_LAYER = "other"
@@ -85,7 +85,7 @@ class Tracker(TorchDispatchMode):
         self.numbers: list[int] = []
         self.deltas: list[int] = []
         self.labels: list[str] = []
-        """Of each change: block, bytes and phase."""
+        """Block, bytes and phase of each change, in three lists."""
         self.host = self.host_peak = 0
         self.category: Category | None = None
         self.layer = NO_LAYER
@@ -245,7 +245,7 @@ class Tracker(TorchDispatchMode):
         return self.course().moments()
 
     def course(self) -> Course:
-        """What is held after each change of memory since the mark, and after those of the build."""
+        """Bytes that are held after each change of memory since the mark, and after those of the build."""
         numbers, live = np.array(self.numbers, dtype=np.int64), np.array(self.deltas, dtype=np.int64)
         rounded = np.sign(live) * np.array([block_bytes(abs(d)) for d in self.deltas], dtype=np.int64)
         kinds: dict[Kind, int] = {}
@@ -270,7 +270,7 @@ class Tracker(TorchDispatchMode):
 
 
 def kind_of(block: Block) -> Kind:
-    """What a block is for, and the layer that saved it."""
+    """The category of a block, and the layer that saved it."""
     category = "communication" if block.category == "message" else block.category
     return category, block.layer if category == "activations" else NO_LAYER
 

@@ -1,1 +1,1 @@
-"""What a run does when ranks die, hang or lag, steps go wrong, or the machine is about to go away."""
+"""Reactions of a run to ranks that die, hang or lag, to bad steps, and to a machine that goes away."""

@@ -1,4 +1,4 @@
-"""Why a job ended, in its ranks' words, for the `planner launch` that started it. Never imports torch."""
+"""The file in which the ranks of a job tell `planner launch` why the job ended. Never imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ERROR_FILE_VARIABLE = "PLANNER_ERROR_FILE"
 
 
 class Report(NamedTuple):
-    """Why a job ended."""
+    """The reason of a job's end, and its exit code."""
 
     message: str
     exit_code: int

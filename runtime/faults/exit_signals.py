@@ -1,8 +1,8 @@
-"""What a run is asked for while it trains: signals and the time limit, which all ranks follow together.
+"""Requests to a run while it trains: signals and the time limit, which all ranks follow together.
 
 SIGTERM asks for a checkpoint and the end of the run (Megatron-LM's --exit-signal-handler), as do Ctrl-C and a
-terminal that is closed (SIGHUP); SIGUSR1 asks for a checkpoint alone, as before a maintenance or some minutes
-before a time limit of Slurm. Each may reach any one rank, and is heeded after the step that is running.
+terminal that is closed (SIGHUP). SIGUSR1 asks for a checkpoint alone, for example some minutes before a time
+limit of Slurm. Each signal may reach any one rank, and is obeyed after the step that is running.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 START_TIME_S = time.monotonic()
-"""When this process began, but for a moment."""
+"""The monotonic time at which this process began, up to a moment, in seconds."""
 
 
 class Request(enum.IntEnum):
@@ -41,7 +41,7 @@ class Request(enum.IntEnum):
 
 
 SIGNALS: dict[signal.Signals, Request] = {}
-"""What signals ask for."""
+"""The request that each signal stands for."""
 if hasattr(signal, "SIGUSR1"):
     SIGNALS = {
         signal.SIGTERM: Request.STOP,

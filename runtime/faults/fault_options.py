@@ -15,7 +15,7 @@ SHARE_OF_TIMEOUT = 0.8
 
 @dataclass(frozen=True)
 class FaultOptions:
-    """When steps are skipped, when ranks count as slow or stuck, and what is kept to find out why."""
+    """Limits for steps that are skipped and ranks that are slow or stuck, and logs to find out why."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"no_check_for_nan_in_loss_and_grad": "Faults"}
 

@@ -1,7 +1,7 @@
-"""What this rank is doing: attributes that the training thread sets and that a watching thread reads.
+"""The current operation of this rank: attributes that the training thread sets and a watching thread reads.
 
-Setting them takes a fraction of a microsecond and never touches the device. Times are of the monotonic clock
-and are passed on as durations only: clocks of hosts are never compared.
+Setting them takes a fraction of a microsecond and never touches the device. Times are of the monotonic clock.
+Other ranks get durations only, as clocks of hosts are never compared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ STEP_OPERATIONS = (
     "all-reduce of loss and gradient norm",
     "optimizer step",
 )
-"""What a training step consists of."""
+"""The operations of a training step."""
 
 MEETINGS = ("all-reduce of loss and gradient norm", "waiting for the others to end")
-"""Where a rank waits for the slowest one, on a GPU without Python showing it."""
+"""Operations in which a rank waits for the slowest one; on a GPU Python does not show the wait."""
 
 _WAITING = (
     "torch/distributed/distributed_c10d.py",

@@ -1,4 +1,4 @@
-"""Which steps must not change the weights: losses and gradients that are no numbers, and spikes."""
+"""Steps that must not change the weights: losses and gradients that are no numbers, and spikes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrainingDiverged(InputError):
 
 
 class GuardState(BaseModel):
-    """What a checkpoint keeps of a guard."""
+    """The state of a guard in a checkpoint."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -45,7 +45,7 @@ class StepGuard:
         self.norms: deque[float] = deque(maxlen=NORM_WINDOW)
         self.in_a_row = 0
         self.reason = ""
-        """Why the last step was skipped; empty when it was not, or for what a smaller loss scale mends."""
+        """The reason of a skipped last step; empty without one, or where a smaller loss scale mends it."""
 
     def judge(self, loss: float, norm: float) -> str:
         """The reason to skip the step with this loss and norm; empty when there is none."""
@@ -77,7 +77,7 @@ class StepGuard:
             )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state of the guard for a checkpoint."""
         return {"norms": list(self.norms), "in_a_row": self.in_a_row}
 
     def load(self, state: object) -> None:

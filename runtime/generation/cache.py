@@ -1,4 +1,4 @@
-"""What attention keeps of the tokens before: keys and values, the latents that these are made of, or a state.
+"""Attention's memory of earlier tokens: keys and values, the latents that these are made of, or a state.
 
 A model is given caches from outside: the core of each attention, or all of a latent one, is replaced. Every
 row of a batch has its own length. Prompts go through together, filled up at their end with tokens that no
@@ -183,7 +183,7 @@ class _Latents:
         self.kept = None
 
     def compress(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
-        """What compresses tokens [B, S, D], and keeps their latents."""
+        """Queries, latents and keys of tokens [B, S, D]; writes the latents into the cache."""
         q_BSQ, latent_BSC, k_BSr = self.plain_compress(x_BSD)
         new = torch.cat((latent_BSC.unsqueeze(1), self._turned(k_BSr.unsqueeze(1))), dim=-1)
         if self.kept is None:

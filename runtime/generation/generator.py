@@ -32,7 +32,7 @@ class Completion(NamedTuple):
 
     prompt: str
     text: str
-    """What follows the prompt."""
+    """The generated text after the prompt."""
     tokens: list[int]
     """The completion's token ids, with the end-of-text id where it was reached."""
     ended: str

@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or one that is drawn."""
+"""The choice of the next token: the likeliest, or one that is drawn."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen from logits.
+    """Settings by which tokens are chosen from logits.
 
-    Logits are divided by `temperature`; of those, the `top_k` largest stay, and then the largest whose
-    probabilities add up to at least `top_p` (nucleus sampling, arXiv:1904.09751). With none of the three,
-    or a temperature of 0, the likeliest token is taken.
+    Logits are divided by `temperature`. Of those the `top_k` largest stay, and then the largest whose
+    probabilities add up to at least `top_p` (nucleus sampling, arXiv:1904.09751). With none of the three, or
+    a temperature of 0, the likeliest token is taken.
     """
 
     temperature: float | None = None
@@ -24,7 +24,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Nothing is drawn."""
+        """True if the likeliest token is taken and nothing is drawn."""
         return self.temperature == 0 or (self.temperature, self.top_k, self.top_p) == (None, None, None)
 
     def generators(self, rows: int) -> list[torch.Generator]:

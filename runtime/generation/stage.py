@@ -28,7 +28,7 @@ from runtime.settings.checks import check_job
 
 @dataclass(frozen=True)
 class Split:
-    """How many ranks share a model, and how."""
+    """Degrees of parallelism of a model that generates."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -57,7 +57,7 @@ class Split:
             expert_parallel=ep,
             expert_tensor_parallel=tp // ep if spec.experts else 1,
             layers_per_stage=even_split(spec.layers, pp),
-            # What fills a pipeline in training; here one batch goes through at a time.
+            # Enough microbatches to fill a pipeline in training; here one batch goes through at a time.
             global_batch_size=pp,
             precision="fp32",
         )

@@ -16,7 +16,7 @@ from runtime.huggingface.model_tokenizer import tokenizer_of_folder
 from runtime.huggingface.stored_model import ModelFiles
 
 REPLACEMENT = "\ufffd"
-"""What stands for bytes that are no character yet."""
+"""The character that stands for bytes that are no character yet."""
 
 
 class Text:
@@ -55,7 +55,7 @@ class Stream:
         self.shown = ""
 
     def add(self, token: int) -> str:
-        """What the next token adds to the text that is shown."""
+        """The text that the next token adds to what is shown."""
         self.ids.append(token)
         whole = self.text.decode(self.ids)
         if whole.endswith(REPLACEMENT):

@@ -1,4 +1,4 @@
-"""What lies beside weights: config.json, tokenizer and licence, carried from one format to the other.
+"""Files beside weights: config.json, tokenizer and licence, carried from one format to the other.
 
 A folder of checkpoints keeps them in its folder `huggingface`, for all its iterations.
 """
@@ -31,21 +31,21 @@ LARGEST_BYTES = 200 * 10**6
 
 
 class Names(BaseModel):
-    """How the tensors of a model's files differ from those that transformers writes today."""
+    """Differences of the tensors in a model's files from those that transformers writes today."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prefix: str = GPT2_PREFIX
-    """What names of a GPT-2 begin with."""
+    """The beginning of the tensors' names of a GPT-2."""
     stores_tied_head: bool = False
 
 
 class Companions(NamedTuple):
-    """What was carried with a checkpoint."""
+    """Configuration and names that were carried with a checkpoint."""
 
     config: Config
     spec: ModelSpec
-    """What `config` describes."""
+    """The model that `config` describes."""
     names: Names
 
 
@@ -75,7 +75,7 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def read_companions(folder: Path) -> Companions | None:
-    """What `write_companions` left in `folder`; None where there is no config.json.
+    """The files that `write_companions` left in `folder`; None where there is no config.json.
 
     Raises `InputError` for broken files.
     """

@@ -80,7 +80,7 @@ def with_dtype(config: Config, dtype: torch.dtype) -> Config:
 
 
 def _differences_from(spec: ModelSpec, config: Config) -> list[str]:
-    """How the model that is read from `config` differs from `spec`."""
+    """Fields in which the model that is read from `config` differs from `spec`."""
     try:
         fields = model_fields(config)
         fields |= {"name": spec.name, "seq": fields["max_positions"]}
@@ -136,7 +136,7 @@ def _scaling(scaling: RopeScaling) -> Config:
 
 
 _LAYER_TYPES = {ours: theirs for theirs, ours in reversed(ATTENTION_KINDS.items())}
-"""What `layer_types` calls a kind of attention; of several names the first."""
+"""The name in `layer_types` of a kind of attention; of several names the first."""
 
 
 def _layer_types(spec: ModelSpec) -> Config:

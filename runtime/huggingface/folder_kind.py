@@ -1,4 +1,4 @@
-"""What a folder holds: checkpoints or a Hugging Face model; found out without PyTorch."""
+"""The kind of a folder: checkpoints or a Hugging Face model, told without PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPANIONS = "huggingface"
 
 CONFIG_FILE = "config.json"
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-"""The tensors in one file, and what names each tensor's file where there are several."""
+"""The file of all tensors, and the index that names each tensor's file where there are several."""
 
 
 def model_folder(given: str) -> str:

@@ -16,7 +16,7 @@ PLACES = {
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
 }
-"""What the names of its tensors begin with beside others, and by themselves."""
+"""Beginnings of tensors' names in a model with several parts, and in the language model by itself."""
 
 SHARED_KEYS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 """Keys of a config.json that count for the language model where its own part leaves them out."""

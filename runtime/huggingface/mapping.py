@@ -1,6 +1,6 @@
-"""Which tensor of a Hugging Face model holds which tensors of ours, by model type.
+"""The table of tensors of a Hugging Face model and ours that each holds, by model type.
 
-A tensor of theirs is made of parts, one after the other along one dimension; each part is a tensor of ours,
+A tensor of theirs is made of parts, one after the other along one dimension. Each part is a tensor of ours,
 or one expert of a stacked one, in the form that theirs has. The same table serves both directions.
 """
 
@@ -21,7 +21,7 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
 """Our tensors with a row for each entry of the vocabulary, and padding behind them."""
 
 GPT2_PREFIX = "transformer."
-"""What the names of a GPT-2 begin with when it was saved with its head; the first ones were saved without."""
+"""The beginning of names of a GPT-2 that was saved with its head; the first ones were saved without."""
 
 
 Shapes = Mapping[str, torch.Size]
@@ -34,7 +34,7 @@ class Part:
 
     ours: str
     expert: int | None = None
-    """Which of our stacked experts [E, ...] it is."""
+    """The number of the expert in our stack [E, ...]."""
     transposed: bool = False
     """A Conv1D of GPT-2, and the experts of gpt-oss, hold [inputs, outputs]."""
     blocks: int = 0
@@ -44,7 +44,7 @@ class Part:
     leading: bool = False
     """The first rows of every block turn, not the last."""
     besides: int | None = None
-    """Where theirs has a dimension of 1 besides: kernels of one channel each, [rows, 1, columns]."""
+    """The dimension of size 1 that theirs has in addition: one channel of kernels, [rows, 1, columns]."""
 
     def to_theirs(self, tensor: Tensor) -> Tensor:
         """Our tensor (of one expert, [rows, columns] or [rows]) in the form of theirs."""
@@ -177,7 +177,7 @@ def _gpt2(spec: ModelSpec) -> Iterator[Entry]:
 
 
 class _Stack(NamedTuple):
-    """How the experts of a layer are one tensor for gate and input, and one for the output."""
+    """The layout of stacked experts: one tensor for gate and input, and one for the output."""
 
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
@@ -188,7 +188,7 @@ class _Stack(NamedTuple):
 
 
 class _ExpertNames(NamedTuple):
-    """What a model type calls the parts of a layer with experts."""
+    """Names of the parts of a layer with experts, in one model type."""
 
     mlp: str
     matrices: dict[str, str]
@@ -236,7 +236,7 @@ _GEMMA_NORMS = _AFTER | {"attention_norm": "input_layernorm", "mlp_norm": "pre_f
 
 
 class Style(NamedTuple):
-    """How a model type that follows Llama names, joins and orders its tensors."""
+    """Names, joins and orders of the tensors of a model type that follows Llama."""
 
     norms: dict[str, str] = _BEFORE
     joined_attention: bool = False

@@ -38,7 +38,7 @@ SCALE_SUFFIX = "_scale_inv"
 """The suffix of the tensor with the scales of an fp8 matrix, one for each block (DeepSeek-V3)."""
 
 _CONSTANTS = re.compile(r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
-"""What old versions saved beside weights: masks, and frequencies of rotary positions."""
+"""Tensors that old versions saved beside weights: masks, and frequencies of rotary positions."""
 
 STACKED = re.compile(r"^model\..*\.mlp\.experts\.gate_up_proj$")
 """A tensor of all experts of a layer."""
@@ -69,7 +69,7 @@ class HuggingFaceModel:
         self.spec: ModelSpec = model_from_hf_config(self.folder, seq)
         whole = read_config(self.folder / CONFIG_FILE)
         self.config: dict[str, Any] = language_config(whole)
-        """Of the language model, by itself."""
+        """The configuration of the language model, by itself."""
         self.tensors, beside = list_tensors(self.folder), list[str]()
         if self.config is not whole:
             self.tensors, beside = language_tensors(self.tensors)
@@ -86,7 +86,7 @@ class HuggingFaceModel:
                 dtype = torch.bfloat16 if packed.is_whole else None
                 self.tensors[name] = TensorPlace(packed.blocks.file, name, packed.shape, dtype)
         self.prefix = GPT2_PREFIX
-        """What the names in the files of a GPT-2 begin with; empty where it was saved without its head."""
+        """The beginning of names in the files of a GPT-2; empty where it was saved without its head."""
         if self.config["model_type"] == "gpt2" and "wte.weight" in self.tensors:
             self.prefix = ""
             self.tensors = {
@@ -96,7 +96,7 @@ class HuggingFaceModel:
         self.left_out = self._check() + beside
         """Names of tensors that are no part of the model here, as those of multi-token prediction layers."""
         self.places: dict[str, list[tuple[Entry, Part]]] = defaultdict(list)
-        """Where each tensor of ours is, expert by expert."""
+        """Places of each of our tensors in the files, expert by expert."""
         for entry in self.entries:
             for part in entry.parts:
                 self.places[part.ours].append((entry, part))
@@ -231,7 +231,7 @@ def _block_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
 
 
 def _method_of(config: dict[str, Any]) -> object:
-    """What quantised the model; None for nothing."""
+    """The method that quantised the model; None for a model without quantisation."""
     quantised = config.get("quantization_config")
     return quantised.get("quant_method") if isinstance(quantised, dict) else quantised
 

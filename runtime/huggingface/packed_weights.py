@@ -14,7 +14,7 @@ from torch import Tensor
 from runtime.huggingface.files import TensorPlace, read_tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""What the names of the two tensors of a matrix end in."""
+"""Endings of the names of the two tensors of a matrix."""
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of an E2M1 element by its lower three bits; the highest of its four bits is the sign."""

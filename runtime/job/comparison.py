@@ -41,7 +41,7 @@ def comparison(plan: Plan, figures: Measurement) -> Iterator[str]:
 
 
 def peak_name(plan: Plan) -> str:
-    """What of a rank's peak is measured."""
+    """The name of the measured peak of a rank."""
     return "peak memory" if plan.cluster.device.kind == "cpu" else "peak of tensors"
 
 

@@ -145,7 +145,7 @@ def _splits(island: int, node: int) -> bool:
 
 
 def _kept(layout: Layout, training: TrainingOptions, has_experts: bool) -> Pins:
-    """What the losses depend on."""
+    """Pins of all fields on which the losses depend."""
     pins: Pins = {
         "optimizer": layout.optimizer,
         "muon_mode": layout.muon_mode,

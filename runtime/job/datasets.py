@@ -27,7 +27,7 @@ class ModelTokenizer(NamedTuple):
     """The tokenizer of the model that a job trains."""
 
     place: str
-    """Where it is, as the flag that names it: `--load base`."""
+    """The flag that names the folder, and the folder: `--load base`."""
     tokenizer: Tokenizer
 
 
@@ -134,7 +134,7 @@ def open_datasets(
 def _boundaries(
     options: DataOptions, datasets: Datasets, ends: Tokenizer | Record | None
 ) -> Boundaries | None:
-    """What becomes of the boundaries of documents, which `ends` tells apart in a stream."""
+    """The treatment of boundaries of documents; `ends` tells how documents of a stream end."""
     if options.pack_documents:
         # Padding is stored as prompts are.
         return Boundaries(None, True, True, True, hides_prompts=True)

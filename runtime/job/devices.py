@@ -1,4 +1,4 @@
-"""What this machine trains on, in the words of the catalogue.
+"""The devices of this machine, in the words of the catalogue.
 
 As a program it prints the number of its GPUs.
 """

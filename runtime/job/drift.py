@@ -1,4 +1,4 @@
-"""Which part of a step is most likely predicted wrong, and what to do about it."""
+"""The part of a step whose prediction is most likely wrong, and advice about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNCALIBRATED = {
     "host_gaps": "`planner calibrate` times the host; larger microbatches give the device more to do",
     "communication": "`planner calibrate` on all ranks, or --preflight measure, times the links",
 }
-"""What to do where the device is as the catalogue has it."""
+"""Advice for a device that is as the catalogue has it."""
 
 CALIBRATED = {
     "products": "the device is slower than when it was calibrated: busy, shared or throttled",
@@ -25,7 +25,7 @@ CALIBRATED = {
     "host_gaps": "the host's cores are busy or too few; larger microbatches give the device more to do",
     "communication": "look for a slow rank (--straggler-factor) or other jobs on these links",
 }
-"""What to do where it was measured on this machine, and is slower now."""
+"""Advice for a device that was measured on this machine and is slower now."""
 
 FASTER = "`planner calibrate --from-history` learns from this run"
 

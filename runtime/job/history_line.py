@@ -38,7 +38,7 @@ def remember(job: Job, plan: Plan, figures: Measurement, records: int) -> None:
 
 
 def past_run(job: Job, plan: Plan, figures: Measurement, records: int) -> PastRun:
-    """What the history keeps of a run."""
+    """The record of a run in the history."""
     step, terms = predicted_step(plan), predicted_parts(plan.estimate.time)
     waits = terms.pop("communication")
     return PastRun(

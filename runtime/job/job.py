@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What to run, and how the ranks find each other."""
+    """The plan to run, and the timeout of its collectives."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"plan": "Job"}
 

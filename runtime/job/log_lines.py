@@ -15,7 +15,7 @@ BAR = 50
 
 
 def progress_line(metrics: Mapping[str, Any], train_iters: int, predicted_s: float) -> str:
-    """How far a run is, when it ends at this pace, and its step time against the predicted one."""
+    """A line of progress: steps done, the end at this pace, and measured against predicted seconds."""
     done, step_s = metrics["iteration"], metrics["step_time_s"]
     left = timedelta(seconds=round(step_s * (train_iters - done)))
     return (

@@ -26,7 +26,7 @@ class Measurement:
     peak_memory_bytes: int
     """The largest of all ranks."""
     parts: StepParts | None = None
-    """What a step of the first rank went to, scaled to the step time; None where it was not profiled."""
+    """Seconds of the first rank's step by part, scaled to the step time; None where it was not profiled."""
 
 
 def measurement(log_dir: str | Path, start: int = 0) -> Measurement | None:

@@ -1,4 +1,4 @@
-"""What a run reports: Megatron-LM's log line, metrics.jsonl and TensorBoard."""
+"""Reports of a run: Megatron-LM's log line, metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runtime.parallel.accelerator import device_module, is_accelerator
 from runtime.train.balance import Load
 
 LOG_LINE_ONLY = ("nan_iterations", "loss_scale", "skipped_iterations")
-"""What metrics.jsonl leaves out."""
+"""Metrics that metrics.jsonl leaves out."""
 
 
 ROUTER_LOSSES = ("load_balancing_loss", "z_loss")

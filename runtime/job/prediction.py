@@ -1,4 +1,4 @@
-"""What a plan promises of the figures that its job will measure."""
+"""Predictions of a plan for the figures that its job will measure."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from runtime.train.trainer import Trainer
 
 
 class SlowRanks:
-    """What the watchdogs of all ranks have sampled, brought together at log lines."""
+    """Samples of the watchdogs of all ranks, brought together at log lines."""
 
     def __init__(self, watchdog: Watchdog | None, trainer: Trainer, factor: float) -> None:
         self.trainer, self.factor = trainer, factor

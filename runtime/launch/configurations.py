@@ -92,7 +92,7 @@ def configured_job(job: Job, options: LaunchOptions, ranks: int, device: Device 
 
 
 def _named(reading: Reading) -> Iterator[Difference]:
-    """What the reading itself says of flags that are not priced or not known."""
+    """Notes of the reading on flags that are not priced or not known."""
     for problem in reading.problems:
         if problem.severity == "note":
             yield Difference(problem.flag or "the files", problem.line, problem.text)

@@ -27,7 +27,7 @@ from runtime.launch.agent import END, LEFT_TO_RANKS, leave_to_ranks
 from runtime.logs.console import flush, say
 
 PRELOADED_MODULES = ("runtime.pretrain", "runtime.job.loop", "torch._dynamo", "numpy.random")
-"""What every rank needs, or PyTorch imports in its first step."""
+"""Modules that every rank needs, or PyTorch imports in its first step."""
 
 GRACE_S = 30.0
 """Seconds that ranks have to end after SIGTERM, as with torchrun."""
@@ -81,7 +81,7 @@ def main() -> NoReturn:
 
 
 def _also_needed(arguments: Sequence[str]) -> Iterator[str]:
-    """What the ranks of these arguments would each import for themselves."""
+    """Further modules that the ranks of these arguments would each import for themselves."""
     if {"--save", "--load"} & set(arguments):
         yield "runtime.checkpoint"
         yield "runtime.job.initial_state"
@@ -188,7 +188,7 @@ class _Agent:
 
 
 def _become(agent: int, rank: int, ranks: int, port: int, arguments: Sequence[str]) -> NoReturn:
-    """What one rank runs, as `python -m runtime.pretrain` under torchrun would."""
+    """Run a rank in a forked process, as `python -m runtime.pretrain` under torchrun would."""
     code: Any = 1
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -209,13 +209,13 @@ def _become(agent: int, rank: int, ranks: int, port: int, arguments: Sequence[st
     except BaseException:
         traceback.print_exc()
     finally:
-        # Nothing of the forking process is to be ended with a rank of it.
+        # Nothing of the forking process may be ended with a rank of it.
         flush()
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank."""
+    """Environment variables that torchrun sets for a rank."""
     own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
     of_all = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks))
     meeting = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

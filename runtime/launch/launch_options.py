@@ -23,7 +23,7 @@ DEFAULT_ITERS = 5
 
 @dataclass(frozen=True)
 class LaunchOptions(RunOptions):
-    """How the job is started."""
+    """Flags of `planner launch`: the plan or configuration to train, and how its ranks start."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"plan": "Job", "nnodes": "Nodes"}
 
@@ -117,7 +117,7 @@ class LaunchOptions(RunOptions):
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """How plans are tried before the job starts."""
+    """Flags of plans that are measured before the job starts."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"plans_to_try": "Job"}
 

@@ -32,7 +32,7 @@ class LocalPlans:
     plans: list[Plan]
     """The best first."""
     assumptions: list[str]
-    """What was assumed where no flag said it."""
+    """Assumptions that were made where no flag says otherwise."""
 
 
 def local_plans(job: Job, previous: PreviousRun | None, count: int, warm: WarmRanks | None) -> LocalPlans:
@@ -93,7 +93,7 @@ def _searched(job: Job, previous: PreviousRun | None, count: int, warm: WarmRank
 
 
 def devices_of_machine(cluster: ClusterOptions, warm: WarmRanks | None) -> tuple[int, Device | str]:
-    """How many ranks are to start on this machine, and on what."""
+    """The number of ranks to start on this machine, and their device."""
     gpus = 0
     on_cpu = is_cpu(cluster.device)
     if not on_cpu:

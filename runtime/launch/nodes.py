@@ -33,15 +33,15 @@ class Nodes:
     least: int
     most: int
     node: int | None
-    """The number of this one; None where the rendezvous gives it one."""
+    """The number of this node; None where the rendezvous gives it one."""
     host: str
     port: int
     """Address at which the nodes meet."""
     run_id: str
     source: str
-    """Who says so, in words."""
+    """The launcher that gave these numbers, in words."""
     devices: int | None = None
-    """Devices of each, where a variable says it."""
+    """Devices of each node, where a variable says so."""
 
     @property
     def is_elastic(self) -> bool:

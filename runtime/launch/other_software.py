@@ -34,7 +34,7 @@ class ScriptRun:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     file: Path | None
-    """What is written for it, and named by a flag; None where flags say it all."""
+    """The file that is written for the software, and named by a flag; None where flags say it all."""
     text: str
     notes: tuple[str, ...]
     """Parts of a plan that the software does not support, and flags that it wants besides."""
@@ -57,7 +57,7 @@ class ScriptRun:
 
 
 def script_run(job: Job, options: LaunchOptions, log_dir: Path) -> ScriptRun:
-    """How `options.script` runs the plan of a job, on the devices of this machine.
+    """The run of `options.script` with the plan of a job, on the devices of this machine.
 
     Raises:
         InputError: no engine is named whose scripts torchrun starts, or this machine has too few devices.

@@ -1,4 +1,4 @@
-"""What comes before the ranks of a job start: a look at the machine, at the data, and a folder for logs."""
+"""Checks before the ranks of a job start: the machine, the data, and a folder for logs."""
 
 from __future__ import annotations
 

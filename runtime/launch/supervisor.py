@@ -40,7 +40,7 @@ TORCHRUN_DEFAULTS = frozenset(
 """Environment variables with which a pod tells torchrun where it is."""
 
 STOP_TIMEOUT_S = 40.0
-"""How long torchrun may take to end its ranks: it gives them 30 s before it kills them."""
+"""Seconds that torchrun may take to end its ranks: it gives them 30 s before it kills them."""
 
 # torchrun reports a dead rank in its own log format, then with a traceback of itself, and `forked`
 # in one line.
@@ -55,7 +55,7 @@ class Outcome:
 
     exit_code: int
     message: str
-    """Why it failed, in one line; empty after success."""
+    """The reason of a failure, in one line; empty after success."""
     restart: bool = False
     """The failure need not happen again: a rank was lost, not its input refused."""
     stopped_by: signal.Signals | None = None
@@ -156,7 +156,7 @@ class _Supervisor:
         self.asked: list[int] = []
         """The ranks that there were when it came."""
         self.agent_lines: list[str] = []
-        """What torchrun said of itself."""
+        """Lines that torchrun printed about itself."""
 
     def watch(self) -> int:
         """The exit code of the job, which is ended where anything is raised meanwhile."""
@@ -243,7 +243,7 @@ class _Supervisor:
 
 
 class _Log:
-    """What a job prints, kept in a file for as long as that can be written."""
+    """The output of a job, kept in a file for as long as that can be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -104,7 +104,7 @@ class Results:
         self.ends_with_line = not text or text.endswith("\n")
 
     def measured(self, case: Case) -> Case | None:
-        """What an earlier run has measured; None where there was none, or it failed."""
+        """The case as an earlier run measured it; None where there was none, or it failed."""
         found = self.cases.get(case.key)
         return None if found is None or found.measured_s is None else found
 

@@ -36,7 +36,7 @@ class TrialSeries:
         return self.regret is not None and self.regret <= SETTLED
 
     def describe(self) -> str:
-        """What is left to gain, in a sentence."""
+        """A sentence on the time that plans which were not measured may still save."""
         if not self.untried:
             return "all plans were measured: no regret remains"
         others = f"the {len(self.untried)} plans that were not measured"
@@ -110,7 +110,7 @@ def try_plans(plans: Sequence[Plan], most: int, run: Callable[[Plan], Trial]) ->
 
 
 def _work(plan: Plan) -> float:
-    """What the seconds of a step are divided by to compare plans of their objective."""
+    """The divisor that makes the seconds of steps comparable under the objective of a plan."""
     return 1.0 if plan.objective == "step-time" else float(tokens_of_step(plan))
 
 

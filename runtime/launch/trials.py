@@ -29,9 +29,9 @@ class Trial:
 
     plan: Plan
     measured: Measurement | None
-    """None where it did not run to its end."""
+    """Measured figures; None where the plan did not run to its end."""
     failure: str = ""
-    """Why not, in one line."""
+    """The reason why the trial has no figures, in one line."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -99,7 +99,7 @@ def tokens_of_step(plan: Plan) -> int:
 
 
 def _cost(plan: Plan, figures: Measurement) -> tuple[float, ...]:
-    """What the objective of the plan wants to be least, as measured; the first decides."""
+    """Measured figures that the objective of the plan minimises; the first decides."""
     slowness = figures.step_time_s / tokens_of_step(plan)
     if plan.objective == "memory":
         return equal_peak(figures.peak_memory_bytes), slowness

@@ -1,1 +1,1 @@
-"""What a run prints and writes for people and programs, which must never stop it."""
+"""Output of a run for people and programs, which must never stop the run."""

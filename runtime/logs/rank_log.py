@@ -1,4 +1,4 @@
-"""What one rank says, in a folder of its own: `rank_N/info.log`, and `rank_N/error.log` for what is amiss.
+"""Messages of one rank, in a folder of its own: `rank_N/info.log`, and `rank_N/error.log` for errors.
 
 Rank 0 alone speaks to the terminal. A file that cannot be written costs its lines, not the run.
 """

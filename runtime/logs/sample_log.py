@@ -1,7 +1,7 @@
-"""Which samples each step consumed: `samples-N.jsonl` in the log folder, one for each data-parallel rank.
+"""Samples that each step consumed: `samples-N.jsonl` in the log folder, one for each data-parallel rank.
 
-A line holds the numbers of the samples in the order of the run, where each number stands for the same tokens
-under every layout, and the CRC-32 of those tokens.
+A line holds the numbers of the samples in the order of the run, and the CRC-32 of their tokens. A number
+stands for the same tokens under every layout.
 """
 
 from __future__ import annotations

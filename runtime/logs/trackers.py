@@ -108,7 +108,7 @@ class _Service:
         self.waiting: queue.Queue[tuple[Mapping[str, float], int] | None] = queue.Queue()
         self.is_told = self.has_ended = False
         self.busy_since: float | None = time.monotonic()
-        """When the service was asked for what it has not answered yet; None while it has nothing to do."""
+        """The time since which a request to the service is unanswered; None while it has nothing to do."""
         self.thread = threading.Thread(target=self._serve, args=(start,), name=name, daemon=True)
         self.thread.start()
 

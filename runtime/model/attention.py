@@ -24,12 +24,14 @@ from runtime.model.reach import EVERYTHING, Reach
 from runtime.model.rotary import first_positions, rotary_table, rotate, score_factor
 
 Tables = tuple[Tensor, ...]
-"""What positions do to a layer: cosines and sines, [S, H] each, or one factor of queries, [S, 1]; with [B, 1]
-in front where rows have positions of their own."""
+"""Tables of positions for a layer: cosines and sines, [S, H] each, or one factor of queries, [S, 1].
+
+Rows with positions of their own have [B, 1] in front.
+"""
 
 
 class MakeRotary(NamedTuple):
-    """How positions turn the heads of a layer; those of layers that are equal share their tables."""
+    """The rotation of a layer's heads by positions; layers with equal rotations share their tables."""
 
     dim: int
     theta: float
@@ -41,7 +43,7 @@ class MakeRotary(NamedTuple):
 
 
 class MakeGrowth(NamedTuple):
-    """How scores grow with positions (`ScoreGrowth`)."""
+    """The growth of attention scores with positions (`ScoreGrowth`)."""
 
     positions: int
     factor: float
@@ -80,7 +82,7 @@ class CoreAttention(nn.Module):
         """Attention over sequences that ranks share (`runtime.parallel.context`)."""
         self.reach, self.is_plain = reach, reach == EVERYTHING and not sinks
         self.steps = reach.softcap > 0
-        """It goes through a sequence step by step: operations of which longer ones take more."""
+        """The layer goes through a sequence step by step: longer sequences take more operations."""
         self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
 
     def own_sinks(self) -> Tensor | None:
@@ -121,13 +123,13 @@ class MultiHeadAttention(nn.Module, ABC):
         return self.merge(self.core(*self.heads(x_BSD)), x_BSD)
 
     def position_tables(self, seq: int, device: torch.device) -> Tables:
-        """What positions do to the layer: what the model was told, or those of the first `seq` positions."""
+        """Tables of the layer: those given to the model, or those of the first `seq` positions."""
         assert self.make_tables is not None
         return self.tables or self.make_tables(first_positions(seq, device))
 
     @abstractmethod
     def heads(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
-        """What the core takes: queries [B, N, S, H], and keys and values [B, K, S, H], of the input."""
+        """Inputs of the core for the layer's input: queries [B, N, S, H], keys and values [B, K, S, H]."""
 
     def enter(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
         """The heads of what comes to `forward`, whose input ranks may share."""

@@ -75,7 +75,7 @@ def _bounded(
 
 
 class _Inputs(NamedTuple):
-    """What attention is over."""
+    """Queries, keys and values of attention, and what each query may see."""
 
     q_BNTH: Tensor
     k_BKPH: Tensor
@@ -95,7 +95,7 @@ class _Inputs(NamedTuple):
         return _bounded(q_BKMH, self.k_BKPH[:, :, block.keys], hidden, self.reach.softcap, scale)
 
     def _hidden(self, block: _Block) -> Tensor:
-        """What is added to the scores of a block: [t, p], or [B, 1, 1, t, p] of a mask."""
+        """The mask that is added to the scores of a block: [t, p], or [B, 1, 1, t, p] of a mask."""
         if self.mask is not None:
             return self.mask[:, :, block.queries, block.keys].unsqueeze(1)
         tokens, keys = self.q_BNTH.shape[2], self.k_BKPH.shape[2]

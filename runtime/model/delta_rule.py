@@ -36,11 +36,12 @@ def delta_rule(
     chunk: int,
     state_BNHZ: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What queries read, and the last state: chunks of tokens at a time.
+    """Values that queries read, and the last state, computed in chunks of tokens.
 
-    Within a chunk the updates of all its tokens are one product with the inverse of a triangle: with G the
-    sums of log decays in the chunk, D_ij = exp(G_i - G_j), and A_ij = b_i D_ij k_i k_j below the diagonal,
-    new values are (1 + A)^-1 (b v - b exp(G) k S). Only what needs the state S goes from chunk to chunk.
+    Within a chunk the updates of all its tokens are one product with the inverse of a triangle. G are the
+    sums of log decays in the chunk, D_ij = exp(G_i - G_j), and A_ij = b_i D_ij k_i k_j below the diagonal.
+    New values are then (1 + A)^-1 (b v - b exp(G) k S). Only the terms with the state S go from chunk to
+    chunk.
 
     Args:
         decay_BNS: log decays, at most 0.
@@ -60,7 +61,7 @@ def delta_rule(
         return _split(filled, 2, chunk).permute(2, 0, 1, 3, 4).contiguous().flatten(1, 2)
 
     def each(shared: Tensor, own: Tensor) -> Tensor:
-        """What the heads of values that share a key have in common, times what is their own."""
+        """Products of tensors that value heads with one key share and of tensors of each value head."""
         return (shared.unsqueeze(2) * _split(own, 1, repeats)).flatten(1, 2)
 
     q_nYcH, k_nYcH = chunks(unit_length(q_BKSH) * q_BKSH.shape[-1] ** -0.5), chunks(unit_length(k_BKSH))
@@ -113,10 +114,10 @@ class _Inverse(torch.autograd.Function):
 def scan(
     values_nXcZ: Tensor, reads_nXcH: Tensor, left_nXcH: Tensor, kept_nX11: Tensor, state_XHZ: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What depends on the chunk before: new_i = values_i - reads_i S_i, S_i+1 = kept_i S_i + left_i^T new_i.
+    """The recurrence over chunks: new_i = values_i - reads_i S_i, S_i+1 = kept_i S_i + left_i^T new_i.
 
-    Three kernels for each chunk. Returns new values [n, X, c, Z], the states S_i before each chunk
-    [n, X, H, Z] and the last one [X, H, Z].
+    Three kernels for each chunk. Returns new values [n, X, c, Z], the states S_i before each chunk [n, X, H,
+    Z] and the last state [X, H, Z].
     """
     new_nXcZ, chunks = torch.empty_like(values_nXcZ), len(values_nXcZ)
     states = values_nXcZ.new_empty(chunks, *state_XHZ.shape)

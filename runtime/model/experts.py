@@ -44,7 +44,7 @@ class Router(nn.Module):
         self.expert_bias: Tensor | None
         self.register_buffer("load", torch.zeros(spec.experts, dtype=torch.int64), persistent=False)
         self.load: Tensor
-        """How often each expert was chosen, for `observe` to count."""
+        """Counts of how often each expert was chosen, for `observe`."""
         self.top_k, self.options = spec.top_k, spec.router
         self.observe: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
         """Sees the load [E], logits and scores [B, S, E], choices, weights and which of them an expert takes

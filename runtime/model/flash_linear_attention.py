@@ -44,9 +44,9 @@ def takes(v: Tensor) -> bool:
 def flash_delta_rule(
     q_BKSH: Tensor, k_BKSH: Tensor, v_BNSZ: Tensor, decay_BNS: Tensor, strength_BNS: Tensor
 ) -> Tensor:
-    """What queries read from a state that begins as zeros, [B, N, S, Z]: `delta_rule` in Triton's kernels.
+    """Values that queries read from a state of zeros, [B, N, S, Z]: `delta_rule` in Triton's kernels.
 
-    Called as transformers calls it: heads of keys repeated, brought to length one by the kernel.
+    The call is that of transformers: heads of keys repeated, brought to length one by the kernel.
     """
     kernel = chunked_kernel()
     assert kernel is not None

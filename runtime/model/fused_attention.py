@@ -129,7 +129,7 @@ class _Reaching(torch.autograd.Function):
 def _window_or_mask(
     q_BNTH: Tensor, k_BKPH: Tensor, reach: Reach, mask: Tensor | None
 ) -> tuple[int, Tensor | None]:
-    """What a kernel is told: a window (0: none), or a mask, which is made anew in backward."""
+    """Arguments of a kernel: a window (0: none), or a mask, which is made anew in backward."""
     tokens, keys = q_BNTH.shape[2], k_BKPH.shape[2]
     binds = reach.binds(keys)
     if mask is None and takes_flash(q_BNTH) and not (binds and reach.chunk):

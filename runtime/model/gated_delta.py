@@ -103,7 +103,7 @@ class GatedDelta(MultiHeadAttention):
         self.rotates, self.make_tables, self.tables = False, None, None
 
     def heads(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
-        """What the rule takes."""
+        """Inputs of the delta rule."""
         taken: tuple[Tensor, ...] = self.inputs(x_BSD)
         return taken
 

@@ -22,13 +22,13 @@ LEVELS = (
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
     *(0.7229568362236023, 1.0),
 )
-"""What the 16 codes stand for, before scales: quantiles of a normal distribution (appendix E)."""
+"""Values of the 16 codes before scales: quantiles of a normal distribution (appendix E)."""
 
 STEPS = 255
 """Largest code of a scale."""
 
 TINY = torch.finfo(torch.float32).tiny
-"""What stands for the scales of blocks that are zero."""
+"""The scale of blocks that are zero."""
 
 
 class NF4Weight(nn.Module):
@@ -49,7 +49,7 @@ class NF4Weight(nn.Module):
     factors: Tensor
     """Largest scale of each group, fp32 [groups, blocks]: of all groups that rows here belong to."""
     pairs: Tensor
-    """What both weights of a byte are before scales, [256, 2]."""
+    """The values of both weights of each byte before scales, [256, 2]."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class NF4Weight(nn.Module):
         self.pairs.copy_(torch.cartesian_prod(levels, levels))
 
     def _by_row(self, grouped: Tensor) -> Tensor:
-        """What each row has of [groups, blocks]."""
+        """Entries of [groups, blocks] for each row of this shard."""
         front = self.first_row - self.first_group * GROUP
         every = grouped.unsqueeze(1).expand(-1, GROUP, -1).flatten(0, 1)
         return every[front : front + self.outputs]
@@ -143,7 +143,7 @@ def nf4_linear(x: Tensor, weight: NF4Weight, bias: Tensor | None = None) -> Tens
 
 
 def rounded(weight_OI: Tensor) -> Tensor:
-    """What a matrix in 4 bits stands for in the place of `weight_OI`, in fp32."""
+    """Values of `weight_OI` after rounding to 4 bits, in fp32."""
     outputs, inputs = weight_OI.shape
     stored = NF4Weight(outputs, inputs, torch.float32, device=weight_OI.device)
     stored.fill(weight_OI)

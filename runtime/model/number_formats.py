@@ -14,4 +14,4 @@ MXFP8_BLOCK = 32
 """Elements that share a scale in MXFP8: what the sides of a matrix must be multiples of."""
 
 FLOAT8_SIDES = 16
-"""What the sides of a matrix in 8 bits must be multiples of: the kernels read 16 bytes at a time."""
+"""The number that divides both sides of a matrix in 8 bits: the kernels read 16 bytes at a time."""

@@ -1,4 +1,4 @@
-"""What the tokens of a layer attend to. Shapes: see `runtime.model`."""
+"""Tokens that the tokens of a layer attend to. Shapes: see `runtime.model`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Reach(NamedTuple):
-    """What the tokens of a layer see besides themselves: all before them where window and chunk are 0."""
+    """Limits on the earlier tokens that tokens of a layer see: all of them where window and chunk are 0."""
 
     window: int = 0
     """So many tokens, the own one included."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from costmodels.pytorch import is_at_least
 
 ALIGNMENT_BYTES = 16
-"""What rows of matrices must be multiples of in PyTorch's grouped GEMM."""
+"""Bytes that divide the rows of matrices in PyTorch's grouped GEMM."""
 
 GROUPED_MAJORS = (9, 10)
 """Compute capabilities that its kernels are made for; AMD's MI300 and MI350 report 9 too."""

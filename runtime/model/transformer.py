@@ -139,7 +139,7 @@ class Transformer(nn.Module):
         self.score: Scorer | None = None
         """Makes of the head and its input what the model returns in the place of logits: a loss."""
         self.numbers = [*layers, *range(spec.layers, spec.layers + len(self.mtp))]
-        """Of `blocks`: those of MTP follow the layers of the whole model."""
+        """The layer number of each block in `blocks`; MTP blocks follow the layers of the whole model."""
         self.ends_share = spec.tied or spec.mtp is not None
         self.tied, self.logits_scale, self.softcap = spec.tied, spec.logits_scale, spec.logits_softcap
         self.documents: dict[Reach, DocumentMasks] = {}
@@ -221,7 +221,7 @@ class Transformer(nn.Module):
         return x if self.head is None else self.end(x)
 
     def end(self, x_BSD: Tensor) -> Tensor:
-        """What comes of the output of all layers: logits, or what `score` makes in their place."""
+        """Logits from the output of all layers, or the result of `score` in their place."""
         assert self.norm is not None and self.head is not None
         x_BSD = self.norm(x_BSD)
         return self.logits(x_BSD) if self.score is None else self._scored(self.head, x_BSD, self.score)

@@ -1,1 +1,1 @@
-"""Who updates the weights: rules that work on shards and compute the same under every layout."""
+"""Update rules for the weights, which work on shards and compute the same under every layout."""

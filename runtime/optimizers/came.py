@@ -111,7 +111,7 @@ class Came:
 
 
 class _State:
-    """What CAME keeps for a parameter; instabilities of matrices alone."""
+    """CAME's state of a parameter; matrices alone have instabilities."""
 
     def __init__(self, whole: WholeParameter) -> None:
         self.whole = whole

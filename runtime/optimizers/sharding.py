@@ -60,7 +60,7 @@ class _Split:
         return tensor.narrow(self.dim, self.start, self.own_length)
 
     def join(self, part: Tensor) -> Tensor:
-        """What the parts of all ranks make together."""
+        """The whole tensor that the parts of all ranks make together."""
         shape = list(part.shape)
         shape[self.dim] = self.step
         padded = part.new_zeros(shape)
@@ -69,7 +69,7 @@ class _Split:
 
 
 def _matrix_splits(parameter: Tensor) -> list[_Split]:
-    """What splits the last two dimensions of a parameter, in the order in which it was split."""
+    """Splits of the last two dimensions of a parameter, in the order in which it was split."""
     if not isinstance(parameter, DTensor):
         return []
     mesh, own = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()

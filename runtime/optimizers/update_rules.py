@@ -1,4 +1,4 @@
-"""Which optimizer updates the shards: the one that the layout names."""
+"""The update rules of all optimizers that a layout can name."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ElementWise:
 
 
 class Setting(NamedTuple):
-    """What a rule may want to know besides its shards."""
+    """Inputs of a rule besides its shards."""
 
     spec: ModelSpec
     layout: Layout

@@ -1,1 +1,1 @@
-"""What a layout does to the model: meshes, splits over ranks, pipelines, recomputation, offloading."""
+"""Execution of a layout: meshes, splits over ranks, pipelines, recomputation, offloading."""

@@ -36,7 +36,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def kind_of(device: torch.device) -> Literal["cpu", "accelerator"]:
-    """What a device is when its measurements are chosen: whatever PyTorch calls it."""
+    """The kind of a device, by which its measurements are chosen, whatever PyTorch calls it."""
     return "accelerator" if is_accelerator(device) else "cpu"
 
 

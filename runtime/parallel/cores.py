@@ -1,8 +1,8 @@
-"""Which cores the ranks of a CPU compute on: each on its own share, as numactl and Intel's launcher do.
+"""Cores on which the ranks of a CPU compute: each on its own share, as numactl and Intel's launcher do.
 
 Two ranks that exchange much were 20 % faster so (tensor and sequence parallel, 2 cores, PyTorch 2.15), and
-their steps differed half as much: the threads that exchange wake wherever a core is idle, and the system
-else moves the ones that compute out of their way, to the core of another rank.
+their steps differed half as much. Threads that exchange wake wherever a core is idle. Without fixed cores the
+system moves computing threads out of their way, to the core of another rank.
 """
 
 from __future__ import annotations

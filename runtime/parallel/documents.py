@@ -65,7 +65,7 @@ class Documents:
         self.boundaries, self.seq = boundaries, spec.seq
         self.micro_batch_size, self.dtype = layout.micro_batch_size, DTYPES[layout.precision]
         self.positions = local_positions(spec, layout, cp_rank).to(device)
-        """Of the tokens that this rank holds, [s]."""
+        """Positions of the tokens that this rank holds, [s]."""
         self.is_gathered = layout.context_parallel > 1 and layout.context_parallel_form == "all_gather"
         self.starts: tuple[Tensor, ...] = ()
         self.masks: tuple[int, dict[Reach, tuple[Tensor, ...]]] = (-1, {})

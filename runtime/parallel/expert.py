@@ -140,7 +140,7 @@ class ExchangeDispatch:
         return self.ready(x_TD, weights_Tk, chosen_Tk)()
 
     def ready(self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> Callable[[], _Travelling]:
-        """What sends tokens off, once the ranks of their experts know how many come."""
+        """A function that sends tokens off, once the ranks of their experts know how many come."""
         assignment = assign(chosen_Tk, self.experts)
         ranks = self.group.size()
         leaving = assignment.counts.view(ranks, -1)
@@ -237,7 +237,7 @@ def rows_to_move(
 
 
 def _places_by_expert(arriving: Tensor, totals: list[int]) -> Tensor:
-    """Where the rows of each expert lie in what arrives.
+    """Places of each expert's rows among the rows that arrive.
 
     Args:
         arriving: [etp, ep, E / ep] rows by the rank of the same experts that they come to, source and expert.

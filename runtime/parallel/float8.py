@@ -18,16 +18,16 @@ from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import local_part
 
 LEAST_CAPABILITY = {"fp8": (8, 9), "mxfp8": (10, 0)}
-"""NVIDIA's first GPUs with them: Ada and Blackwell."""
+"""The compute capability of NVIDIA's first GPUs with each format: Ada and Blackwell."""
 
 AMD_DEVICES: dict[str, tuple[str, ...]] = {"fp8": ("gfx942", "gfx950"), "mxfp8": ()}
-"""AMD's GPUs with them: MI300 and MI350; their kernels read scales of MXFP8 in another order."""
+"""AMD's GPUs with each format: MI300 and MI350; their kernels read scales of MXFP8 in another order."""
 
 SINCE = {
     "fp8": "NVIDIA has them since compute capability 8.9, AMD since MI300",
     "mxfp8": "NVIDIA has them since Blackwell",
 }
-"""Who has them, in words."""
+"""Devices that have each format, in words."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [..., K], weight [N, K] and bias [N] or None -> [..., N], as torch.nn.functional.linear."""

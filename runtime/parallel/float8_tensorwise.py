@@ -39,7 +39,7 @@ class Narrow(NamedTuple):
 
     elements: Tensor
     scale: Tensor
-    """What its elements were multiplied by, 0-d in fp32."""
+    """The scale factor of the elements: a 0-d fp32 tensor."""
 
     def transposed(self) -> Narrow:
         """The transposed matrix, with rows in one piece."""
@@ -47,7 +47,7 @@ class Narrow(NamedTuple):
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """What matrices are multiplied by whose largest elements are `largest`, in fp32."""
+    """Scale factors of matrices whose largest elements are `largest`, in fp32."""
     # Compiled and eager quotients of fp32 differ in their last bit.
     return (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
 
@@ -113,7 +113,7 @@ _VIEWS = (
     torch.ops.aten.as_strided.default,
     torch.ops.aten.view.default,
 )
-"""What FSDP2, distributed tensors and autograd do to a weight."""
+"""Operators that FSDP2, distributed tensors and autograd apply to a weight."""
 
 
 def _narrow_weight(weight: Tensor, dtype: torch.dtype) -> Narrow:

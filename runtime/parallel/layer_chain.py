@@ -28,7 +28,7 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 """Empties the list of its arguments, so that memory is free as soon as it can be."""
 
 INPUT = -1
-"""What stands for the number of a parameter: the input of the layer."""
+"""The number that stands for the input of a layer in place of a parameter's number."""
 
 Source = int | None
 """Source of an argument of a compiled layer: one of its parameters, by number, or its `INPUT`; None if
@@ -38,7 +38,7 @@ all layers have the same."""
 class _Layer(NamedTuple):
     block: Block
     parameters: list[Tensor]
-    """What it computes with, and its buffers; in one order for all layers."""
+    """Parameters and buffers of the layer; in one order for all layers."""
     sums: list[tuple[GradientSums, dict[int, int]]]
     """Gradient sums of the layer's experts and of its other parameters, each with the parameters' numbers in
     it."""
@@ -55,7 +55,7 @@ class LayerChain:
     def __init__(self, blocks: Sequence[Block], copies: WorkingCopies) -> None:
         self.layers = [_layer(block, copies) for block in blocks]
         self.sources: dict[_Pair, list[Source]] = {}
-        """Of the arguments of a pair; none if layers are not given the same."""
+        """Sources of the arguments of each pair; empty if layers are not given the same."""
 
     def run(self, x_BSD: Tensor) -> Tensor:
         """All layers, one after the other: [B, S, D] -> [B, S, D]."""
@@ -120,7 +120,7 @@ _noted: list[Any] | None = None
 
 
 def _call(layer: _Layer, x: Tensor) -> tuple[Tensor, _Pair | None, list[Any]]:
-    """What a layer makes of `x`, its pair, and what this was given, if a pair is known by now."""
+    """The output of a layer for `x`, its pair, and the arguments of this pair, if a pair is known by now."""
     global _noted
     arguments: list[Any] = []
     _noted = arguments
@@ -212,7 +212,7 @@ def _layer(block: Block, copies: WorkingCopies) -> _Layer:
 
 
 def _sources(layer: _Layer, arguments: list[Any], x: Tensor) -> list[Source]:
-    """Where each argument of a compiled layer comes from; nowhere if that cannot be told."""
+    """Sources of each argument of a compiled layer; an empty list if they cannot be told."""
     if not all(isinstance(argument, Tensor) for argument in arguments):
         return []
     known = {memory_of(one): number for number, one in enumerate(layer.parameters)}

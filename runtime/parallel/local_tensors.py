@@ -24,7 +24,7 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def spec_like(tensor: Tensor, mesh: DeviceMesh, places: Sequence[Placement]) -> DTensorSpec:
-    """How a tensor like `tensor` is split where it is as `places` say."""
+    """The split of a tensor like `tensor` on a mesh, as `places` say."""
     return DTensorSpec(mesh, tuple(places), TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
 
 
@@ -36,7 +36,7 @@ def as_distributed(local: Tensor, spec: DTensorSpec | None) -> Tensor:
 
 
 def partial_sums(places: Iterable[Placement]) -> list[Placement]:
-    """How the gradient of what computes as `places` is split: that of what all hold is a sum to be made."""
+    """Placements of the gradient of a tensor with `places`: a replicated one becomes a sum to be made."""
     return [Partial() if place.is_replicate() else place for place in places]
 
 

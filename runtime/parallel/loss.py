@@ -237,18 +237,17 @@ class TokenLoss:
         if compiled:
             self.scores = torch.compile(self.scores)
         self.tokens = layout.global_batch_size * spec.seq
-        """Of the global batch of the running step, which the trainer sets too."""
+        """Tokens of the global batch of the running step, which the trainer sets too."""
         self.targets: tuple[float, ...] | None = None
-        """Those of them that are predicted at each depth, where some are not; the mean is over these."""
+        """Predicted tokens of the global batch at each depth, for the mean; None if all are predicted."""
         self.labels: Tensor | None = None
-        """Of the microbatch that comes next, which the executor sets: [B, S], or [B, 1 + depths, S] where
-        further tokens are predicted."""
+        """Labels of the next microbatch, which the executor sets: [B, S], or [B, 1 + depths, S] with MTP."""
         self.depths = spec.mtp_depths
         self.further_factor = 0.0 if spec.mtp is None else spec.mtp.loss_factor / spec.mtp.depths
         self.seq = spec.seq
         self.device = grid.device
         self.factors: Tensor | None = None
-        """What losses are multiplied by at each depth, [1 + depths], where passes read it on the device."""
+        """Factors of the losses at each depth, [1 + depths], where passes read them on the device."""
         self.further_losses: Tensor | None = None
         """This rank's part of the mean loss of each depth in the running step, times `scale`, [depths]; the
         trainer sets it to zero where there are any."""

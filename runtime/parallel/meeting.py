@@ -1,10 +1,8 @@
-"""Where the ranks of a torchrun meet, when it starts them again beside the store in which they met before.
+"""The meeting point of a torchrun's ranks when it starts them again beside the store of earlier starts.
 
-PyTorch's agents keep one store for all starts of their ranks. Who starts again finds in it the addresses of
-ranks
-that have ended; how often an agent has started its ranks does not tell them apart, as one that came later
-has counted
-less.
+PyTorch's agents keep one store for all starts of their ranks. A new start finds in it the addresses of ranks
+that have ended. The count of an agent's starts does not tell them apart, as an agent that came later has
+counted less.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class _Transfers:
         self.last: Callable[[], _Layer | None] = _nothing
         """The layer that ran last in this forward pass."""
         self.device = torch.device("cpu")
-        """Where activations are; the storages of fake tensors do not tell."""
+        """The device of the activations; the storages of fake tensors do not tell."""
         self.streams: tuple[torch.Stream, torch.Stream] | None = None
 
     def streams_of(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
@@ -141,7 +141,7 @@ def _storages(module: nn.Module) -> set[int]:
 
 
 class _Layer:
-    """What one attention call sent to host memory."""
+    """Activations that one attention call sent to host memory."""
 
     def __init__(
         self, transfers: _Transfers, previous: Callable[[], _Layer | None], staying: set[int]
@@ -155,7 +155,7 @@ class _Layer:
         self.fetched = False
 
     def pack(self, tensor: Tensor) -> Packed:
-        """What stands for a saved tensor."""
+        """The stand-in of a saved tensor: the tensor itself, or a function that fetches it."""
         packed = pack(tensor)
         if not isinstance(packed, Tensor) or not self._leaves(tensor):
             return packed
@@ -172,11 +172,11 @@ class _Layer:
         )
 
     def close(self) -> None:
-        """The call has ended: what only it used may be freed."""
+        """Free the tensors that only this call used, as it has ended."""
         self.sources.clear()
 
     def fetch(self) -> None:
-        """Start all copies back, what backward needs first before the rest."""
+        """Start all copies back; the first ones are of the tensors that backward needs first."""
         if not self.fetched:
             self.fetched = True
             for copy in reversed(self.copies.values()):

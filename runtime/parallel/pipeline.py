@@ -42,7 +42,7 @@ SCHEDULES: dict[Schedule, type] = {
 }
 
 FORWARD_ACTIONS = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
-"""What a forward pass needs of PyTorch's actions."""
+"""PyTorch's actions that forward passes need."""
 
 
 class Pipeline:
@@ -140,7 +140,7 @@ class Pipeline:
 
 
 def _loss_of_stage(output: Tensor, target: Tensor) -> Tensor:
-    """What the last stage has returned."""
+    """The loss that the last stage has returned as its output."""
     return output
 
 

@@ -113,7 +113,7 @@ class LeanStage(PipelineStage):
             self.copies.reduce()
 
     def _enter(self, micro_batch: int) -> None:
-        """What is computed again in backward must see the documents of its microbatch."""
+        """Show a microbatch's documents to the layers, which backward computes again."""
         if self.documents is not None:
             self.documents.enter(cast(Any, self.submod), micro_batch)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 aten = torch.ops.aten
 
 UNMOVED = (aten.detach.default, aten.empty_like.default)
-"""What building a model does to every parameter."""
+"""Operators that building a model applies to every parameter."""
 
 
 def keep_placements() -> None:

@@ -53,7 +53,7 @@ from runtime.model.mlp import MLP
 from runtime.model.transformer import Block, Transformer
 
 Packed = Tensor | Callable[[], Tensor]
-"""What the autograd graph holds for a tensor: the tensor, or a function that returns it."""
+"""The content of the autograd graph for a tensor: the tensor, or a function that returns it."""
 
 
 def recompute(stage: Transformer, layout: Layout) -> None:
@@ -260,7 +260,7 @@ class _Call:
             return self.function(*inputs)
 
     def pack_output(self, view: Tensor) -> Packed:
-        """What stands for a view of the output."""
+        """The stand-in of a view of the output."""
         self.views += 1
         return partial(self._output, view.shape, view.stride(), int(view.storage_offset()))
 

@@ -67,7 +67,7 @@ def without_replicas(parameter: Tensor) -> Tensor:
 
 
 def gradient_spec(parameter: Tensor) -> DTensorSpec | None:
-    """How the gradient of a parameter is distributed once those ranks have summed it; None if it is not.
+    """The distribution of a parameter's gradient that replicas have summed; None if it is not distributed.
 
     Ranks that split the computation, and not the parameter, have a sum still to make.
     """

@@ -1,8 +1,9 @@
-"""How many messages a pipeline rank has under way: it awaits earlier ones before it sends more.
+"""The limit of messages that a pipeline rank has under way: it awaits earlier ones before it sends more.
 
-PyTorch does this since 2.15 (`_add_wait_send_budget` in `torch.distributed.pipelining.schedules`), by walking
-through the whole graph of sends and receives for each message that it may await: a minute and more for
-pipelines with ten stages on a rank. The same waits are found here with vector clocks, in less than a second.
+PyTorch has this limit since 2.15 (`_add_wait_send_budget` in `torch.distributed.pipelining.schedules`). It
+walks through the whole graph of sends and receives for each message that it may await. That takes a minute
+and more for pipelines with ten stages on a rank. Vector clocks find the same waits here in less than a
+second.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from costmodels.spec.send_order import Place, SendOrder
 _schedules: Any = schedules
 
 SENDS = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
-"""What the other side does, and how many stages away it is."""
+"""The action of the receiving side, and how many stages away that is."""
 
 RECEIVES = [receive for receive, _ in SENDS.values()]
 
@@ -107,7 +108,7 @@ def _placed(
 
 
 def _message_of(action: Any) -> Message:
-    """What an action does."""
+    """The message that an action sends or receives."""
     return action.computation_type.value, action.stage_index, action.microbatch_index
 
 

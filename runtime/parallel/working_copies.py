@@ -50,21 +50,21 @@ class GradientSums:
     ) -> None:
         self.copies, self.dtype, self.group, self.when_done = list(copies), dtype, group, when_done
         self.adds = group is not None or dtype != copies[0].dtype
-        """Autograd does not add them up itself."""
+        """The sums are made here: autograd does not add the gradients up itself."""
         self.formats = [getattr(copy, "grad_dtype", copy.dtype) for copy in copies]
-        """Those that autograd casts each gradient to; None where it leaves it as it is."""
+        """Number formats that autograd casts each gradient to; None where it leaves a gradient as it is."""
         self.sizes = [local_part(copy.detach()).numel() for copy in copies]
         self.buffer: Tensor | None = None
-        """Of all of them, where ranks sum it."""
+        """Memory of all gradients, where ranks sum them."""
         self.work: Any = None
         self.sums: dict[int, Tensor] = {}
-        """By the number of the copy."""
+        """The sum of each copy, by the copy's number."""
         self.left = 0
         """Gradients that the running backward pass has not made, while somebody counts."""
         self.is_last = False
         """The running backward pass is the last one of the step."""
         self.is_whole = False
-        """It has made all of them."""
+        """Autograd has made all gradients."""
         self.hooks: dict[Tensor, Any] = {}
         self.stays = False
         """Sums keep their places from step to step."""
@@ -244,7 +244,7 @@ class WorkingCopies:
         apart = {one: copy for one, copy in self.copies.items() if copy.dtype != one.dtype}
         self.parameters = [local_part(one.detach()) for one in apart]
         self.locals = {one: local_part(one.detach()) for one in apart.values()}
-        """Those that do not share the memory of the parameters."""
+        """Local parts of the copies that do not share the memory of the parameters."""
         self.bytes = [one.untyped_storage().nbytes() for one in self.locals.values()]
         self.groups = [
             (masters, self._sums(masters, DTYPES[layout.gradient_reduction])) for masters in _groups(stage)
@@ -253,7 +253,7 @@ class WorkingCopies:
         self.stays = False
         """Copies and sums keep their memory from step to step."""
         self.waiting: list[GradientSums] = []
-        """Those whose reduction the running step has not begun, in the order in which ranks do."""
+        """Sums whose reduction the running step has not begun, in the order in which ranks reduce them."""
         self._free(self.locals)
 
     def _sums(self, masters: list[nn.Parameter], dtype: torch.dtype) -> GradientSums:

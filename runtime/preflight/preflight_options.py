@@ -14,7 +14,7 @@ LEVELS = ("off", "report", "measure")
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """How the ranks of a job are looked at before it trains."""
+    """Flags of the check of a job's ranks before it trains."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"preflight": "Faults"}
 

@@ -1,4 +1,4 @@
-"""What each rank runs on, and where ranks differ that should be alike."""
+"""Hardware and software of each rank, and differences between ranks that should be alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIFFERENT_BY_NODE = ("--log-dir", "--tensorboard-dir")
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank runs on."""
+    """The hardware, software and flags of one rank."""
 
     rank: int
     host: str
@@ -132,7 +132,7 @@ def _first_of_hosts(reports: Iterator[RankReport]) -> Iterator[RankReport]:
 
 
 def clock_note(reports: Sequence[RankReport]) -> str:
-    """What to say of the clocks of hosts; empty where they agree."""
+    """A note on clocks of hosts that differ; empty where they agree."""
     first, last = min(r.clock_s for r in reports), max(r.clock_s for r in reports)
     if last - first <= MOST_SKEW_S:
         return ""

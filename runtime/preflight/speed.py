@@ -1,7 +1,7 @@
-"""How fast devices multiply and links carry: a GEMM on each rank, and collectives of groups of ranks.
+"""The speed of devices and links: a GEMM on each rank, and collectives of groups of ranks.
 
-All of it takes seconds at any size: messages grow only until one takes a while, and links between nodes are
-measured in pairs at the same time.
+All of it takes seconds at any number of ranks. Messages grow only until one takes a while, and links between
+nodes are measured in pairs at the same time.
 """
 
 from __future__ import annotations

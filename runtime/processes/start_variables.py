@@ -1,4 +1,4 @@
-"""What the launcher of a job tells its ranks of how they are started."""
+"""Environment variables in which a job's launcher tells the ranks how they are started."""
 
 import os
 
@@ -12,7 +12,7 @@ RESTARTS_VARIABLES = (
     *("TORCHELASTIC_RESTART_COUNT", RESTARTS_VARIABLE),
     *("SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"),
 )
-"""How often torchrun, `planner launch`, Slurm (`--requeue`) or a JobSet has started this job again."""
+"""Variables that count the restarts by torchrun, `planner launch`, Slurm (`--requeue`) or a JobSet."""
 
 SUMMARY_VARIABLE = "PLANNER_SUMMARY"
 """Environment variable that is set where not the ranks but their launcher compares the run with its plan."""

@@ -1,1 +1,1 @@
-"""What the seconds of a step went to, as PyTorch's profiler sees them."""
+"""Seconds of a step by part, as PyTorch's profiler sees them."""

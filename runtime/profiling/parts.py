@@ -202,7 +202,7 @@ def _on_host(step: Event, events: Sequence[Event]) -> Iterator[tuple[str, float]
 
 
 def _host_kind(event: Event, above: str) -> str:
-    """What a host operator is, called by one of the kind `above`."""
+    """The kind of a host operator that an operator of the kind `above` called."""
     kind = collective_kind(event.name)
     if kind is not None:
         return kind

@@ -29,7 +29,7 @@ FEWEST_STEPS = 20
 """Steps of a run of which some are profiled; in shorter ones they would be much of it."""
 
 UPDATES = ("squared_norm", "scale", "clip_values", "step")
-"""What the optimizer of a trainer does in a step, but for the reduction of gradients."""
+"""Methods of a trainer's optimizer in a step, but for the reduction of gradients."""
 
 ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 """Activities by the name of a device; those that an extension brings (NPUs) have the last one."""
@@ -108,7 +108,7 @@ class ProfileWindow:
         """
         self.first, self.is_profiler, self.device = first, is_profiler, device
         self.parts: StepParts | None = None
-        """What was found; None before the end, on other ranks, and where the profiler has failed."""
+        """Seconds by part; None before the end, on other ranks, and where the profiler has failed."""
         self._events: list[Event] = []
         self._open: Any = None
 

@@ -1,1 +1,1 @@
-"""What a training job is told: its flags, what they rule out, and what is refused before it starts."""
+"""Settings of a training job: its flags, the layouts that they rule out, and values that are refused."""

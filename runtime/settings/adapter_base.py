@@ -1,4 +1,4 @@
-"""What adapters belong to."""
+"""The base model of adapters."""
 
 from __future__ import annotations
 

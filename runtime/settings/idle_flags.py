@@ -14,7 +14,7 @@ from costmodels import Layout, ModelSpec
 from planner.options.flags import flag_names
 
 Reason = Callable[[Any], str | None]
-"""Why flags have no effect on a job, which has the fields of all its flags, `spec` and `layout`."""
+"""The reason why flags have no effect on a job with the fields of all its flags, `spec` and `layout`."""
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 MUON = (

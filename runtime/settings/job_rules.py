@@ -1,7 +1,7 @@
-"""What the flags of a job rule out: one description each, for the search and for the check of a given plan.
+"""Layouts that the flags of a job rule out: one rule each, for the search and the check of a given plan.
 
 The search proposes no layout that breaks one of these rules, and a plan that breaks one is refused before a
-rank starts. They need no torch.
+rank starts. The rules need no torch.
 """
 
 from __future__ import annotations

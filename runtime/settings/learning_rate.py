@@ -9,7 +9,7 @@ from costmodels.dataclass import dataclass
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
-"""How the last part of WSD (warm-up, stable, decay; arXiv:2404.06395, section 4) falls."""
+"""Forms of the decay at the end of WSD (warm-up, stable, decay; arXiv:2404.06395, section 4)."""
 
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
@@ -50,7 +50,7 @@ class LearningRate:
         return self.minimum + self._share(iteration) * (self.peak - self.minimum)
 
     def _share(self, iteration: int) -> float:
-        """What is left of the way from the minimum to the peak."""
+        """The share that is left of the way from the minimum to the peak, from 1 down to 0."""
         style, start = self.style, self.warmup_iters
         if style == "WSD":
             style, start = self.wsd_style, self.decay_iters - self.wsd_decay_iters

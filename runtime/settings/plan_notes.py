@@ -1,4 +1,4 @@
-"""What there is to say of a plan that a job with these flags of training executes. It needs no torch."""
+"""Notes on a plan that a job with these flags of training executes. They need no torch."""
 
 from __future__ import annotations
 

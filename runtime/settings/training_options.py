@@ -32,7 +32,7 @@ from runtime.settings.learning_rate import (
 )
 
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "none")
-"""What a balancing loss counts the tokens of: each microbatch, each sequence, or nothing."""
+"""Units over which a balancing loss counts tokens: each microbatch, each sequence, or none."""
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
@@ -40,7 +40,7 @@ LOG_FORMATS = ("megatron", "mindformers")
 """Formats of logs, by the software whose lines of steps they have."""
 
 MUON_SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm")
-"""How Muon scales its update of a matrix of r rows and c columns, in Megatron-LM's words.
+"""Scales of Muon's update of a matrix of r rows and c columns, in Megatron-LM's words.
 
 spectral: sqrt(max(r, c)); with the factor 0.2 the `match_rms_adamw` of PyTorch (arXiv:2502.16982, eq. 4);
 shape_scaling: sqrt(max(1, r / c)); with the factor 1 the `original` of PyTorch;

@@ -90,7 +90,7 @@ class Balance:
         self.scale, self.token_share = (torch.zeros((), device=device) for _ in range(2))
         """The factor of the running step, and the inverse of its tokens."""
         self.of_step: tuple[float, float] | None = None
-        """What these were made of."""
+        """The two values that the step's loss was made of."""
         self.steps = 0
         self.begin_step()
 
@@ -103,7 +103,7 @@ class Balance:
             self.token_share.fill_(1.0 / of_step[1])
 
     def counts(self) -> Tensor:
-        """How often each expert of each layer was chosen on this rank since the last report, [layers, E]."""
+        """Counts of how often each expert was chosen on this rank since the last report, [layers, E]."""
         layers = self.spec.layers + self.spec.mtp_depths
         none = torch.zeros(self.spec.experts, dtype=torch.int64, device=self.grid.device)
         loads = {layer: router.load for layer, router in self.routers.items()}
@@ -188,7 +188,7 @@ class Balance:
         }
 
     def _count(self, chosen: Tensor) -> Tensor:
-        """How often each expert was chosen in each sequence: [B, S, k] -> [B, E]."""
+        """Counts of how often each expert was chosen in each sequence: [B, S, k] -> [B, E]."""
         flat = chosen.flatten(1)
         counts = torch.zeros(len(flat), self.spec.experts, dtype=torch.int64, device=flat.device)
         return counts.scatter_add_(1, flat, torch.ones_like(flat))

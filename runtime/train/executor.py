@@ -28,7 +28,7 @@ class Executor(Protocol):
     copies: list[WorkingCopies]
     """Working copies of the stages' parameters, where FSDP2 does not wrap them."""
     float8_gather: Float8Gather | None
-    """What FSDP2 gathers in 8 bits, if anything; its scales are to be agreed on before each step."""
+    """Weights that FSDP2 gathers in 8 bits, if any; ranks agree on their scales before each step."""
     graphed: GraphedPass | None
     """Passes that are a graph, if they are."""
 

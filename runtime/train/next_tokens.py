@@ -1,4 +1,4 @@
-"""What is predicted: the next token of each position and, with multi-token prediction, those after it."""
+"""Targets of training: the next token of each position and, with multi-token prediction, later ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NO_TOKEN = -1
 
 
 class Batch(NamedTuple):
-    """The samples of some rows of a global batch, and what of them is predicted."""
+    """The samples of some rows of a global batch, and their targets."""
 
     tokens: Tensor
     """Ids, [B, S + 1]."""
     labels: Tensor
-    """What `next_tokens` returns, [B, S]."""
+    """The result of `next_tokens`, [B, S]."""
     starts: Tensor | None = None
     """The position at which the document of each token begins, [B, S + 1], where documents matter."""
     is_packed: bool = False
@@ -43,10 +43,11 @@ def next_tokens(batch: Tensor, starts: Tensor | None, hidden: Tensor | None) -> 
 
 
 def targets_of(batch: Batch, depths: int) -> Tensor:
-    """What is predicted at each position: [B, S], or [B, 1 + depths, S] with MTP.
+    """Targets of each position: [B, S], or [B, 1 + depths, S] with MTP.
 
     A token is predicted at all depths or at none (as Megatron-LM rolls its mask of losses), and nothing comes
-    after the end of a sample. What is packed is predicted at all depths from its own document alone.
+    after the end of a sample. Tokens of packed samples are predicted from their own document alone, at all
+    depths.
     """
     labels, seq = batch.labels, batch.labels.shape[1]
     if not depths:
@@ -64,6 +65,6 @@ def targets_of(batch: Batch, depths: int) -> Tensor:
 
 
 def predicted_tokens(targets: Tensor) -> Tensor:
-    """How many tokens of `targets_of` are predicted at each depth, [1 + depths] in fp64."""
+    """Numbers of tokens of `targets_of` that are predicted at each depth, [1 + depths] in fp64."""
     by_depth = targets if targets.dim() == 3 else targets.unsqueeze(1)
     return (by_depth >= 0).sum((0, 2)).double()

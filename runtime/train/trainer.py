@@ -267,7 +267,7 @@ class Trainer:
     def _inputs(
         self, samples: npt.NDArray[np.int64], starts: npt.NDArray[np.int64] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What the executor takes of samples, of which the loss and the layers are told."""
+        """Inputs of the executor for some samples; tells the loss and the layers of these samples too."""
         batch = self._batch(samples, starts)
         self._count_tokens(batch)
         inputs = batch.tokens[:, self.positions]

@@ -1,1 +1,1 @@
-"""Who else trains: what launchers and schedulers say of the processes that were started for one job."""
+"""Members of a job: what launchers and schedulers say of the processes that were started for it."""

@@ -1,8 +1,7 @@
-"""Which job this process belongs to, by the variables of whoever started it.
+"""The job that this process belongs to, by the variables of its launcher.
 
-Of several tasks that know of each other each is a rank; several that do not would each take themselves for
-the
-whole job, train alone, and write where the others write.
+Of several tasks that know of each other, each is a rank. Tasks that do not would each take themselves for the
+whole job, train alone, and write into the same files.
 """
 
 from __future__ import annotations

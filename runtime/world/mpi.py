@@ -16,7 +16,7 @@ class Names(NamedTuple):
     local_size: str
     local_rank: str
     job: str
-    """What differs from job to job."""
+    """The variable whose value differs from job to job."""
 
 
 LAUNCHERS = (

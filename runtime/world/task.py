@@ -21,7 +21,7 @@ class Task:
     """This process's place among the processes of one job."""
 
     source: str
-    """Who started them, in words."""
+    """The launcher that started the tasks, in words."""
     count: int
     """Processes of the job."""
     number: int
