@@ -1,4 +1,4 @@
-"""How far the cost model is from published measurements, by source.
+"""Errors of the cost model against published measurements, by source.
 
 python -m benchmarks.accuracy --rows FILE... [--engine ENGINE] [--fill COLUMN=VALUE]... [--fit FILE...]
     [--held-out] [--json]
@@ -37,7 +37,7 @@ WIDTH = 132
 """Columns of the printed tables where there is no terminal to ask."""
 
 HELD_OUT = "the constants were fitted on it"
-"""Why `--held-out` skips a row."""
+"""The reason why `--held-out` skips a row."""
 
 
 def read_all(
@@ -62,7 +62,7 @@ def read_all(
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a run of the benchmark found."""
+    """The result of a run of the benchmark."""
 
     scores: dict[str, SourceScore]
     scale: dict[tuple[str, str], float]

@@ -65,7 +65,7 @@ MOST_SHOWN = 5
 
 
 def answer(words: str) -> dict[str, Any]:
-    """What the command says: exit code, the lines for people, and its JSON without the time that it took."""
+    """The command's exit code, its lines for people, and its JSON without the time that it took."""
     command = [sys.executable, "-m", "planner", *words.split(), "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     found = json.loads(done.stdout) if done.stdout else {}

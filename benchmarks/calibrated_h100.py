@@ -118,7 +118,7 @@ def _kernel_s(row: Mapping[str, str]) -> float:
 
 
 def errors(device: Device, engine: Engine, steps: Sequence[StepTime]) -> Errors:
-    """How far steps are from what a device's constants say."""
+    """Errors of a device's constants against measured steps, in per cent."""
     missed: Floats = np.concatenate(
         [
             prices(batch, device, engine, ranks=1).step_time_s / batch.seconds - 1

@@ -67,7 +67,7 @@ class Timing(NamedTuple):
 
 
 def options_of() -> Any:
-    """How the small model is trained."""
+    """Training options of the small model."""
     from runtime.settings.training_options import TrainingOptions
 
     return TrainingOptions(

@@ -111,7 +111,7 @@ OTHERS = {
 JOBS = {**USUAL, **OTHERS}
 
 NEAR = 0.2
-"""How far limits of memory are from what a layout takes, at most."""
+"""The largest relative distance of a memory limit from the bytes that a layout takes."""
 
 COVERED = 0.9
 """The share of dry runs that are to be within the upper end of the range of their kind."""

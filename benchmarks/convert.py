@@ -85,7 +85,7 @@ def peak_bytes() -> int:
 
 
 def measure(work: Callable[[], object]) -> Measured:
-    """What `work` takes in a process of its own."""
+    """Seconds and memory of `work` in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_measure, (work,))
 

@@ -47,7 +47,7 @@ MODELS = {
     "tiny": load_model("gpt2-nano", hidden=256).model_copy(update={"name": "gpt2-tiny"}),
     "small": load_model("gpt2-small"),
 }
-"""What a core trains in seconds, on bytes, and GPT-2 of 124 M parameters, on its own tokens."""
+"""Models of the study: one that a core trains in seconds, on bytes, and GPT-2 with its own tokens."""
 
 HOROVOD = "Horovod"
 MIXED: tuple[Precision, ...] = ("bf16", "fp16")
@@ -151,7 +151,7 @@ def relative_difference(curves: list[list[float]], reference: list[float]) -> fl
 
 
 def conclusions(rows: list[dict[str, Any]], mixed: str) -> dict[str, dict[str, float]]:
-    """What the table says of the questions of the study: ratios, by method."""
+    """Ratios that answer the questions of the study, by method."""
     by = {(row["method"], row["precision"]): row for row in rows}
     names = list(dict.fromkeys(row["method"] for row in rows))
     others = [name for name in names if name not in (ONE_DEVICE, DDP)]

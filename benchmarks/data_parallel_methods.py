@@ -50,7 +50,7 @@ of the whole batch."""
 
 @dataclass(frozen=True)
 class Job:
-    """What every method trains."""
+    """The job that every method trains."""
 
     spec: ModelSpec
     workers: int
@@ -61,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Curve:
-    """What one process saw."""
+    """Losses, seconds and memory that one process saw."""
 
     losses: list[float]
     seconds: list[float]
@@ -151,7 +151,7 @@ def _parameter_server(job: Job, device: torch.device) -> Step:
 
 
 def _threads(job: Job, server: LanguageModel) -> Step:
-    """What DataParallel does, on CPUs: a replica for each thread, the first one the server's own."""
+    """The method of DataParallel, on CPUs: a replica for each thread, the first one the server's own."""
     copies = [copy.deepcopy(server) for _ in range(job.workers - 1)]
     replicas = [server, *copies]
     weights, *others = [_tensors(replica.parameters()) for replica in replicas]

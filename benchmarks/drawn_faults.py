@@ -113,7 +113,7 @@ GENERAL = [f"tests/runtime/test_{name}.py" for name in ("model", "training", "pa
 """Test files that any module may break."""
 
 UNCOUNTED = ("check", "describe", "require", "refuse", "warn", "remedy", "forget", "free", "move", "told")
-"""How functions begin that check, tell, or make room."""
+"""Beginnings of names of functions that check, tell, or make room."""
 
 Node = ast.expr | ast.stmt
 
@@ -127,7 +127,7 @@ class Change:
     """The function around it."""
     line: int
     first: int
-    """Where the place begins in the file, in bytes, and where it ends."""
+    """The byte of the file at which the place begins; `end` is the byte after it."""
     end: int
     new: str
 

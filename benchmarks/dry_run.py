@@ -1,9 +1,9 @@
-"""How long a dry run takes from the command line, beside importing PyTorch and the runtime.
+"""The time of a dry run from the command line, beside importing PyTorch and the runtime.
 
 python -m benchmarks.dry_run [--repeats N] [--json]
 
 Each command runs in a process of its own, as a user runs it, without dry runs that were kept before. All are
-run in turns with a process that imports alone, because what else runs on a machine slows all of them: the
+run in turns with a process that imports alone, because other work on a machine slows all of them: the
 multiples are of medians.
 """
 
@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[float, tuple[str, ...]]] = {
     ),
     "deepseek-v3 on 2,048": (6.0, ("--model", "deepseek-v3", "--world-size", "2048", *H100, "15360")),
 }
-"""How many times the imports they may take, and the flags of `planner dryrun`."""
+"""The multiple of the imports' time that each command may take, and its flags of `planner dryrun`."""
 
 
 def seconds(command: Sequence[str], environment: Mapping[str, str]) -> float:

@@ -1,10 +1,10 @@
-"""Where the layouts that experts published rank among all that their software could have run, beside ours.
+"""The rank of published layouts of experts among all that their software could have run.
 
 python -m benchmarks.experts [--json] [--rows TEXT]
 
-Every layout that fits is ranked by the model's own estimate, with what the experts could not choose pinned
-(`experts.yaml` says what and why); the published one, its missing degrees filled in as is best for it, should
-be near the top.
+Every layout that fits is ranked by the model's own estimate. Degrees that the experts could not choose are
+pinned (`experts.yaml` says which and why). The published layout, its missing degrees filled in as is best for
+it, should be near the top.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Ranked:
     layout: str
     """The best layout that has the published degrees; empty where none is legal."""
     not_searched: str | None
-    """Why the search does not rank it though it is legal; then `place` is the one that it would have."""
+    """The reason why the search does not rank a legal layout; `place` is then the one that it would have."""
     why_not: str | None
-    """Why it does not fit or is illegal; None where it has a place."""
+    """The reason why the layout does not fit or is illegal; None where it has a place."""
     best: str
     """The fastest of the ranking."""
     ours: str

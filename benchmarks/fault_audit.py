@@ -52,7 +52,7 @@ def attempt(folder: Path) -> Attempt:
 
 @dataclass
 class Audit:
-    """What differs from a run that was left alone."""
+    """Differences from a run that was left alone."""
 
     largest_difference: float = math.inf
     """The largest relative difference of the losses of all iterations."""
@@ -68,7 +68,7 @@ class Audit:
     """Checkpoints that were announced and not gone on from."""
 
     def failures(self, tolerance: float) -> list[str]:
-        """What is wrong, in words."""
+        """The faults that were found, in words."""
         found = [
             f"{len(v)} {name.replace('_', ' ')}" for name, v in vars(self).items() if name in _LISTS and v
         ]

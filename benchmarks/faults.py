@@ -54,7 +54,7 @@ ENDS_WITHIN_S = 45.0
 
 @dataclass(frozen=True)
 class Kill:
-    """What was killed, when, and what came of it."""
+    """A process that was killed, the moment, and the outcome."""
 
     victim: str
     moment: str

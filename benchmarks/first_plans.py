@@ -52,7 +52,7 @@ SHOWN = 50
 """Plans among which rivals are looked for."""
 
 SLOWER = 0.01
-"""How much faster a rival is at least, relative to the fastest plan that fits."""
+"""The least lead of a rival, relative to the fastest plan that fits."""
 
 WORLD_SIZES = (8, 16, 32, 64, 128, 256)
 

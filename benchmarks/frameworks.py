@@ -48,7 +48,7 @@ MIRRORED = (
 
 
 class Outcomes:
-    """What became of each test."""
+    """Outcomes of the tests, a line each."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

@@ -48,7 +48,7 @@ class Case:
     model: str
     layout: str
     fields: dict[str, int] = field(default_factory=dict)
-    """What differs from the catalogue's model."""
+    """Fields that differ from the catalogue's model."""
     target: float | None = None
     """The MFU that is aimed at."""
     times: tuple[str, float] | None = None
@@ -99,7 +99,7 @@ SMALL = {
 }
 
 SMALL_EXPERTS = {"experts": 4, "top_k": 2, "expert_ffn": 32}
-"""What stands for a model on the CPU."""
+"""Fields of the small model that stands for a model with experts on the CPU."""
 
 
 def sized(case: Case, on_gpu: bool) -> tuple[ModelSpec, Layout]:
@@ -116,7 +116,7 @@ def sized(case: Case, on_gpu: bool) -> tuple[ModelSpec, Layout]:
 
 
 def command(case: Case, contestant: str, compiled: bool) -> list[str]:
-    """What measures one contestant of a row; the last line that it prints is JSON."""
+    """The command that measures one contestant of a row; the last line that it prints is JSON."""
     form = "compiled" if compiled else "eager"
     return [sys.executable, "-m", "benchmarks.gpu_case", case.name, contestant, form]
 
@@ -214,7 +214,7 @@ def gpu(
 
 
 def _ratios(case: Case, rows: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """How often as fast as transformers a row is, and as the row that it is compared with."""
+    """Ratios of a row's speed to that of transformers, and to that of the row that it is compared with."""
     own, found = rows[case.name].get(RUNTIME, {}), {}
     others = [("over_transformers", rows[case.name].get(TRANSFORMERS, {}))]
     if case.times is not None and case.times[0] in rows:
@@ -235,7 +235,7 @@ def line(case: Case, contestant: str, found: dict[str, Any]) -> str:
 
 
 def summary(case: Case, row: dict[str, Any]) -> str:
-    """What a row has reached, and what it is to reach."""
+    """Figures that a row has reached, beside their aims."""
     parts = []
     mfu = row.get(RUNTIME, {}).get("mfu")
     if case.target is not None and mfu is not None:

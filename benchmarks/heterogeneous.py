@@ -1,11 +1,11 @@
-"""How close searches on nodes of two kinds come to brute force: every split of small problems, played out.
+"""Searches on nodes of two kinds against brute force: every split of small problems, played out.
 
 python -m benchmarks.heterogeneous [--problems 100] [--seed 0]
 
 Each problem draws a model, two kinds with their nodes, a batch and, half of them, memory that binds. Brute
-force prices every layout of one chunk with every split of its layers over its stages, plays out the pipelines
-of all that fit, and takes the fastest. Printed is the step time of the search over that, and which problems
-differ.
+force prices every layout of one chunk with every split of its layers over its stages. It plays out the
+pipelines of all that fit, and takes the fastest. The program prints the ratio of the search's step time to
+that, and the problems that differ.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PINS: Pins = {
     "recompute_num_layers": 1,
     "zero_replicas": 1,
 }
-"""What brute force leaves out."""
+"""Pins of fields that brute force leaves out."""
 
 
 def drawn(draw: random.Random) -> tuple[Problem, LayoutTable]:

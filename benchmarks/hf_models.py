@@ -50,7 +50,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """How far what is read is off, relative."""
+        """The relative error of the parameters that are read."""
         return None if self.transformers is None else self.read / self.transformers - 1
 
 

@@ -1,9 +1,10 @@
-"""What PyTorch's profiler sees the host do for a layer and microbatch: `python -m benchmarks.host_trace`.
+"""Host operations for a layer and microbatch, as PyTorch's profiler sees them: `python -m
+benchmarks.host_trace`.
 
-Models of two depths train on one CPU rank, with tensors of next to no size; what the deeper one does more
-often is that of the layers between, forward and backward. A kernel is an operator of PyTorch that computes
-and calls none that does; what the compiler made is one function, whatever it does. With `--against`, the same
-of the checkout of another commit stands beside it.
+Models of two depths train on one CPU rank, with tensors of next to no size. The additional operations of the
+deeper model are those of its additional layers, forward and backward. A kernel is an operator of PyTorch that
+computes and calls no other that does. A function that the compiler made is one, whatever it does. With
+`--against`, the same of the checkout of another commit stands beside it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ BEGINNINGS = {
     GUARDS: ("TorchDynamo Cache Lookup",),
     NODES: ("autograd::engine::evaluate_function",),
 }
-"""How the profiler calls what is no operator."""
+"""Beginnings of the profiler's names of events that are no operator."""
 
 VIEWS = frozenset(
     f"aten::{name}"
@@ -83,7 +84,7 @@ SUMMARY = (COMPILED, KERNELS, OPERATORS, GUARDS, NODES)
 
 
 def calls(block: str, text: str, compiled: bool) -> Calls:
-    """What the profiler counts; runs on a rank of its own."""
+    """Counts of the profiler for a layer and microbatch; runs on a rank of its own."""
     import torch
 
     torch._dynamo.config.cache_size_limit = 64
@@ -93,7 +94,7 @@ def calls(block: str, text: str, compiled: bool) -> Calls:
 
 
 def _counted(block: ModelSpec, text: str, layers: int, compiled: bool) -> Counter[str]:
-    """What happens in the passes of one step."""
+    """Counts of the events in the passes of one step."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,4 +1,4 @@
-"""How long questions take that are several searches, beside one search of the same job.
+"""The time of questions that are several searches, beside one search of the same job.
 
 python -m benchmarks.long_questions [--turns N]
 

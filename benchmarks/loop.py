@@ -1,13 +1,13 @@
-"""How far predictions are from what every layout takes on this machine, before and after calibration.
+"""Errors of predictions for every layout on this machine, before and after calibration.
 
 python -m benchmarks.loop [--world-size N]... [--model NAME]... [--pin PIN] [--folder FOLDER]
     [--sample N] [--limit SECONDS] [--json]
 
-Small models, a dense one, one with experts and one with long sequences, are trained for a few steps with
-every layout that fits on that many CPU ranks, each on ranks of its own. `planner calibrate` measures the same
-models with another batch, so that no layout of a comparison was calibrated with. What was measured is kept
-in a folder and not measured again; `--limit` ends a call after so many seconds, for machines that are quiet
-for a while only. `--sample` draws some layouts of each model where all would take hours.
+Small models, a dense one, one with experts and one with long sequences, are trained for a few steps. Every
+layout that fits on that many CPU ranks is trained, each on ranks of its own. `planner calibrate` measures the
+same models with another batch, so that no layout of a comparison was calibrated with. Measurements are kept
+in a folder and not taken again. `--limit` ends a call after so many seconds, for machines that are quiet for
+a while only. `--sample` draws some layouts of each model where all would take hours.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Errors(NamedTuple):
 
 
 def prices_of(question: Question, device: Device, layouts: Sequence[Layout]) -> Prices:
-    """What is predicted of layouts on a device."""
+    """Predicted prices of layouts on a device."""
     cluster = resolve_cluster(device, question.world_size, question.world_size)
     prices = price(question.spec, cluster, load_engine(DEFAULT_ENGINE), LayoutTable.of(layouts))
     return prices.simulate(np.flatnonzero(~prices.simulated))

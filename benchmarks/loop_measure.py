@@ -106,7 +106,7 @@ class Measured(NamedTuple):
     others: float
     """Share of the cores that other processes took."""
     times: int = 1
-    """How many times it was measured."""
+    """The number of measurements."""
 
 
 def measure_all(wanted: Mapping[Question, Sequence[Layout]], kept: Path, limit_s: float) -> bool:

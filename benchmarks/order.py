@@ -1,4 +1,4 @@
-"""How often the order of two estimates is right: pairs of measured steps that differ in their layouts alone.
+"""The share of estimates in the right order: pairs of measured steps that differ in their layouts alone.
 
 python -m benchmarks.order --rows FILE... [--json] [--write]
 

@@ -28,7 +28,7 @@ from planner.space.rule import divisors
 
 @dataclass(frozen=True)
 class Asked:
-    """What another tool took for its answer."""
+    """The effort of another tool's search."""
 
     tool: str
     layouts: int

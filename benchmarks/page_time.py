@@ -1,4 +1,4 @@
-"""How long the page takes to answer, beside the command that answers the same question.
+"""The time of the page's answers, beside the command that answers the same question.
 
     python -m benchmarks.page_time 3
 

@@ -58,7 +58,7 @@ PAGES = {
 
 
 def settled(raw: str) -> str:
-    """What stays of a terminal's output when moving lines have gone."""
+    """A terminal's output without lines that were written over."""
     kept = []
     for line in raw.replace("\r\n", "\n").split("\n"):
         parts = [part for part in re.split(r"\r|\x1b\[\d*[AK]|\x1b\[\?25[lh]", line) if part]

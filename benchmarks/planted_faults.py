@@ -79,7 +79,7 @@ def read_faults(path: Path = LISTS) -> list[Fault]:
 
 
 def staleness(fault: Fault, root: Path) -> str:
-    """Why a fault cannot be planted in a tree; empty if it can."""
+    """The reason why a fault cannot be planted in a tree; empty if it can."""
     path = root / "runtime" / fault.file
     if not path.exists():
         return f"no file {fault.file}"
@@ -129,7 +129,7 @@ def copied(root: Path, target: Path) -> None:
 
 
 def counted(outcomes: Iterable[Outcome]) -> str:
-    """How many faults became what, in words."""
+    """Counts of faults by outcome, in words."""
     found = list(outcomes)
     words = Counter(one.word for one in found)
     added = sum(bool(one.fault.added) for one in found if one.word == "found")

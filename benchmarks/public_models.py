@@ -57,10 +57,13 @@ BESIDE: dict[str, Callable[[ModelSpec], int]] = {
         -3 * _published_moe_layers(model) * model.experts * model.hidden * model.expert_ffn // 2
     ),
 }
-"""What files hold beside the weights of a language model: tied embeddings once more, buffers (causal masks,
-rotary frequencies, biases that follow loads), MTP layers, scales of blocks of
-128 x 128 (fp8) or of groups of 32 (int4, MXFP4). `vision` is counted by transformers. Where two elements of
-four bits are stored as one of eight, half of the experts is missing (`experts in pairs`)."""
+"""Parameters that files hold beside the weights of a language model.
+
+These are tied embeddings once more, buffers (causal masks, rotary frequencies, biases that follow loads), MTP
+layers, and scales of blocks of 128 x 128 (fp8) or of groups of 32 (int4, MXFP4). `vision` is counted by
+transformers. Where two elements of four bits are stored as one of eight, half of the experts is missing
+(`experts in pairs`).
+"""
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,10 @@ class Row:
     """Parameters by transformers; None where it does not know the type."""
     read: int | None
     refusal: str
-    """Why it is not read."""
+    """The reason why the model is not read."""
 
     def error(self, count: int | None) -> float | None:
-        """How far what is read is off `count`, relative; None where one of them is missing."""
+        """The relative error of the parameters that are read; None where they or `count` are missing."""
         return None if self.read is None or count is None else self.read / count - 1
 
     @property

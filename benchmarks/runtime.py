@@ -45,7 +45,7 @@ LAYOUTS = (
     "tp=2,mbs=4",
     "pp=2,mbs=1,layers_per_stage=8;2",
 )
-"""What the planner would weigh: the pipeline gives its second rank two layers and the head."""
+"""Layouts that the planner would weigh: the pipeline gives its second rank two layers and the head."""
 
 DDP = "transformers DDP"
 

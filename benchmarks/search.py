@@ -1,17 +1,18 @@
-"""How fast the search is: layouts considered and priced, and the time of the whole command.
+"""The speed of the search: layouts considered and priced, and the time of the whole command.
 
 python -m benchmarks.search [--json] [--calculon-system FILE]
 
 The first problem is also put to Calculon and llm-analysis, where they are installed
 (`benchmarks.other_searches`).
 
-Layouts priced a second: memory of every legal one and step time of those that fit. A search prices fewer,
-those that a lower bound does not keep out of the first places; it also builds the space, ranks, and plays out
-the first plans. Its time is that of a search that is not the first one of its process. Of a whole process,
-which is the command as an installed package runs it (its modules are compiled once, into a folder of this
-program), the first search is told too, and how many times as long it takes, by the clock and on the
-processor, as a process that only imports the libraries it stands on: those are run in turns, and the median
-of the turns' ratios is printed, because machines differ, and what else runs on them.
+Layouts priced a second: memory of every legal one and step time of those that fit. A search prices fewer:
+those that a lower bound does not keep out of the first places. It also builds the space, ranks, and plays out
+the first plans. The printed time is that of a search that is not the first one of its process.
+
+A whole process is the command as an installed package runs it: its modules are compiled once, into a folder
+of this program. Its first search is printed too, and the ratio of its time to that of a process that only
+imports the libraries. Both are run in turns, and the median of the turns' ratios is printed, by the clock and
+on the processor: machines differ, and other work runs on them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PROBLEMS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 LIBRARIES = "import numpy, pydantic, typer, rich"
-"""What a process that searches cannot do without."""
+"""Imports that a process that searches cannot do without."""
 
 REPEATS = 3
 """The quickest of these is reported: the rest is other work on the machine."""
@@ -85,7 +86,7 @@ def measure(model: str, arguments: dict[str, Any], system: str | None) -> dict[s
 
 
 def _others(result: SearchResult, system: str | None) -> list[dict[str, Any]]:
-    """What other tools take for the same problem, and the layouts a second of this search over theirs."""
+    """Seconds of other tools for the same problem, and the layouts a second of this search over theirs."""
     problem = result.problem
     where = problem.model, problem.cluster, problem.batch.size
     rate = result.legal / result.elapsed_s

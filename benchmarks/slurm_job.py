@@ -1,9 +1,9 @@
 """A real Slurm on one machine, with two node names, that runs a generated script: two tasks, one job.
 
 `python -m benchmarks.slurm_job` needs root and the distribution's packages (slurm-wlm, munge). It starts
-munged,
-slurmctld and two slurmd in a temporary folder, submits what `planner script --to slurm` writes, prints the
-output of the job, and ends all of it. A second submission, of two tasks on one node, must be refused.
+munged, slurmctld and two slurmd in a temporary folder, and submits the script of `planner script --to slurm`.
+It prints the output of the job, and ends all processes. A second submission, of two tasks on one node, must
+be refused.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """Why no Slurm can run here; empty where it can."""
+    """The reason why no Slurm can run here; empty where it can."""
     absent = [name for name in PROGRAMS if _program(name) is None]
     if absent:
         return f"not installed: {', '.join(absent)} (packages slurm-wlm and munge)"
@@ -126,7 +126,7 @@ class Slurm:
         return subprocess.run(words, env=self.environment, capture_output=True, text=True)
 
     def logs(self) -> str:
-        """What the daemons have said."""
+        """The output of the daemons."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
 
     def submit(self, script: str, **variables: str) -> tuple[int, str]:
@@ -166,7 +166,7 @@ def scripts(folder: Path, plan: Plan) -> tuple[str, str]:
 
 
 def run_both(folder: Path) -> Iterator[tuple[str, int, str]]:
-    """What each submission is, its exit code and its output."""
+    """The description of each submission, its exit code and its output."""
     right, wrong = scripts(folder, small_plan())
     with Slurm(folder) as slurm:
         # Both names are of this machine, which does not resolve them.

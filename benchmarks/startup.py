@@ -1,10 +1,10 @@
-"""How long a job takes to its first step: `python -m benchmarks.startup`.
+"""The time of a job to its first step: `python -m benchmarks.startup`.
 
-`planner launch` of a tiny model on CPU ranks, until the line of its first step, beside what no job can do
-without: a process that imports PyTorch and starts as many processes, which import it too (`spawn`) or share
-the import (`fork`). The same under torchrun, which starts the ranks of GPUs and of several nodes, for
-comparison. All are timed in turns, because what else runs on a machine slows all of them: the ratios are of
-medians.
+`planner launch` trains a tiny model on CPU ranks, until the line of its first step. Beside it stands the work
+that no job can do without: a process that imports PyTorch and starts as many processes, which import it too
+(`spawn`) or share the import (`fork`). For comparison the same job also starts under torchrun, which starts
+the ranks of GPUs and of several nodes. All are timed in turns, because other work on a machine slows all of
+them: the ratios are of medians.
 """
 
 from __future__ import annotations

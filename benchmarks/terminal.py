@@ -20,7 +20,7 @@ CONTROL = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
 
 @dataclass(frozen=True)
 class Shown:
-    """What a command has written to a terminal."""
+    """The output of a command on a terminal."""
 
     code: int
     raw: str

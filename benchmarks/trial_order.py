@@ -1,9 +1,10 @@
-"""How good the order of `planner launch --try` is, on layouts that `planner sweep` has all measured.
+"""The quality of the order of `planner launch --try`, on layouts that `planner sweep` has all measured.
 
 python -m benchmarks.trial_order SWEEP.jsonl... [--json]
 
-Each file is a pool of plans of one model and number of ranks. For each number of tries: what would have been
-measured, by how much the plan that is kept is slower than the best of the pool, and how much was said.
+Each file is a pool of plans of one model and number of ranks. The program prints a row for each number of
+tries: the plans that would have been measured, the time that the kept plan loses to the best of the pool, and
+the regret that was stated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from runtime.launch.trials import Trial
 
 
 def played(plans: list[Plan], seconds: dict[str, float]) -> list[dict[str, Any]]:
-    """For each number of tries: how many were needed, and the regret in per cent, real and said.
+    """A row for each number of tries: the tries that were needed, and the regret in per cent, real and
+    stated.
 
     Args:
         plans: by predicted time.

@@ -105,7 +105,7 @@ def _ip(*words: str, check: bool = True) -> None:
 
 
 def can_make_hosts() -> str:
-    """Why this machine cannot have namespaces; empty where it can."""
+    """The reason why this machine cannot have namespaces; empty where it can."""
     if sys.platform != "linux" or not shutil.which("ip") or not shutil.which("tc"):
         return "needs Linux and iproute2"
     if os.geteuid() != 0:
@@ -134,7 +134,7 @@ class NodeJob:
             )
 
     def text(self) -> str:
-        """What it has printed so far."""
+        """The output of the process so far."""
         return self.out.read_text(errors="replace")
 
     def wait_for(self, words: str) -> None:

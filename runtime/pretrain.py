@@ -151,7 +151,7 @@ def train(job: Job) -> int:
             if ranks.world_size == 1:
                 dist.destroy_process_group()
                 raise
-            # Whether all ranks refuse or this one alone: one line, and all end.
+            # One line, and all ranks end, whether all of them refuse or this one alone.
             watchdog.fail(planner.options.flags.one_line(error), error.exit_code)
         except RuntimeError as error:
             if not is_lost_connection(error):
@@ -248,7 +248,7 @@ def _begin(what: str) -> None:
 
 def _load(job: Job, folder: str, trainer: Trainer, spec: ModelSpec, datasets: Datasets) -> int:
     """Go on from the checkpoint that the flags name, if there is one; how many samples it has consumed."""
-    # What reads tensors takes a second to import, which runs from scratch need not wait for.
+    # The readers of tensors take a second to import, which runs from scratch need not wait for.
     from runtime import checkpoint
     from runtime.job import initial_state
 

@@ -1,8 +1,8 @@
-"""How wrong the model's memory is on a source of measurements that no memory constant has seen.
+"""Errors of the model's memory on a source of measurements that no memory constant has seen.
 
 Memory constants of few engines are fitted to published peaks (memory_fits.yaml). Without a source they are
-fitted to the others, or stay where they were known to be beforehand. All other constants of memory are what
-the code of an engine does.
+fitted to the others, or stay where they were known to be beforehand. All other constants of memory follow
+from the code of an engine.
 """
 
 from __future__ import annotations

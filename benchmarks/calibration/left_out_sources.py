@@ -1,9 +1,9 @@
-"""How wrong the model is on a source of measurements that its constants have never seen.
+"""Errors of the model on a source of measurements that its constants have never seen.
 
 The constants of each engine are fitted without the source (leave one source out), and the source is priced
-with them. A fit that has no other source leaves its constants where they were known to be beforehand: at the
-starts of fits.yaml, which stand on kernels and on other engines, or at what one would take who had none. What
-`like` takes over from another fit is without the source as well.
+with them. A fit that has no other source leaves its constants where they were known to be beforehand. These
+are the starts of fits.yaml, which stand on kernels and on other engines, or common values. Constants that a
+fit takes over from another (`like`) are fitted without the source as well.
 """
 
 from __future__ import annotations

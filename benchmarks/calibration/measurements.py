@@ -75,7 +75,7 @@ class Measurement:
     file: str = ""
     """Name of the file."""
     taken: tuple[str, ...] = ()
-    """What was taken for blank columns, such as `vpp 1, 2, 4`."""
+    """Values that were taken for blank columns, such as `vpp 1, 2, 4`."""
 
     @property
     def certain(self) -> bool:
@@ -110,7 +110,7 @@ class SkippedRow(NamedTuple):
 
 
 EngineLoader = Callable[[str], Engine]
-"""How an engine is found by its name."""
+"""A function that finds an engine by its name."""
 
 
 @cache
@@ -161,7 +161,7 @@ def read_measurements(
 
 
 NO_TABLE = "no column source_id: no table of measurements"
-"""Why a whole file is skipped."""
+"""The reason why a whole file is skipped."""
 
 
 def measurement_of(
@@ -214,10 +214,10 @@ def measurement_of(
 
 
 def source_of(row: Mapping[str, str], engine: str | None = None) -> Mapping[str, Any]:
-    """What is known of a row's source (an entry of `measurements.yaml`).
+    """The entry of a row's source in `measurements.yaml`.
 
-    A source of another name is told by the longest known name that its own begins with, or by words of its
-    reference and notes; an `engine`, or the cell of that name, comes before what either says.
+    A source of another name has the entry of the longest known name that its own begins with, or of words in
+    its reference and notes. An `engine`, or the cell of that name, comes before both.
     """
     notes, name = source_notes(), row.get("source_id", "")
     engine = engine or row.get("engine") or None

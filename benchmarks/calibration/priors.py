@@ -1,4 +1,4 @@
-"""What is known of an engine's constants before they are fitted to measurements."""
+"""Prior knowledge of an engine's constants, before they are fitted to measurements."""
 
 from __future__ import annotations
 

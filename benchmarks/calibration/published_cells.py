@@ -56,6 +56,6 @@ def switch(row: Mapping[str, str], name: str) -> bool:
 
 
 def note_value(row: Mapping[str, str], name: str) -> str | None:
-    """What the notes say as `name=value`."""
+    """The value that the notes give as `name=value`."""
     found = re.search(rf"\b{name}=([^;,]*)", row.get("notes", ""))
     return None if found is None else found[1].strip()

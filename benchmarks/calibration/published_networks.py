@@ -1,4 +1,4 @@
-"""What the notes of a row say of the network that its job saw."""
+"""The network of a job, as the notes of its row tell it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the engines of published measurements share layers among pipeline stages."""
+"""Splits of layers over pipeline stages by the engines of published measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well a model ranks measured runs: Kendall's tau, and what its choice costs."""
+"""The rank correlation of a model with measured runs: Kendall's tau, and the cost of the model's choice."""
 
 from __future__ import annotations
 

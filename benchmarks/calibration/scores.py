@@ -1,4 +1,4 @@
-"""How far the cost model is from published measurements: errors by source."""
+"""Errors of the cost model against published measurements, by source."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _peak_error(peaks: Sequence[_Peak]) -> PeakError:
 
 
 def oom_score(fits: Bools, ran: Bools) -> OomScore:
-    """How well rows that fit are told from those that do not.
+    """Shares of rows that are told right: of those that fit, and of those that do not.
 
     Args:
         ran: rows that did not run out of memory.

@@ -24,7 +24,7 @@ STARTS = {"base": 0.08, "narrow": 0.05, "experts": 0.2, "network": 0.03, "launch
 """Fields of `Spread` that are found here, and where they stay unless rows speak against it."""
 
 PULL = 1e-3
-"""What a field whose square is twice its start's costs, of what the errors do."""
+"""The penalty of a field whose square is twice its start's, relative to that of the errors."""
 
 LEAST, MOST, FEW = 0.015, 1.0, 0.15
 """Least and largest width of a field; that of the whole step is `FEW` more for one row, half for two, ..."""

@@ -42,7 +42,7 @@ The device writes its assertion before anything else fails of it, once for each 
 
 @dataclass(frozen=True)
 class Form:
-    """How an attempt differs from the job as it is."""
+    """The difference of an attempt from the job as it is."""
 
     name: str
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Result:
     ran: bool
     seconds: float
     said: str = ""
-    """Why it failed."""
+    """The reason why the attempt failed."""
     refused: bool = False
     """Whether a command would not begin: with what it was given, or on this device."""
     losses: tuple[float, ...] = ()

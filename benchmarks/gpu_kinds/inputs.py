@@ -18,7 +18,7 @@ from runtime.data.record import record_of
 SEED = 20261127
 
 DOCUMENTS, ANSWERS = 40, 160
-"""How much data there is: more than all steps read."""
+"""Numbers of documents and answers: more than all steps read."""
 
 TOKENS_OF_A_DOCUMENT = 1000
 

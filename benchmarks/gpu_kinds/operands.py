@@ -1,4 +1,5 @@
-"""What CUDA's kernels ask of operands, without a GPU: `python -m benchmarks.gpu_kinds.operands [KIND]`.
+"""Rules of CUDA's kernels for operands, checked without a GPU: `python -m benchmarks.gpu_kinds.operands
+[KIND]`.
 
 The layers of each kind are compiled for a faked device, and the grouped and scaled products of their graphs
 lowered for it. Prints the products of each kind that break a rule of their kernel; exit code 1 if one does.

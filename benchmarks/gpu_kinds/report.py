@@ -1,4 +1,4 @@
-"""What is said of each kind."""
+"""The report on each kind."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from costmodels.spec.record import GIB
 
 @dataclass
 class Row:
-    """A kind and what came of it."""
+    """A kind and its attempts."""
 
     kind: Kind
     results: dict[str, Result] = field(default_factory=dict)
     """Results of the row's attempts, by the name of their form."""
     not_run: str = ""
-    """Why there was no attempt."""
+    """The reason why there was no attempt."""
     left_out: list[str] = field(default_factory=list)
     """Second tries that did not begin."""
     expected: Mapping[str, Sequence[float]] | None = None
@@ -28,7 +28,7 @@ class Row:
 
     @property
     def first(self) -> Result | None:
-        """What came of the job as it is."""
+        """The result of the job as it is."""
         return self.results.get(AS_IT_IS.name)
 
     @property
@@ -107,7 +107,7 @@ def largest(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What all rows come to, and the largest difference to the CPU."""
+    """Counts of all rows by outcome, and the largest difference to the CPU."""
     ran = [row for row in rows if row.first is not None and row.first.ran]
     failed = [row.kind.name for row in rows if row.first is not None and not row.first.ran]
     differ = [row.kind.name for row in ran if row.differs]

@@ -67,7 +67,7 @@ def in_turns(models: Sequence[tuple[ModelSpec, LayoutTable]]) -> Iterator[tuple[
 
 
 class _Left:
-    """The layouts of one model that were not measured, and what those do that were."""
+    """The layouts of one model that were not measured, and features of the layouts that were."""
 
     def __init__(self, spec: ModelSpec, table: LayoutTable) -> None:
         self.spec = spec
@@ -77,13 +77,14 @@ class _Left:
         self.several = False
 
     def has_more_than(self, told: set[object]) -> bool:
-        """Whether some layout does what neither those of this model did nor `told` has."""
+        """Whether some layout has a feature that is neither in `told` nor was seen with this model."""
         return any(signs - self.seen - told for signs in self.signs.values())
 
     def take(self, told: set[object]) -> tuple[Layout, frozenset[object]]:
-        """The layout that does most of what is not told, and then of what is not seen of this model.
+        """The layout with most features that are not in `told`, and then with most that were not seen with
+        this model.
 
-        Of as many the simplest, with one microbatch and with several in turns.
+        Of layouts with as many, the simplest comes first, with one microbatch and with several in turns.
         """
         best = max(
             self.signs,

@@ -178,7 +178,7 @@ def clear_folder(folder: Path) -> None:
     """Make `folder`, and delete what saves that were cut off have left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     _put_back(folder)
-    # What could be put back was: of the others, the successor has its name.
+    # A replaced folder that is still here has a successor of its name, and is not needed.
     for ending in (PARTIAL_SUFFIX, REPLACED_SUFFIX):
         for path in folder.glob(f"iter_*{ending}"):
             shutil.rmtree(path)

@@ -148,7 +148,7 @@ class Owner:
             told = _read(self.path)
             if locked is False:
                 return "another process" if told is None else told.describe()
-            # Where there are locks, a record of this machine without one is that of a process that has died.
+            # On systems with locks, a record of this machine without a lock is of a process that has died.
             elsewhere = told is not None and not (locked and told.machine == self.record.machine)
             if told is not None and elsewhere and _counts_on(self.path, told):
                 return told.describe()

@@ -82,7 +82,7 @@ class CheckpointReader(StorageReader):
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
         except Exception as error:
-            # What a file that somebody made up brings PyTorch to is not to be foreseen.
+            # A crafted file may bring PyTorch to raise any error.
             raise damage_error(
                 path, f"does not hold the tensors of .metadata ({type(error).__name__})"
             ) from error

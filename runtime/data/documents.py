@@ -234,5 +234,5 @@ def _decoded(content: bytes, where: str) -> str:
         raise InputError(f"{path}:{number}: not UTF-8 text: byte {error.start}") from None
 
 
-# What is cut as bytes, and how its value is found.
+# Decoders of values that are cut as bytes, by the kind of file.
 _EXTRACTED: dict[str, Callable[[bytes, str], Any]] = {"jsonl": _parsed, "wiki": _decoded}

@@ -168,10 +168,10 @@ class IndexedWriter:
 
     def _discard(self) -> None:
         with suppress(OSError):
-            # What is buffered is not needed, and a full disk does not take it.
+            # Buffered bytes are not needed, and a full disk does not take them.
             self._stack.close()
         for part in self._parts:
-            # What could not be made need not be removed.
+            # A file that could not be made need not be removed.
             with suppress(OSError):
                 part.unlink()
 

@@ -99,7 +99,7 @@ def open_source(path: Path) -> Iterator[Source]:
                 with opener(raw) as text:
                     yield Source(text, raw.tell)
     except OSError as error:
-        # What decompresses reports damage by an error without a number.
+        # Decompressors report damage by an error without a number.
         if error.errno is None:
             raise _damaged(path, error) from None
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None

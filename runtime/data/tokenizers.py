@@ -23,7 +23,7 @@ from planner.inputs.huggingface.hub import NoSuchFileError, hub_file, hub_model,
 Ids = npt.NDArray[np.integer]
 
 END_OF_TEXT = "<|endoftext|>"
-# What widespread tokenizers call the end of a document, tried in turn when tokenizer_config.json is silent.
+# Names of the end of a document in widespread tokenizers, tried in turn when tokenizer_config.json is silent.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<｜end▁of▁sentence｜>")
 LARGEST_TOKENIZER = 200 * MIB
 """Bytes of a file of a tokenizer; the largest have some tens of MiB."""

@@ -271,7 +271,7 @@ class AlikePasses:
                         tensors[change.block] = self._tensor(made[change.block])
                     _name_alike(tracker.blocks[number], like)
                     continue
-                # Its category may become known later.
+                # The block's category may become known later.
                 tracker.blocks.append(like)
             tracker.numbers.append(number)
             tracker.deltas.append(change.delta)

@@ -145,7 +145,7 @@ def compiled_layers(tracker: Callable[[], Tracker]) -> Iterator[None]:
         return moved
 
     def made(function: Any, **_: Any) -> Any:
-        # Of one size each time: rows of experts come evenly in a dry run.
+        # Sizes are the same each time: rows of experts come evenly in a dry run.
         return compile(function, backend=backend, dynamic=False)
 
     with ExitStack() as stack:

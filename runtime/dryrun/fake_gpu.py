@@ -118,6 +118,6 @@ def fake_gpu() -> Iterator[None]:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         if len(_cache) > MOST_OPERATIONS:
             _cache.clear()
-        # Of tensors on this device: PyTorch's own cache must not see them.
+        # PyTorch's own cache must not see tensors on this device.
         stack.enter_context(patch.object(fake_tensor.FakeTensorMode, "cache", _cache))
         yield

@@ -33,7 +33,7 @@ class Proof:
 
     @property
     def fits(self) -> bool:
-        """Whether all ranks have them."""
+        """Whether the devices of all ranks have their bytes."""
         return fits(self.plan, self.fullest)
 
     def describe(self) -> str:
@@ -78,7 +78,7 @@ def needed_bytes(plan: Plan, trace: MemoryTrace) -> float:
 
 
 def fits(plan: Plan, trace: MemoryTrace) -> bool:
-    """Whether a device of the plan has these bytes."""
+    """Whether a device of the plan has the bytes that a traced rank needs."""
     return needed_bytes(plan, trace) <= plan.cluster.memory_bytes
 
 

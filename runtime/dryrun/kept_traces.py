@@ -89,7 +89,7 @@ def code_digest() -> str:
     """A digest of the code that a dry run runs, whatever its comments and spacing."""
     found = hashlib.sha256()
     for path in _files():
-        # What Python keeps of it is read much faster than the code is parsed.
+        # Python's cached code object is read much faster than the source is parsed.
         code = SourceFileLoader(path.stem, str(path)).get_code(path.stem)
         assert code is not None
         found.update(path.name.encode() + b"\0")

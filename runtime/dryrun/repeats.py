@@ -88,7 +88,7 @@ _eligible: dict[Any, bool] = {}
 """Whether the results of an operator follow from its arguments."""
 
 _shows: dict[Any, bool] = {}
-"""Whether an operator always shows its operand."""
+"""Whether an operator always returns a view of its operand."""
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -149,8 +149,8 @@ def repeats_of_compilers() -> Iterator[None]:
 
 def _shows_operand(func: Any) -> bool:
     if func not in _shows:
-        # Those that are made of others may copy, as casts and `contiguous` do. Autograd takes them apart, but
-        # wrappers and compilers call them whole.
+        # Operators that are made of others may copy, as casts and `contiguous` do. Autograd takes them apart,
+        # but wrappers and compilers call them whole.
         composite = torch._C.DispatchKey.CompositeImplicitAutograd
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         _shows[func] = func.is_view and not has_kernel(func.name(), composite)

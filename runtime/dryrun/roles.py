@@ -84,7 +84,7 @@ def roles(tracker: Tracker) -> Iterator[None]:
         # Waiting for a collective makes nothing new; the fake operation would.
         stack.enter_context(patch.object(collectives, "_wait", _same))
         stack.enter_context(patch.object(functional, "wait_tensor", _same))
-        # How DTensor asks for the shape of a result: tensors of the whole size, which only exist as fakes.
+        # DTensor asks for the shape of a result by tensors of the whole size, which only exist as fakes.
         for name in ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"):
             if hasattr(ShardingPropagator, name):
                 paused = _paused(tracker, getattr(ShardingPropagator, name))
@@ -203,7 +203,7 @@ def _labelled_call(tracker: Tracker) -> type:
 def _tag_gradients(tracker: Tracker, group: Any, _: Any, *args: Any) -> None:
     for parameter in group.fsdp_params:
         tracker.tag(parameter.sharded_param.grad, "gradients")
-        # What is left to the next microbatch.
+        # Gradients that are left to the next microbatch.
         tracker.tag(parameter.unsharded_accumulated_grad, "gradients")
 
 
@@ -222,8 +222,8 @@ def _tagging_given(tracker: Tracker) -> Any:
     give = working_copies.GradientSums.give
 
     def tagging(self: Any, gradients: Sequence[tuple[int, Tensor]]) -> None:
-        # Of layers that run as a chain; no hook of the parameters sees these. What autograd would add to
-        # those that are there is none by itself.
+        # Layers that run as a chain: no hook of their parameters sees these gradients. A gradient that
+        # autograd would add to one that is there is no gradient by itself.
         for number, gradient in gradients:
             if self.adds or self.copies[number].grad is None:
                 tracker.tag(gradient, "gradients")
@@ -243,7 +243,7 @@ def _tag_sent(tracker: Tracker, stage: Any, output: Any, *args: Any) -> None:
 
 
 def _tag_weights(tracker: Tracker, stage: Any, *args: Any) -> None:
-    # Of a backward that is split; no hook of the parameters sees these.
+    # Gradients of a split backward: no hook of the parameters sees these.
     for parameter in stage.submod.parameters():
         tracker.tag(parameter.grad, "gradients")
 

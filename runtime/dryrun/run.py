@@ -275,7 +275,7 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
         try:
             yield
         finally:
-            # It remembers meshes, whose groups end here.
+            # The cache remembers meshes, whose groups end here.
             forget: Any = debug._clear_sharding_prop_cache
             forget()
             dist.destroy_process_group()

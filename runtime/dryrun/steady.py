@@ -87,8 +87,8 @@ def _states(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, 
     # Each pass with those around it; 0 before the first and after the last.
     numbers = np.pad(1 + kind * len(stages) + chunk, NEIGHBOURS)
     around = np.lib.stride_tricks.sliding_window_view(numbers, 2 * NEIGHBOURS + 1)
-    # Of each stage: microbatches between forward and backward, those that wait for gradients of weights, and
-    # whether some are done.
+    # Numbers for each stage: microbatches between forward and backward, microbatches that wait for weight
+    # gradients, and whether some are done.
     begun, done = forward.cumsum(axis=0), _before(ends)
     under_way = begun - _before(is_own & ~forward & ~weights)
     waiting = begun - done - under_way if weights.any() else np.zeros_like(begun)

@@ -105,13 +105,13 @@ class Tracker(TorchDispatchMode):
                 return tensor.fake_device
             return func(*args)
         if any(map(is_wrapper, types)):
-            # What is inside comes here one by one.
+            # The tensors inside come here one by one.
             return NotImplemented
         if func is SCALAR and self.fake and args[0].dtype == torch.bool:
-            # What the runtime asks of a tensor is whether gradients are finite.
+            # The runtime asks for a truth value only to learn whether gradients are finite.
             return True
         if func is FUSED_SGD and self.fake:
-            # It works in place, and PyTorch has no fake form of it.
+            # The operator works in place, and PyTorch has no fake form of it.
             return None
         if func in SET_STORAGE and self.fake:
             # The cache of fake tensors would keep the storage.

@@ -87,7 +87,7 @@ class Requests:
         """Take signals as requests meanwhile; afterwards they do what they did before."""
         previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         if self.saves:
-            # What is ignored stays so: nohup does that to SIGHUP.
+            # Signals that are ignored stay so: nohup ignores SIGHUP.
             heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
             heeded += [] if signal.SIGUSR1 in heeded else [signal.SIGUSR1]
             previous = {number: signal.signal(number, self._note) for number in heeded}
@@ -111,7 +111,7 @@ class Requests:
 
     def after_step(self) -> Request:
         """The action of all ranks now; each calls it after each step, and all get the same."""
-        # What arrives from here on is for the next step.
+        # Signals that arrive from here on are for the next step.
         own, self.pending = self.pending, Request.NOTHING
         limit = self.exit_minutes
         if self.is_first and limit is not None and time.monotonic() - START_TIME_S >= 60 * limit:

@@ -55,11 +55,11 @@ class Beat(NamedTuple):
 
     @property
     def stuck_s(self) -> float:
-        """Seconds that it has been in the same operation."""
+        """Seconds that the rank has been in the same operation."""
         return float(self.words["age"]) + self.silent_s
 
     def is_over(self, timeout_s: float) -> bool:
-        """Whether it hangs, or waits for one that does."""
+        """Whether the rank hangs, or waits for one that does."""
         patience = PATIENCE if str(self.words["doing"]).startswith(FILE_WORK) else 1
         return self.silent_s > timeout_s or self.stuck_s > patience * timeout_s
 

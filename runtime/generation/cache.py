@@ -126,7 +126,7 @@ class _States:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, decay_BNS: Tensor, strength_BNS: Tensor) -> Tensor:
         """[B, N, S, Z], as the rule whose place this takes."""
         if self.cache.at is None:
-            # What fills a row up leaves its state as it is.
+            # Filling tokens leave the state of a row as it is.
             filling_B1S = torch.arange(q.shape[2], device=q.device) >= self.cache.lengths[:, None, None]
             decay_BNS, strength_BNS = (x.masked_fill(filling_B1S, 0.0) for x in (decay_BNS, strength_BNS))
         chunk = self.chunk if self.cache.at is None else 1

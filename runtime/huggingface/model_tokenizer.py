@@ -56,7 +56,8 @@ def check_same_tokenizer(place: str, model: Tokenizer, data: Tokenizer | Record)
         place: where the model's tokenizer is, such as `--load base`.
     """
     record = data if isinstance(data, Record) else record_of(data)
-    # What ends a document may differ: chat models end turns by another token of the same vocabulary.
+    # The token that ends a document may differ: chat models end turns by another token of the same
+    # vocabulary.
     if digest(model, record.eod) == record.digest:
         return
     try:

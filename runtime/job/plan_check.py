@@ -1,4 +1,4 @@
-"""Whether a plan can be trained as the flags of a job say, before ranks build anything."""
+"""The check, before ranks build anything, that a plan can be trained as the flags of a job say."""
 
 from __future__ import annotations
 

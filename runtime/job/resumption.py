@@ -22,7 +22,7 @@ def has_saved(job: Job) -> bool:
 def from_saved(job: Job) -> Job:
     """The job, resumed from the newest checkpoint in the folder that it saves in."""
     output = job.output
-    # What was not saved cannot be loaded.
+    # Optimizer states that were not saved cannot be loaded.
     again = replace(
         output, load=output.save, ckpt_step=None, finetune=False, no_load_optim=output.no_save_optim
     )

@@ -19,7 +19,7 @@ END = getattr(signal, "SIGUSR2", signal.SIGTERM)
 def leave_to_ranks() -> None:
     """Take no notice of signals, as of now; processes that this one starts do."""
     for number in LEFT_TO_RANKS:
-        # What is ignored stays so: nohup does that to SIGHUP, for the ranks too.
+        # Signals that are ignored stay so: nohup ignores SIGHUP, for the ranks too.
         if number != END and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
 

@@ -70,7 +70,7 @@ def main() -> NoReturn:
         import_module(name)
     if not _has_one_thread():
         os.execv(job.command[0], job.command)
-    # What is imported stays: collectors that look at it would copy its memory for every rank.
+    # Imported objects stay: collectors that look at them would copy their memory for every rank.
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -102,7 +102,7 @@ def run_job(
     environment |= {SUMMARY_VARIABLE: "launcher", **variables}
     environment[RESTARTS_VARIABLE] = str(restarts)
     environment.setdefault("OMP_NUM_THREADS", threads_of(ranks))
-    # What ranks print comes through pipes; the folder holds nothing else, and torchrun never removes it.
+    # Ranks print through pipes; the folder holds nothing else, and torchrun never removes it.
     with tempfile.TemporaryDirectory(
         prefix="torchrun-", dir=log_dir, ignore_cleanup_errors=True
     ) as torchrun_folder:

@@ -67,7 +67,7 @@ def note(text: str, is_error: bool = False) -> None:
     """Keep `text` in the file of this rank alone, where it has one."""
     global listener
     if listener is not None:
-        # What goes wrong there is said, and must not come here again.
+        # Errors of the listener are said, and must not come here again.
         hears, listener = listener, None
         try:
             hears(text, is_error)

@@ -97,7 +97,7 @@ def equal_heads_attention(
     if keys == values:
         return attend(q_BNSH, k_BKSH, v_BKSH)
     if keys < values:
-        # What computes divides scores by the square root of the size that it sees.
+        # The kernel divides scores by the square root of the padded size.
         q_BNSH, k_BKSH = (F.pad(x, (0, values - keys)) for x in (q_BNSH * (values / keys) ** 0.5, k_BKSH))
     else:
         v_BKSH = F.pad(v_BKSH, (0, keys - values))

@@ -38,7 +38,7 @@ CoreForward = Callable[..., Tensor]
 
 def _core_forward(form: ContextParallelForm) -> CoreForward:
     if form == "ring":
-        # Its module readies the compiler, a second that no other form need wait for.
+        # The ring's module readies the compiler, a second that no other form need wait for.
         from runtime.parallel.ring_attention import ring_attention
 
         ring: CoreForward = ring_attention

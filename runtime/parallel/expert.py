@@ -209,7 +209,7 @@ class HalvedDispatch:
         started = exchange.start(leaving_RD)
 
         def finish() -> Tensor:
-            # What has left stays until then, as collectives keep it.
+            # The rows that were sent stay until then, as collectives keep them.
             nonlocal leaving_RD
             rows_RD = exchange.finish(started)
             del leaving_RD

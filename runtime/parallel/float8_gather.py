@@ -55,7 +55,7 @@ class Float8Gather:
         """Compute the scales of the weights as they are."""
         for group, shards in self.shards.items():
             norms = torch._foreach_norm(shards, ord=float("inf"))
-            # What is cast has been rounded to 16 bits, and so has the largest of it.
+            # The weights that are cast have been rounded to 16 bits, and so has the largest of them.
             largest = torch.stack(list(norms)).to(self.computes)
             widest = largest.float()
             dist.all_reduce(widest, dist.ReduceOp.MAX, group=group)
@@ -63,8 +63,10 @@ class Float8Gather:
 
 
 def _is_narrow(linear: nn.Linear) -> bool:
-    """Whether a layer multiplies in 8 bits by the weight as it is gathered; rows that tensor-parallel ranks
-    join first are joined in 16 bits."""
+    """Whether a layer multiplies in 8 bits by the weight as it is gathered.
+
+    Weights whose rows tensor-parallel ranks join first are joined in 16 bits.
+    """
     own = linear.__dict__
     return own.get("product") is tensorwise_linear and own.get("sharers", 1) == 1
 
@@ -90,7 +92,7 @@ def _extend(shard: Tensor, scale: Tensor, computes: torch.dtype, dtype: torch.dt
         return (cast(shard.to(computes), scale, dtype),), None
 
     def after(gathered: tuple[Tensor, ...], metadata: Any, computed: Any, *, out: Any = None) -> Any:
-        # What has been made shares the memory that is filled anew.
+        # A weight that was made before shares the memory that is filled anew.
         return None if out is not None else (Float8Weight(gathered[0], scale, computes), ())
 
     extended.fsdp_pre_all_gather, extended.fsdp_post_all_gather = before, after

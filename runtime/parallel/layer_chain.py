@@ -168,7 +168,7 @@ class _Chain(torch.autograd.Function):
                 ]
                 x, *saved = run.pair.forward(arguments)
                 ctx.saved.append(saved)
-        # What the node keeps must not be its own output, which keeps the node.
+        # The node must not keep its own output, which keeps the node.
         return x.detach()
 
     @staticmethod
@@ -192,7 +192,7 @@ class _Chain(torch.autograd.Function):
                     at = places.get(own)
                     if at is not None and gradients[at] is not None:
                         given.append((number, gradients[at]))
-                        # Of a layer's experts they are large, and end as soon as they are added.
+                        # Gradients of a layer's experts are large, and end as soon as they are added.
                         gradients[at] = None
                 sums.give(given)
                 del given
@@ -223,15 +223,15 @@ def _sources(layer: _Layer, arguments: list[Any], x: Tensor) -> list[Source]:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors show the same."""
+    """Whether two tensors are the same view of the same memory."""
     places = [(memory_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (one, other)]
     return places[0] == places[1]
 
 
 def _is_plain(function: Any) -> bool:
-    """Whether a function of AOTAutograd only calls its pair: one output, and nothing that it changes itself.
+    """Whether a function of AOTAutograd only calls its pair: it has one output, and changes nothing itself.
 
-    What routers count, the pair adds to their buffers, which are inputs like parameters.
+    Counts of routers are added by the pair to their buffers, which are inputs like parameters.
     """
     meta = getattr(function, "metadata", None)
     if meta is None or function.maybe_subclass_metadata is not None:

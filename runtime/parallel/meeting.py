@@ -34,11 +34,10 @@ def agent_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
 def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> Store:
     """A part of `store` with a new name, on which all ranks that run now agree.
 
-    Each of the others says hello with a word that it has just made up, and the first rank answers to each
-    word with
+    Each other rank says hello with a word that it has just made up. The first rank answers to each word with
     the name. An answer to a word of a rank that has ended is read by nobody.
 
-    Raises `RuntimeError` where the others do not come.
+    Raises `RuntimeError` where the other ranks do not come.
     """
     word = uuid.uuid4().hex
     store.set_timeout(timeout)

@@ -229,7 +229,7 @@ class _Copy:
             return
         _, returning = self.transfers.streams_of(self.device)
         self.memory = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
-        # What computes now may still use this memory under its former owner.
+        # The operators that run now may still use this memory under its former owner.
         returning.wait_stream(device_module(self.device).current_stream(self.device))
         returning.wait_event(self.done)
         with device_module(self.device).stream(returning):

@@ -95,13 +95,13 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number that tensors share which share memory, while that lives; fake ones have it too."""
+    """A number that tensors with the same memory share while that memory lives; fake tensors have it too."""
     owner: int = tensor.untyped_storage()._cdata
     return owner
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is neither a parameter nor made of others, as distributed ones are."""
+    """Whether `tensor` is neither a parameter nor a wrapper of others, as distributed tensors are."""
     return not isinstance(tensor, nn.Parameter) and not is_traceable_wrapper_subclass(tensor)
 
 
@@ -127,7 +127,7 @@ def _recompute_modules(block: Block, layout: Layout) -> None:
     if "norm" in modules:
         with_output += [norm for norm in (block.attention_norm, block.mlp_norm) if norm is not None]
         if layout.sequence_parallel:
-            # What the matrices keep is the norm's output gathered from all ranks; these gather it again.
+            # The matrices keep the norm's output gathered from all ranks; the modules here gather it again.
             gathering = [block.attention, *(network for network in networks if isinstance(network, MLP))]
             with_output += [module.get_submodule("entry") for module in gathering]
     if "activation" in modules:
@@ -196,7 +196,7 @@ def _drop_outputs(module: Block | MixtureOfExperts) -> None:
 
 
 def is_recomputing() -> bool:
-    """Whether what runs now has run before: what a forward pass counts must not count twice."""
+    """Whether a forward function runs again in backward: counts of a forward pass must not count twice."""
     # Only backward runs forward functions a second time, in compiled layers too.
     return torch._C._current_graph_task_id() != -1
 

@@ -80,7 +80,7 @@ def group_rates(rank: int, local_ranks: int, world_size: int, device: torch.devi
         yield from _sweep(members, 1, rank, device)
     if nodes > 1:
         if local_ranks > 1:
-            # Those of the other places would share the network with it.
+            # Ranks of other places on the nodes would share the network with this group.
             across = range(0, world_size, local_ranks)
             group = dist.new_group(list(across))
             if place == 0:

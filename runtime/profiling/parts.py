@@ -62,7 +62,7 @@ _OPERATOR = re.compile(r"^(?:aten|mkldnn|quantized|torchao|fsdp|prims|triton)\w*
 def collective_kind(name: str) -> str | None:
     """The kind of collective that an operator or kernel of this name is of; None of one that is none."""
     if not _COLLECTIVE.match(name) or name.endswith("::wait_tensor"):
-        # Which message it waits for only the message itself says.
+        # Only the message itself says which message a `wait_tensor` waits for.
         return None
     return next((kind for kind, pattern in _KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
 
@@ -113,7 +113,7 @@ def _on_device(step: Event, events: Sequence[Event]) -> Iterator[tuple[str, floa
         else:
             updates = event.launched_by in launched
             work.append(("optimizer" if updates else _work_kind(event.name), event))
-    # Where several run at once each moment counts for the one that began first, work before messages.
+    # Of several at the same time, each moment counts for the one that began first, work before messages.
     taken = _Taken(step)
     for one in (work, messages):
         for kind, event in sorted(one, key=lambda each: each[1].start_ns):
@@ -180,11 +180,11 @@ def _on_host(step: Event, events: Sequence[Event]) -> Iterator[tuple[str, float]
         for e in events
         if (e.overlaps or e.thread != step.thread)
         and (kind := collective_kind(e.name)) is not None
-        # What has been sent waits for nobody.
+        # A send waits for no other rank.
         and not e.name.endswith(":send")
     )
     own = [e for e in events if e.thread == step.thread and not e.overlaps]
-    # Of two that begin together the longer one calls the other.
+    # Of two events that begin together the longer one calls the other.
     own.sort(key=lambda e: (e.start_ns, -e.end_ns))
     open_events: list[tuple[int, str]] = []
     """Ends and kinds of what encloses the present moment; the kind is empty where it is Python."""

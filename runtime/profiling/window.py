@@ -38,7 +38,7 @@ ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 @contextmanager
 def profiled(device: torch.device) -> Iterator[list[Event]]:
     """Profile what happens meanwhile; the list is filled at the end."""
-    # Its library tells of GPUs that are not there.
+    # The profiler's library warns of GPUs that are not there.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU]
     wanted = ACTIVITIES.get(device.type, ProfilerActivity.PrivateUse1)
@@ -113,7 +113,7 @@ class ProfileWindow:
         self._open: Any = None
 
     def holds(self, iteration: int) -> bool:
-        """Whether an iteration is one of those."""
+        """Whether an iteration is profiled."""
         return self.first is not None and self.first <= iteration < self.first + STEPS
 
     @contextmanager

@@ -71,7 +71,7 @@ class Balance:
         for stage in executor.stages:
             self.routers |= stage.routers
         self.spec, self.grid = spec, grid
-        # What the losses of tokens are divided and multiplied by in a step holds for the routers' too.
+        # Losses of routers have the divisor and the scale of the losses of tokens in a step.
         self.loss = executor.loss
         by_unit = options.moe_router_load_balancing_type
         self.aux = 0.0 if by_unit == "none" else options.moe_aux_loss_coeff

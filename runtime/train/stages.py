@@ -51,7 +51,7 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
             with_head=index == len(layout.layers_per_stage) - 1,
         )
     if spec.lora is not None:
-        # What is frozen needs no copy in fp32: it computes in the format that it is stored in.
+        # Frozen weights need no copy in fp32: they compute in the format that they are stored in.
         for parameter in stage.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(DTYPES[layout.precision])
@@ -108,7 +108,7 @@ def _mark_tables(stage: Transformer) -> None:
 
 
 def compiles_in_two(layout: Layout) -> bool:
-    """Whether compiled layers are what comes before the core of attention, and what comes after it.
+    """Whether a layer is compiled in two parts: before the core of attention, and after it.
 
     A ring of keys and values cannot be compiled. Attention that offloads its activations is not compiled at
     all, and a layout with such layers leaves it to the compiler where to stop.
@@ -117,7 +117,7 @@ def compiles_in_two(layout: Layout) -> bool:
 
 
 def _is_one_graph(block: Block) -> bool:
-    """Whether a compiler takes all of a layer, as long as that does not ring."""
+    """Whether a compiler takes all of a layer, if its attention is not a ring."""
     return not (
         block.attention.core.steps or (isinstance(block.mlp, MixtureOfExperts) and not block.mlp.is_whole)
     )
@@ -237,7 +237,7 @@ def build_executor(
         stages.append(stage)
     float8_gather = None
     if layout.gathers_fp8:
-        # Its GEMMs bring PyTorch's compiler, which no other layout need wait for.
+        # GEMMs of gathered fp8 weights bring PyTorch's compiler, which no other layout need wait for.
         from runtime.parallel.float8_gather import Float8Gather
 
         float8_gather = Float8Gather(stages, layout)

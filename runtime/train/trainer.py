@@ -133,7 +133,7 @@ class Trainer:
         """
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         tokens, labels = self._inputs(samples, starts)
-        # Of the mean: the sum is the mean times the number of tokens.
+        # The factor of the mean: the sum of losses is the mean times the number of tokens.
         factor = scale * self.executor.loss.predicted(0) if self.sums_losses else scale
         self.executor.loss.scale = factor
         depths = self.spec.mtp_depths

@@ -106,9 +106,8 @@ def network_variables(environment: Environment, address: str) -> dict[str, str]:
 def _is_joined(environment: Environment) -> bool:
     """Whether the ranks that torchrun or a user's own variables tell of are the whole job.
 
-    Several torchruns that found each other are one job; one that found none may have lost the others, but
-    only
-    if it was to look for them.
+    Several torchruns that found each other are one job. A torchrun that found none may have lost the others,
+    but only if it was to look for them.
     """
     _check_ranks(environment)
     ranks, agents = (number(environment, name) or 0 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
@@ -137,9 +136,9 @@ def _check_ranks(environment: Environment) -> None:
 
 
 def _looked_for_others(environment: Environment) -> bool:
-    """Whether the torchrun of this rank was to meet others, though it found none, or no longer does.
+    """Whether the torchrun of this rank was to meet other torchruns, whether or not it has found one.
 
-    It has the id of a job then, which people choose; torchrun's own are "none", and random with --standalone.
+    The job has an id then, which people choose; torchrun's own ids are "none", and random with --standalone.
     """
     name = environment.get("TORCHELASTIC_RUN_ID", "none")
     try:
