@@ -253,10 +253,10 @@ def legal(problem: Problem, table: LayoutTable) -> Any:
         values = [value_of(name, code) for code in getattr(table, name).tolist()]
         good &= [value in pin if isinstance(pin, Choice) else value == pin for value in values]
     if problem.pins.get("recompute") == "full" and "recompute_method" not in problem.pins:
-        # It pins all layers, one by one.
+        # The pin stands for all layers, one by one.
         good &= (table.recompute_method == UNIFORM) & (table.recompute_num_layers == 1)
     if problem.pins.get("recompute") == "selective" and "recompute_modules" not in problem.pins:
-        # It pins what an answer writes in these words: core attention of all layers.
+        # The pin stands for the modules that answers write in these words: core attention of all layers.
         good &= (table.recompute_modules == CORE_ATTENTION) & (table.recompute_method == UNIFORM)
     return good
 

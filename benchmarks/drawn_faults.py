@@ -336,7 +336,7 @@ def _is_silent(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return _called(node) in SILENT
     if isinstance(node, ast.If):
-        # What only refuses is a check of arguments.
+        # A branch that only refuses is a check of arguments.
         return isinstance(node.body[0], ast.Raise) or "TYPE_CHECKING" in ast.dump(node.test)
     if isinstance(node, ast.FunctionDef):
         return node.name.lstrip("_").startswith(UNCOUNTED)

@@ -86,7 +86,7 @@ def host_times(block: str, text: str, compiled: bool, rounds: int) -> Times:
     import torch
 
     torch._dynamo.config.cache_size_limit = 64
-    # Its products of small matrices in 16 bits take several times what the host does for them.
+    # oneDNN's GEMMs of small matrices in 16 bits take several times the host's own time for them.
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
     contestants: list[Contestant] = [_trainer]
     # PyTorch's tensor parallelism has no plan for experts, and autocast around compiled layers of it fails.

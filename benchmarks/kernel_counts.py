@@ -111,7 +111,7 @@ class KernelCounter(Tracker):  # type: ignore[no-untyped-call]
             return
         fresh = [one for one in made if not any(one is other for other in read)]
         if name.startswith("_foreach_copy") or name == "copy_":
-            # What is written over is not read.
+            # Tensors that are written over are not read.
             read = [one for one in read if not any(one is other for other in written)]
         size = sum(map(_bytes, (*read, *fresh, *written)))
         self.take(_kind(name, self.adding), _launches(name, given[0]), size)

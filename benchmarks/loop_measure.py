@@ -117,7 +117,7 @@ def measure_all(wanted: Mapping[Question, Sequence[Layout]], kept: Path, limit_s
     """
     started, pool = time.monotonic(), RankPool(max(question.world_size for question in wanted))
     every = [(question, layout) for question, layouts in wanted.items() for layout in layouts]
-    # What changes on the machine meanwhile is not to look like a way of layouts.
+    # A change of the machine meanwhile must not look like a property of layouts.
     random.Random(0).shuffle(every)
     times = {(row.question, row.layout): row.times for row in read_kept(kept)}
     with kept.open("a", encoding="utf-8") as file:

@@ -229,7 +229,7 @@ def source_of(row: Mapping[str, str], engine: str | None = None) -> Mapping[str,
         return {**source, "engine": engine}
     if "engine" in source:
         return source
-    # What the notes name as the engine comes before other software that they or the reference speak of.
+    # An engine that the notes name comes before other software that notes or reference speak of.
     for said in (
         note_value(row, "engine") or "",
         f"{name} {row.get('source_ref', '')} {row.get('notes', '')}",

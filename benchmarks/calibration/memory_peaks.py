@@ -41,7 +41,7 @@ def predicted_peaks(
     """
     sizes = row_unit_sizes(model, engine, *distinct_shapes(table))
     held = stage_memory(cluster, engine, table, sizes, ranks)
-    # What is needed to be sure is no prediction of what is taken.
+    # The memory that is kept for safety is no prediction of the memory that is used.
     device = parts_total(held) - held["doubt"]
     reserved = device - held["context"] - held["communicators"] - held["margin"]
     return {

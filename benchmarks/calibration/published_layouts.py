@@ -252,7 +252,7 @@ def _expert_tensor_parallel(row: Mapping[str, str], model: ModelSpec, tp: int, s
         return int(printed[1])
     told = re.search(r"\bETP=[^;]*=TP for non-folding", notes)
     if told and "folding" in (note_value(row, "method") or "").lower():
-        # What is folded apart is folded to keep experts whole.
+        # Experts that are folded apart are folded to stay whole.
         return 1
     whole = (not told and "FSDP" in row.get("zero_stage", "")) or stage % (count(row, "ep") * tp) > 0
     return 1 if whole or model.expert_ffn < model.hidden else tp

@@ -27,7 +27,7 @@ def main() -> NoReturn:
         # Not validated: a layout of one rank is refused such fields.
         return Trainer(spec, layout.model_copy(update=fields), *others)
 
-    # What runs in one rank of several is refused to one alone.
+    # A single process refuses jobs that run in one rank of several.
     with patch.object(pretrain, "Trainer", trainer), patch.object(stages, "check_job"):
         pretrain.main()
 

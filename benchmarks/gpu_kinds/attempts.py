@@ -111,7 +111,7 @@ def commands(kind: Kind, form: Form, machine: Machine) -> list[list[str]]:
         trains = what in TRAINING or words[0] == "launch"
         if what in TRAINING:
             given = _without(shlex.split(machine.train.format(**places)), words)
-            # What `alone` needs is its first argument.
+            # The argument of `alone` itself comes first.
             words = [TRAINING[what], *words, *given]
         else:
             words = [what, *words]
@@ -195,7 +195,7 @@ def _run(words: list[str], folder: Path, environment: dict[str, str], limit_s: f
                 running.wait(TRACE_S)
             return TIMED_OUT
         finally:
-            # What it has started is in its session.
+            # All processes that it has started are in its session.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)
             running.wait()
@@ -253,7 +253,7 @@ def left_by(logs: Path, on_gpu: bool, is_of_plan: bool) -> dict[str, Any]:
                 )
                 losses[record["iteration"]], norms[record["iteration"]] = loss, norm
                 if on_gpu:
-                    # Of ranks that a launcher has started there is no other figure.
+                    # Ranks that a launcher has started leave no other figure.
                     found["allocated"] = max(record["peak_memory_bytes"], found.get("allocated") or 0)
         if plan.is_file() and on_gpu and is_of_plan:
             found["predicted"] = predicted_peak(Plan.load(plan)).value

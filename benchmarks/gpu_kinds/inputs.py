@@ -42,7 +42,7 @@ def _write_tokens(folder: Path, vocab: int) -> None:
 
     Tokens of a prompt are complements: they are read and not predicted.
     """
-    # Of a generator whose stream no version of numpy changes.
+    # This generator's stream changes with no version of numpy.
     random = np.random.RandomState(SEED)
 
     def draw(count: int) -> npt.NDArray[np.int64]:

@@ -29,7 +29,7 @@ def plans(kind: Kind, machine: Machine) -> Iterator[Plan]:
             continue
         loads = "--load" in words
         if loads:
-            # What an earlier command of the kind writes.
+            # The checkpoint that an earlier command of the kind writes.
             at = words.index("--load")
             del words[at : at + 2]
         with patch.object(pretrain, "train", keep):

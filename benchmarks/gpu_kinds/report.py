@@ -50,7 +50,7 @@ class Row:
     def differs(self) -> bool:
         """Whether losses or norms are further off than rounding explains."""
         found = self.difference
-        # What is not a number is not within anything.
+        # A loss that is not a number is within no tolerance.
         return found is not None and not (found[0] <= self.kind.loss and found[1] <= self.kind.norm)
 
     def lines(self) -> list[str]:
