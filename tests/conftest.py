@@ -65,9 +65,9 @@ def no_measured_devices(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytes
 
 @pytest.fixture(autouse=True, scope="session")
 def imports_stay_frozen() -> Iterator[None]:
-    """What the tests have imported stays out of all collections, also after a dry run, and is counted once.
+    """Imported modules stay out of all collections, also after a dry run, and are counted once.
 
-    A look through it takes half a second, and to count it, as the command does, 30 ms.
+    A collection that looks through them takes half a second; the count, which the command takes too, 30 ms.
     """
     frozen = gc.get_freeze_count()
     with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +78,7 @@ def imports_stay_frozen() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def history_of_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What jobs of tests measure is no history of whoever runs them."""
+    """Measurements of jobs of tests stay out of the history of the user who runs the tests."""
     os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.getbasetemp() / "data")
 
 

@@ -27,7 +27,7 @@ def calls(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def impatient(tree: ast.Module) -> list[str]:
-    """What goes by the clock in a file of tests: `LINE: CODE`."""
+    """Code that goes by the clock in a file of tests: `LINE: CODE`."""
     found: list[ast.Assert | ast.Call] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) and any(ast.unparse(c.func) in WALL_CLOCKS for c in calls(node.test)):

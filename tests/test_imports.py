@@ -95,7 +95,7 @@ A module that is not named here lies above all folders.
 
 
 def folder_of(package: str) -> Path:
-    """Where the files of a package lie."""
+    """The folder of a package's files."""
     return ROOT.joinpath(*package.split("."))
 
 
@@ -168,7 +168,7 @@ def test_the_page_of_the_architecture_shows_this_table(package: str) -> None:
 
 
 def test_what_a_user_installs_is_what_the_commands_reach() -> None:
-    """What only developers run, such as fits of the catalogue's constants, lies beside the benchmarks."""
+    """Programs for developers, such as fits of the catalogue's constants, lie beside the benchmarks."""
     known = {
         name.removesuffix(".__init__"): file
         for package in PACKAGES

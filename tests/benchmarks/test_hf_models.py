@@ -1,4 +1,4 @@
-"""What a config.json leaves out is what transformers takes for it, and models have as many parameters."""
+"""Defaults for keys that a config.json leaves out, and parameter counts, against those of transformers."""
 
 import json
 

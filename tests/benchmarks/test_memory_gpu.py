@@ -1,4 +1,4 @@
-"""How real peaks of a GPU come to the process that compares them, which may have traced before."""
+"""The transfer of a GPU's real peaks to the process that compares them, which may have traced before."""
 
 from __future__ import annotations
 

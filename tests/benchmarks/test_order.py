@@ -1,4 +1,4 @@
-"""How often the order of two estimates is right: pairs of measured rows, and widths fitted to them."""
+"""The share of estimates in the right order: pairs of measured rows, and widths fitted to them."""
 
 from __future__ import annotations
 

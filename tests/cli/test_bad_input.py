@@ -19,7 +19,7 @@ A100 = ("--device", "a100-80g")
 
 
 class Files(NamedTuple):
-    """What wrong input refers to."""
+    """Files and folders that wrong input refers to."""
 
     folder: Path
     corpus: str

@@ -131,7 +131,7 @@ def test_wrong_input_is_one_line(
 
 
 def shown_by_ranks(options: GenerateOptions) -> str:
-    """What this rank prints for the process that started it."""
+    """The output of this rank for the process that started it."""
     os.environ[command.EVENTS_VARIABLE] = "1"
     printed = StringIO()
     with redirect_stdout(printed):

@@ -1,4 +1,4 @@
-"""How commands end when nobody reads, the disk is full, or Ctrl-C comes: in a line or without a word."""
+"""Ends of commands when nobody reads, the disk is full, or Ctrl-C comes: in a line or without a word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line says of itself: sections of flags, notation of plans, completion."""
+"""Help texts of the command line: sections of flags, notation of plans, completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `planner launch` keeps of a run that was long enough, and what flags turn off."""
+"""The history of runs that `planner launch` writes after long enough runs, and flags that turn it off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said about plans besides their figures."""
+"""Notes on plans, besides their figures."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_layout_that_names_its_micro_batches_takes_all_devices(planner_command
 
 
 DEVICES = {"mindspeed": "ascend-910b-64g", "mindformers": "ascend-910b-64g"}
-"""What engines run on that do not run on a GPU of NVIDIA's."""
+"""Devices of engines that do not run on a GPU of NVIDIA's."""
 
 RUNS = {
     "bundled": "launch --plan",

@@ -1,4 +1,4 @@
-"""What a job shows while it runs and when it ends: nothing that goes wrong in it may end the job."""
+"""The display of a job while it runs and when it ends; no fault of the display may end the job."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_every_end_has_its_exit_code_and_says_what_is_kept(
 
 
 def checkpoint_of(folder: Path, iteration: int) -> None:
-    """What marks a whole checkpoint."""
+    """Write the files that mark a whole checkpoint."""
     target = folder / f"iter_{iteration:07d}"
     target.mkdir(parents=True)
     (target / "manifest.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""What commands do with the dry run of a plan: take it, refuse it, show it."""
+"""The dry run of a plan in commands: a proof that they accept, refuse or show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands that answer at once must not load."""
+"""Packages that commands with an immediate answer must not load."""
 
 from __future__ import annotations
 

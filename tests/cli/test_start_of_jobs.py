@@ -1,4 +1,4 @@
-"""What `planner launch` and `planner generate` refuse before a process starts."""
+"""Jobs that `planner launch` and `planner generate` refuse before a process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see: in terminals of 80 and 160 columns, with and without colours, and of each help."""
+"""Output on terminals of 80 and 160 columns, with and without colours, and of each help."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNITS = re.compile(
     r"|only 0)\b",
     re.IGNORECASE,
 )
-"""What a number of a flag counts or is measured in."""
+"""Units that help texts name for the numbers of flags."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the command line proposes where nothing fits: each proposed command is run."""
+"""Proposals of the command line where nothing fits: each proposed command is run."""
 
 from __future__ import annotations
 

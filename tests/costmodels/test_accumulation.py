@@ -1,4 +1,4 @@
-"""What adding up gradients and copying them costs, byte by byte."""
+"""The memory traffic of adding up gradients and copying them, byte by byte."""
 
 import pytest
 

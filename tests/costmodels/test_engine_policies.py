@@ -1,4 +1,4 @@
-"""What engines keep by their own code: casts, copies and buffers, each as a formula written out."""
+"""Memory that engines' own code takes: casts, copies and buffers, each as a formula written out."""
 
 from __future__ import annotations
 

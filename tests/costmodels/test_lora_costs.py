@@ -1,4 +1,4 @@
-"""What adapters cost: bytes and seconds follow from what is frozen and what trains."""
+"""Costs of adapters: bytes and seconds follow from frozen and trained parameters."""
 
 from __future__ import annotations
 

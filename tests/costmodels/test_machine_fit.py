@@ -39,7 +39,7 @@ def layouts(precision: Precision = "fp32") -> list[Layout]:
 
 
 def kernels(**changes: object) -> Measurements:
-    """What kernels of the machine say."""
+    """Measurements of kernels whose constants are known."""
     products = []
     for m, k, n in ((128, 128, 512), (256, 512, 128), (512, 128, 128), (64, 64, 64)):
         seconds = 2.0 * m * k * n / RATE + LAUNCH

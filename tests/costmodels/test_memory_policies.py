@@ -1,4 +1,4 @@
-"""What published engines keep: bytes per parameter, logits, buffers, and what lies outside of tensors."""
+"""Memory of published engines: bytes per parameter, logits, buffers, and memory outside of tensors."""
 
 from __future__ import annotations
 

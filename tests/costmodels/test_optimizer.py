@@ -1,4 +1,4 @@
-"""What optimizers keep and how long they take."""
+"""Bytes and seconds of optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies at a path, where one may look and where not."""
+"""Functions that look at paths, where a user may look and where not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOKS: tuple[Callable[[Path], object], ...] = (
 )
 
 BY_ITSELF = ("exists", "is_file", "is_dir", "expanduser", "home")
-"""What a path finds out by itself, and raises what the system says."""
+"""Methods of `Path` that look by themselves, and raise the system's errors."""
 
 INSIDE = {
     "costmodels/cache_files.py",

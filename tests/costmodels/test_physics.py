@@ -1,4 +1,4 @@
-"""What no calibration may break, on every engine: better hardware is never slower, more work never faster."""
+"""Laws that no calibration may break: better hardware is never slower, more work never faster."""
 
 from __future__ import annotations
 

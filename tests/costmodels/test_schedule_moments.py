@@ -30,7 +30,7 @@ SHAPES: tuple[tuple[Schedule, int, int], ...] = (
 def run_one_by_one(
     schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, rank: int, whole: bool
 ) -> set[tuple[int, ...]]:
-    """What a rank has after each of its passes, as `Alive` counts it.
+    """Counts of a rank after each of its passes, as `Alive` counts them.
 
     Args:
         whole: ZeRO 0, where gradients are summed as they are made; otherwise those of split backward wait in

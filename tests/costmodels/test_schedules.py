@@ -28,7 +28,7 @@ def layout_of(schedule, pipeline, chunks, micro_batches, split=None):
 
 
 def played_seconds(orders: list[list[Action]], seconds: dict[str, list[float]]) -> float:
-    """When the last action ends; `seconds` of each kind by stage."""
+    """The end of the last action, in seconds; `seconds` of each kind by stage."""
     stages = len(seconds["F"])
     done: dict[tuple[str, int, int], float] = {}
     clock, position = [0.0] * len(orders), [0] * len(orders)

@@ -1,4 +1,4 @@
-"""Which sends and receives come before which."""
+"""The order of sends and receives."""
 
 from __future__ import annotations
 

@@ -140,11 +140,11 @@ def test_each_rank_runs_one_pass_at_a_time_and_nothing_before_it_arrives(problem
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pipeline", "wanted"), [(2, 2), (3, 3), (8, 2)])
 def test_longer_schedules_have_more_whole_periods(schedule, pipeline, wanted):
-    """What `pipeline_seconds` rests on.
+    """The period of a steady state, on which `pipeline_seconds` rests.
 
     A schedule of one more period is the same up to the end of its steady state, and then again one period
-    later; what lies before that end needs nothing from behind it, what lies behind it needs nothing from
-    before the last period.
+    later. Passes before that end need nothing from behind it. Passes behind it need nothing from before the
+    last period.
     """
     chunks, period = chunks_of(schedule, wanted), steady_period(schedule, pipeline)
     count = 4 * pipeline
@@ -230,7 +230,7 @@ def test_fewer_micro_batches_than_ranks_still_pass_through():
 @pytest.mark.parametrize("pipeline", [2, 4])
 @pytest.mark.parametrize("send", [4.0, 10.0])
 def test_no_rank_sends_more_than_its_link_carries(schedule, pipeline, send):
-    """Where messages take longer than compute, both the simulation and the closed form say so."""
+    """Both the simulation and the closed form are bound by messages that take longer than compute."""
     chunks, micro_batches = chunks_of(schedule), 8 * pipeline
     seconds = equal(pipeline * chunks, send=send)
     found = simulate(schedule, pipeline, chunks, micro_batches, seconds)

@@ -30,7 +30,7 @@ TESTED_ELSEWHERE = ROOT / "docs" / "how-to"
 
 
 def lines(page: Path) -> Iterator[str]:
-    """What a page types after its prompts, continued lines joined."""
+    """Commands that a page shows after its prompts, continued lines joined."""
     for block in blocks(page):
         if block.language in ("console", "text"):
             text = block.text.replace("\\\n", " ")

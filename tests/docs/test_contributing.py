@@ -1,4 +1,4 @@
-"""What contributors are told is what the tools are set to."""
+"""Instructions to contributors against the settings of the tools."""
 
 from __future__ import annotations
 

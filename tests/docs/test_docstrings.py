@@ -14,10 +14,10 @@ from tests.support import ROOT
 PACKAGES = ("cli", "costmodels", "planner", "runtime")
 
 SHOWN = ("evaluate", "explain", "plan_figures", "search", "sizes", "suggest", "Plan", "SearchResult")
-"""What a notebook asks for."""
+"""Functions and classes that a notebook asks for."""
 
 NEEDED = {"planner.ranking.result": ["pandas"], "planner.report.figures": ["plotly"]}
-"""What examples of a module take besides."""
+"""Packages that examples of a module need besides."""
 
 
 def is_run(line: str) -> bool:

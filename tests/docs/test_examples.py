@@ -17,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(folder: Path, name: str, *words: str) -> str:
-    """What an example prints on standard output, run in `folder`."""
+    """The standard output of an example, run in `folder`."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *words],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""What is built installs, and answers and trains from anywhere."""
+"""Built packages install, and answer and train from any folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOURCES = ("cli", "costmodels", "planner", "runtime", "pyproject.toml", "README.
 
 
 def run(*command: str | Path, folder: Path) -> str:
-    """What a command prints, run in `folder` without the repository on its path."""
+    """The output of a command, run in `folder` without the repository on its path."""
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True
@@ -83,7 +83,7 @@ def test_the_version_stands_in_one_place(installed: Path, tmp_path: Path) -> Non
 
 @pytest.mark.ranks
 def test_an_installed_wheel_plans_and_trains(installed: Path, tmp_path: Path) -> None:
-    """What it reads besides its modules (models, merges of a tokenizer) is in it."""
+    """The wheel holds the files that it reads besides its modules (models, merges of a tokenizer)."""
     job = ("--model", "gpt2-nano", "--device", "cpu", "--world-size", "2", "--max-global-batch-size", "4")
     out = run(installed / "planner", "suggest", *job, "--save", "plan.json", folder=tmp_path)
     assert out.startswith("tp=")

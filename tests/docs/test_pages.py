@@ -1,4 +1,4 @@
-"""What the pages name exists, and what they show can be typed."""
+"""Names on the pages exist, and shown commands can be typed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOPS = ("benchmarks", "cli", "costmodels", "docs", "planner", "runtime", "tests"
 HOW_TO = ROOT / "docs" / "how-to"
 
 DATA = ("device", "engine", "model")
-"""What is added by one file, without code."""
+"""Entries that one file adds, without code."""
 
 QUICK = ("suggest", "explain", "models", "devices", "engines")
 """Commands that neither trace nor train."""

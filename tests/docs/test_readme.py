@@ -1,4 +1,4 @@
-"""What the README says in figures is what its commands have printed."""
+"""Figures in the README against the printed results of its commands."""
 
 from __future__ import annotations
 

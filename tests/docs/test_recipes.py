@@ -1,4 +1,4 @@
-"""What a page adds works by what the page says: its commands run on a copy of the code with its changes."""
+"""Recipes of the pages: their commands run on a copy of the code with their changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DATA, CODE = ("device", "engine", "model"), ("optimizer", "schedule", "block-fea
 
 
 def run(command: list[str], code: Path, folder: Path) -> str:
-    """What a command prints, run in `folder` by the packages in `code`."""
+    """The output of a command, run in `folder` by the packages in `code`."""
     done = subprocess.run(
         [sys.executable, "-m", "planner", *command],
         cwd=folder,

@@ -88,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True)
 class End:
-    """How an input ended."""
+    """The end of a command on an input."""
 
     code: int | None
     """None: it was killed, as it did not end."""
@@ -104,7 +104,7 @@ THING = re.compile(r"@([a-z]+)((?:\.[a-z]+)?)")
 
 
 def thing_path(kind: str, ending: str) -> str:
-    """Where a thing lies in the folder of a case."""
+    """The place of a thing in the folder of a case."""
     return {
         "locked": f"locked/x{ending}",
         "readonly": f"readonly/x{ending}",
@@ -259,7 +259,7 @@ def attempt(case: Case, folder: Path, valid: Mapping[str, str], limit_s: float) 
 
 
 def faults(case: Case, end: End, version_cpu_s: float) -> list[str]:
-    """What is wrong with how an input ended."""
+    """Faults in the end of a command on an input, in words."""
     lines = [line for line in end.err.splitlines() if line.strip()]
     found = []
     if end.code is None:
@@ -331,7 +331,7 @@ def _fork(
 def _typed(
     words: list[str], work: Path, paths: Mapping[str, Path], environment: dict[str, str], drops: bool
 ) -> NoReturn:
-    """What a fork of this process runs."""
+    """Run a command in a fork of this process."""
     code = 70
     try:
         os.setsid()

@@ -31,7 +31,7 @@ FORBIDDEN = (
 
 
 class Watch:
-    """What happens while a file is read that should not."""
+    """Forbidden events while a file is read."""
 
     def __init__(self) -> None:
         self.folder: str | None = None

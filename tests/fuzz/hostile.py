@@ -52,7 +52,7 @@ class Hostile:
 
     name: str
     files: Mapping[str, bytes | Path]
-    """What is put into the folder; a path is linked to."""
+    """Files of the folder by name: their bytes, or the path that a link leads to."""
     read: Callable[[Path], Any]
 
 

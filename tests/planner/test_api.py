@@ -1,4 +1,4 @@
-"""What `import planner` gives, and what it says of keywords that it does not know."""
+"""Names that `import planner` offers, and errors for unknown keywords."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ CLUSTERS = {world: resolve_cluster("a100-80g", world) for world in (1, 2, 3, 4)}
 
 @dataclass(frozen=True)
 class Brute:
-    """What plain loops find."""
+    """Layouts that plain loops find."""
 
     considered: int
     legal: list[Layout]

@@ -23,7 +23,7 @@ EXPERTS = ModelSpec(
 JOB: dict[str, Any] = {"world_size": 8, "max_global_batch_size": 32}
 
 SIZES = ("micro_batch_size", "global_batch_size", "recompute_num_layers", "split")
-"""What no rule of an engine speaks of."""
+"""Fields that no rule of an engine speaks of."""
 
 
 def found(result: SearchResult, name: str) -> set[object]:

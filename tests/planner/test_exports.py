@@ -129,7 +129,7 @@ IN_SCRIPT: dict[str, Callable[[Layout], dict[str, int]]] = {
     "micro_batch_size": lambda layout: {"per_device_train_batch_size": layout.micro_batch_size},
     "global_batch_size": lambda layout: {"gradient_accumulation_steps": layout.micro_batches},
 }
-"""What stands for fields that a training script says."""
+"""Keys of a training script that stand for fields of a layout."""
 
 
 @pytest.mark.parametrize("target", READ)

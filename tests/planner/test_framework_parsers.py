@@ -198,7 +198,7 @@ def test_deepspeed_takes_the_file(data: st.DataObject, monkeypatch: pytest.Monke
     layout = plan.layout
 
     class Units:
-        """What DeepSpeed asks of ranks that are split otherwise."""
+        """The interface that DeepSpeed asks for ranks that are split otherwise."""
 
         def get_data_parallel_world_size(self) -> int:
             return layout.data_parallel
@@ -249,7 +249,7 @@ def test_accelerate_launches_with_the_file(data: st.DataObject, tmp_path: Path) 
 
 
 def check_environment(plan: Plan, lost: frozenset[str]) -> None:
-    """What ranks make of the environment that `accelerate launch` gives them."""
+    """Compare the plan with the ranks' reading of the environment that `accelerate launch` gives them."""
     plugin = installed("accelerate.utils").FullyShardedDataParallelPlugin()
     assert plugin.reshard_after_forward == (plan.layout.zero_stage == 3)
     assert plugin.activation_checkpointing == (plan.layout.recompute == "full")

@@ -104,7 +104,7 @@ def test_short_checkpoints_make_the_interval_youngs_and_long_ones_the_time_to_a_
 
 
 def goodput_of(plan: Plan, failures: Failures) -> Goodput:
-    """What `failures` leave of a job that runs `plan`."""
+    """The goodput of a job that runs `plan`, with `failures`."""
     kept = plan.run(1e12, failures=failures).goodput
     assert kept is not None
     return kept

@@ -339,11 +339,11 @@ ANSWERS = {
     "org/huge": "its config.json has 1,000,000,000 bytes; expected at most",
     "org/text": "is not valid JSON",
 }
-"""What ids are, or a part of the line that says why they are nothing, with `tests.support.hub`'s server."""
+"""Names of the models of ids, or a part of the error line for them, with `tests.support.hub`'s server."""
 
 
 def asked(address: str, *names: str) -> subprocess.CompletedProcess[str]:
-    """What a process makes of ids, for which the Hub is a server of this machine."""
+    """A process that reads the models of ids from a server of this machine in place of the Hub."""
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     return subprocess.run(
         [sys.executable, "-c", ASKING, *names],

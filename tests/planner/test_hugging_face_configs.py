@@ -44,7 +44,7 @@ fsdp_config:
 
 
 def read(tmp_path: Path, **texts: str) -> Reading:
-    """What files with these texts say together; `_` in a name stands for its point."""
+    """The reading of files with these texts together; `_` in a name stands for its point."""
     files = []
     for name, text in texts.items():
         files.append(tmp_path / name.replace("_", "."))

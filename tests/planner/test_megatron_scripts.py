@@ -37,7 +37,7 @@ INTERLEAVED = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipelin
 
 
 def read(arguments: str, world_size: int | None = 16, model: str = MODEL) -> Reading:
-    """What a command with these arguments says; they begin on its third line."""
+    """The reading of a command with these arguments, which begin on its third line."""
     connections = 8 if "fsdp" in arguments else 1
     command = f"torchrun pretrain_gpt.py {' '.join(model.split())}"
     script = f"export CUDA_DEVICE_MAX_CONNECTIONS={connections}\n{command} \\\n"
@@ -358,7 +358,7 @@ def test_models_are_written_and_read_back(name: str) -> None:
 
 
 def shape(model: ModelSpec) -> dict[str, object]:
-    """What flags say of each layer of a model: all but names and what no job trains, and GELU in one form."""
+    """Fields of a model that flags give, with GELU in one form; names and untrained parts are left out."""
     values = model.model_dump(exclude={"name", "source", "published_parameters", "mtp_layers"})
     pattern = tuple(model.layer_kind(layer).attention for layer in range(model.layers))
     return values | {"activation": values["activation"].removesuffix("_tanh"), "attention_pattern": pattern}

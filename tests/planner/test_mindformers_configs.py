@@ -46,7 +46,7 @@ model:
 
 
 def read(tmp_path: Path, text: str, world_size: int | None = None) -> Reading:
-    """What a file with this text says."""
+    """The reading of a file with this text."""
     file = tmp_path / "run.yaml"
     file.write_text(text)
     return read_files([file], world_size=world_size)

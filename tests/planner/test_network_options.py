@@ -1,4 +1,4 @@
-"""What a caller says of the network: links, islands, cards, pods, and measured tables."""
+"""The network of a caller: links, islands, cards, pods, and measured tables."""
 
 from __future__ import annotations
 

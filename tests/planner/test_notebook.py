@@ -1,4 +1,4 @@
-"""What Python offers besides questions: schemas, catalogues, tables, pictures, and names."""
+"""The Python interface besides questions: schemas, catalogues, tables, pictures, and names."""
 
 from __future__ import annotations
 

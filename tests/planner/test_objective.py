@@ -1,4 +1,4 @@
-"""What the first plan is best at, and how the choice is kept."""
+"""The objective that the first plan is best at, and how a plan keeps it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.models import TINY
 
 
 def keys(prices: Prices, objective: str) -> list[tuple[float, float]]:
-    """What rows are compared by: the first figure, and the second where that is equal."""
+    """Keys that rows are compared by: the first figure, and the second where the first ones are equal."""
     slowness = -np.log(prices.tokens_per_s)
     first = np.zeros(len(prices))
     if objective == "memory":

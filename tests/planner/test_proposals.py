@@ -1,4 +1,4 @@
-"""What would fit where nothing does, beside searches of every change by hand."""
+"""Proposals where nothing fits, beside searches of every change by hand."""
 
 from __future__ import annotations
 

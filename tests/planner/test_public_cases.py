@@ -28,7 +28,7 @@ def case(name: str) -> Path:
 
 
 class Read(NamedTuple):
-    """What a file says."""
+    """The reading of a file, and its verdict."""
 
     reading: Reading
     legal: bool | None
@@ -48,7 +48,7 @@ class Read(NamedTuple):
 
 
 def read(*files: str | Path, **given: Any) -> Read:
-    """What files say, and whether that is legal: without a search."""
+    """The reading of files and their verdict, without a search."""
     reading = read_files(list(files), **given)
     problems = Problems(reading.file, list(reading.problems))
     name_what_is_missing(reading, problems)
@@ -57,7 +57,7 @@ def read(*files: str | Path, **given: Any) -> Read:
 
 
 def written(folder: Path, texts: Mapping[str, str], **given: Any) -> Read:
-    """What files with these texts say."""
+    """The reading of files with these texts."""
     for name, text in texts.items():
         (folder / name).write_text(text)
     return read(*(folder / name for name in texts), **given)

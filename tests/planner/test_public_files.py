@@ -1,4 +1,4 @@
-"""What public scripts and configurations have in them is read as their software takes it."""
+"""Settings in public scripts and configurations are read as their software takes them."""
 
 from __future__ import annotations
 

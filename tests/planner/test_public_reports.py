@@ -28,7 +28,7 @@ class Reported(NamedTuple):
     batch: int
     seconds: float
     fields: Mapping[str, Any] = MappingProxyType({})
-    """What differs in the model."""
+    """Fields of the model that differ."""
 
 
 def model_of(job: Reported) -> ModelSpec:

@@ -45,7 +45,7 @@ tokens: {sequence_length: 4096, micro_batch_size: 2, batch_accumulation_per_repl
 
 
 def read(tmp_path: Path, name: str, text: str, world_size: int | None = None) -> Reading:
-    """What a file with this text says."""
+    """The reading of a file with this text."""
     file = tmp_path / name
     file.write_text(text)
     return read_files([file], world_size=world_size)

@@ -74,7 +74,7 @@ model:
 
 
 def read(tmp_path: Path, name: str, text: str, define: dict[str, str] | None = None) -> Reading:
-    """What a file with this text says."""
+    """The reading of a file with this text."""
     file = tmp_path / name
     file.write_text(text)
     return read_files([file], define=define)

@@ -1,4 +1,4 @@
-"""Which of several sizes of a cluster is recommended: deadlines, budgets, the knee."""
+"""The recommendation among several sizes of a cluster: deadlines, budgets, the knee."""
 
 from __future__ import annotations
 

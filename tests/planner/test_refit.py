@@ -28,7 +28,7 @@ def few_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def plans() -> list[Plan]:
-    """What ran: layouts of two ranks that differ in all terms."""
+    """Plans that ran: layouts of two ranks that differ in all terms."""
     problem = {"world_size": 2, "device": "cpu", "global_batch_size": 16}
     pins = ("dp=2,zero=1,mbs=1", "dp=2,zero=0,mbs=4", "tp=2,mbs=4", "tp=2,mbs=16", "pp=2,mbs=2", "dp=2,mbs=8")
     return [search("gpt2-nano", **problem, pin=pin.split(",")).plans(1)[0] for pin in pins]  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def script_of(plan: Plan, to: str, **values: object) -> str:
 
 
 def called(folder: Path, text: str, *words: str, **variables: str) -> list[list[str]]:
-    """How a script calls the commands that start ranks: it is run with others in their place."""
+    """Calls by which a script starts ranks, noted by programs that stand in for the launchers."""
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
     for name in ("planner", "srun", "mpirun", "msrun", "torchrun"):

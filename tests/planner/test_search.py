@@ -414,7 +414,7 @@ def test_optimizers_with_less_state_leave_room() -> None:
 
 
 def test_layouts_with_shared_experts_that_are_not_searched_are_no_better() -> None:
-    """What the rule `expert_tensor_parallel_spread` leaves out, against what takes its place."""
+    """Layouts that the rule `expert_tensor_parallel_spread` removes are no better than their substitutes."""
     found = []
     for pin in (["ep=2", "etp=2"], ["ep=4", "etp=1"]):
         usual = ["vpp=1", "cp=1", "recompute=none"]

@@ -19,7 +19,7 @@ JOB = {"model": "gpt2-124m", "world_size": 8, "device": "a100-80g", "global_batc
 
 
 def printed(planner_command: Any, words: tuple[str, ...]) -> dict[str, Any]:
-    """What `planner suggest --json` prints."""
+    """The answer of `planner suggest --json`."""
     code, out, _ = planner_command("suggest", *words, "--json")
     assert code in (0, 3)
     return comparable(json.loads(out))

@@ -1,4 +1,4 @@
-"""What is read of a script is what bash passes to the program that it starts."""
+"""Arguments read from a script equal those that bash passes to the program that the script starts."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def sandbox(tmp_path: Path) -> Callable[[str], list[str] | None]:
 
 
 def runnable(text: str, to: str) -> str:
-    """What a shell runs of a generated file."""
+    """The part of a generated file that a shell runs."""
     if to == "kubernetes":
         document = list(yaml.safe_load_all(text))[-1]
         spec = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]

@@ -1,4 +1,4 @@
-"""What is calibrated with tells layouts apart, and a calibration leaves a file that plans are made with."""
+"""Layouts for calibration tell costs of features apart, and plans use the file of a calibration."""
 
 from __future__ import annotations
 

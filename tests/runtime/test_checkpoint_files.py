@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's folder is whole, or is refused in one line that names the file."""
+"""Files in a checkpoint's folder are whole, or refused in one line that names the file."""
 
 from __future__ import annotations
 

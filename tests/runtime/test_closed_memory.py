@@ -15,7 +15,7 @@ from planner.inputs.model import resolve_model
 from runtime.dryrun.run import trace
 
 OFF = 0.02
-"""How far closed forms may be off, as a share of the dry run."""
+"""The largest relative error of closed forms against the dry run."""
 
 
 def llama(**fields: Any) -> ModelSpec:

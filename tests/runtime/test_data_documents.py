@@ -26,7 +26,7 @@ ALL = Boundaries(EOD, reset_attention_mask=True, reset_position_ids=True, eod_ma
 
 
 def megatrons(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """What may attend to what, and positions, by the loop over ends of Megatron's GPTDataset."""
+    """The mask of attention, and positions, by the loop over ends of Megatron's GPTDataset."""
     seq = len(tokens)
     mask, positions = np.tril(np.ones((seq, seq), bool)), np.arange(seq)
     previous = 0

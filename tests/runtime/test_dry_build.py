@@ -91,7 +91,7 @@ LATENT_QUERIES: dict[str, Any] = {"latent_attention": {"q_lora_rank": 20, **SIZE
 
 @st.composite
 def experts(draw: st.DrawFn, layers: int) -> dict[str, Any]:
-    """What makes a model one of experts."""
+    """Fields of a model with experts."""
     shared = draw(st.sampled_from([0, 0, 24, 48]))
     return {
         "experts": draw(st.sampled_from([2, 4, 6, 8])),

@@ -92,7 +92,7 @@ def test_mixed_precision_gathers_weights_and_reduces_in_fp32() -> None:
 
 TOKENS = 32
 SEED_BYTES = 24
-"""What flash attention keeps for dropout, used or not."""
+"""Bytes that flash attention keeps for dropout, used or not."""
 
 PER_LAYER = {
     # Of a token: inputs and outputs of norms, queries, keys, values and results, statistics, the MLP.
@@ -335,7 +335,7 @@ def kept_models() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_ends_with_its_dry_run(compiled: bool) -> None:
-    """What hooks of its parameters hold, no collector sees: it must not be the model."""
+    """The model dies with its dry run: no collector sees references that hooks of its parameters hold."""
     spec, reports, before = llama(), sys.excepthook, kept_models()
     trace(spec, layout_of(spec, precision="bf16", data_parallel=2), compiled=compiled)
     # Fewer, where compiled functions have held one of another test.

@@ -1,4 +1,4 @@
-"""What is run and imported: this installation's modules, whatever lies in the folder where a user types."""
+"""Modules that ranks run and import are this installation's, whatever lies in the user's folder."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Reference = Callable[..., work.Run]
 
 @pytest.fixture(scope="module")
 def reference(pool: WorkerPool) -> Reference:
-    """What one rank finds, by model, batch and options."""
+    """Results of one rank, by model, batch and options."""
     known: dict[str, work.Run] = {}
 
     def run(spec: ModelSpec, batch: str, steps: int, options: dict[str, Any], *rest: Any) -> work.Run:

@@ -23,8 +23,10 @@ SEQ, CHUNK = 11, 4
 def recurrence(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What queries read of S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t k_t v_t^T, and the last S_t
-    (arXiv:2412.06464, equation 10)."""
+    """Values that queries read of S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t k_t v_t^T, and the last S_t.
+
+    The recurrence is equation 10 of arXiv:2412.06464.
+    """
     repeats = v.shape[1] // q.shape[1]
     q, k = (unit_length(x).repeat_interleave(repeats, dim=1) for x in (q, k))
     read = []

@@ -1,4 +1,4 @@
-"""What grouped and scaled products of compiled layers get on a GPU, whose kernels have rules about it."""
+"""Operands of grouped and scaled GEMMs in compiled layers on a GPU, whose kernels have rules about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What flags of a job rule out is neither proposed nor accepted as a plan."""
+"""Layouts that flags of a job rule out are neither proposed nor accepted as a plan."""
 
 from __future__ import annotations
 

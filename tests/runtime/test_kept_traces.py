@@ -160,7 +160,7 @@ def test_ranks_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def process_of(rank: int) -> Any:
-    """What stands for a dry run: the rank, and the process that was asked."""
+    """A stand-in for a dry run: the rank, and the process that was asked."""
     return rank, os.getpid()
 
 

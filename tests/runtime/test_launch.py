@@ -44,7 +44,7 @@ def script(text: str) -> list[str]:
 
 
 class Watched:
-    """What a job has told its launcher."""
+    """Lines and records that a job has sent to its launcher."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

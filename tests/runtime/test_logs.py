@@ -1,4 +1,4 @@
-"""What ranks write of a run: a folder of each, lines of progress, and services that keep figures."""
+"""Logs of ranks: a folder of each, lines of progress, and services that keep figures."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PATIENCE = timedelta(seconds=TIMEOUT_S)
 
 
 def names(store: HashStore, ranks: list[int], world_size: int) -> dict[int, str]:
-    """What each rank finds under `who` after the first rank has written it there."""
+    """The text that each rank finds under `who` after the first rank has written it there."""
     found: dict[int, str] = {}
 
     def meet(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run reports: throughput, Megatron-LM's log line, metrics.jsonl and TensorBoard."""
+"""Reports of a run: throughput, Megatron-LM's log line, metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ GROUPS = (TrainingOptions, DataOptions, OutputOptions, FaultOptions)
 
 
 def told(pins: str = "", experts: bool = False, **given: Any) -> list[str]:
-    """What is said of a job of these flags."""
+    """Notes on a job of these flags."""
     spec = EXPERTS if experts else DENSE
     groups = [
         kind(**{f.name: given[f.name] for f in dataclasses.fields(kind) if f.name in given})

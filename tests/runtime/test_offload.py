@@ -1,4 +1,4 @@
-"""What leaves for host memory, and that it changes no gradient."""
+"""Activations leave for host memory, and change no gradient."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_offloading_changes_no_loss(pool: WorkerPool, text: str) -> None:
 
 
 def offload_policies() -> tuple[set[str], set[str]]:
-    """Where shards of a model live, by FSDP2's policy and by their device."""
+    """Places of a model's shards, by FSDP2's policy and by their device."""
     layout = parse_layout("offload_optimizer=1", SPEC)
     trainer = Trainer(SPEC, layout, TrainingOptions(), CPU)
     assert needs_data_parallel(layout, trainer.grid)

@@ -39,7 +39,7 @@ def left_by_another_machine(folder: Path) -> Record:
 
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
-    """What happens while a record is watched takes the place of the time that passes."""
+    """A clock whose sleeps make something happen while a record is watched."""
     now = [0.0]
 
     def watch(happens: Callable[[], None]) -> None:
@@ -99,7 +99,7 @@ def test_an_owner_elsewhere_is_heeded_while_it_counts(
     watching: Callable[[Callable[[], None]], None],
     locks: bool | None,
 ) -> None:
-    """Where locks hold on one machine only, and where there are none."""
+    """An owner is honoured where locks hold on one machine only, and where there are none."""
     monkeypatch.setattr(module, "_lock", lambda file: locks)
     told = left_by_another_machine(tmp_path)
     watching(lambda: write(tmp_path, told.model_copy(update={"beat": 5})))

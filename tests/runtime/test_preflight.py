@@ -1,4 +1,4 @@
-"""What is refused before a job starts: models, layouts and folders that cannot work."""
+"""Models, layouts and folders that cannot work are refused before a job starts."""
 
 from __future__ import annotations
 

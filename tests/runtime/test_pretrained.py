@@ -34,7 +34,7 @@ from tests.support.worker_pool import WorkerPool
 
 
 def train(model: str, data: DataOptions, runs: list[OutputOptions]) -> str:
-    """What a lone rank prints when it trains `model` three times, to two iterations each."""
+    """The output of a lone rank that trains `model` three times, to two iterations each."""
     dist.destroy_process_group()
     printed = StringIO()
     with redirect_stdout(printed):

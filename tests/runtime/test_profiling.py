@@ -1,4 +1,4 @@
-"""What the seconds of a step went to, from events that are written out here, and from real steps."""
+"""Seconds of a step by part, from events that are written out here, and from real steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recomputation keeps, and that it changes no gradient."""
+"""Recomputation keeps the inputs that it needs, and changes no gradient."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def split_backward(text: str, spec: ModelSpec) -> tuple[list[Tensor], Counter[st
 
 @cache
 def plain_split_backward(spec: ModelSpec) -> list[Tensor]:
-    """What `split_backward` gives where nothing is computed again."""
+    """The result of `split_backward` where nothing is computed again."""
     found, calls = split_backward("", spec)
     assert not calls
     assert len(found) == 1 + sum(1 for block in built(spec, None).blocks for _ in block.parameters())

@@ -32,7 +32,7 @@ DONE = Outcome(0, "")
 
 
 class Screen:
-    """What a user sees."""
+    """The lines that a user sees."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

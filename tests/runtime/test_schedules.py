@@ -37,7 +37,7 @@ ALL_MODELS = MODELS | {"deep": MODELS["gpt2"].model_copy(update={"layers": 8})}
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, work.Report]:
-    """What one rank finds, by model and batch."""
+    """Reports of one rank, by model and batch."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Where a run's tokens come from: blends as they are typed, and the tokenizer of the default corpus."""
+"""Sources of a run's tokens: blends as they are typed, and the tokenizer of the default corpus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which plans are measured, when that ends, and what is said to be left: on machines that are made up."""
+"""The order and the end of measured plans, and the stated regret, on machines that are made up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which job a process belongs to, by the variables that launchers and schedulers set."""
+"""The job of a process, by the variables that launchers and schedulers set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP |= {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
 STEP |= {"SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_NTASKS": "4"}
-"""What srun sets for the second of four tasks on two nodes."""
+"""Variables that srun sets for the second of four tasks on two nodes."""
 
 NODE = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1"}
 NODE |= {"SLURM_LOCALID": "0", "SLURM_GPUS_ON_NODE": "8"}
@@ -49,7 +49,7 @@ INDEXED = {"JOB_COMPLETION_INDEX": "1", "NNODES": "2", "MASTER_ADDR": "job-0.job
 """Variables of a plain indexed Job, and of a JobSet."""
 
 AGENT = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-"""What torchrun sets, but for numbers of ranks."""
+"""Variables that torchrun sets, but for numbers of ranks."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What tests share, and what they run on ranks."""
+"""Code that tests share, and functions that they run on ranks."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def results_and_gradients(call: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """What a function returns, and the gradients that its inputs get for drawn ones of the results."""
+    """Results of a function, and the gradients of its inputs for drawn gradients of the results."""
     given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     # Leaves may not be written over, which some collectives do.
     made = call(*(x.view_as(x) + 0 if x.requires_grad else x for x in given))

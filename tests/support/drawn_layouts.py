@@ -54,8 +54,10 @@ class Example(NamedTuple):
 
 
 KINDS = ("plain", "window", "sinks", "linear", "capped", "further")
-"""What models have: attention of all tokens, windows, these with sinks, Gated DeltaNet, scores with caps, or
-MTP modules. Of some, sequences are no whole numbers of steps, or few of them."""
+"""Kinds of models: attention of all tokens, windows, these with sinks, Gated DeltaNet, scores with caps, MTP.
+
+Some models have sequences of no whole number of steps, or of few steps.
+"""
 
 
 def draw_kind(choose: Choose, kind: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What Inductor gives the kernels of a GPU: graphs of dry runs lowered as for the device, without one."""
+"""Operands of a GPU's kernels from Inductor: graphs of dry runs lowered for the device, without one."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def lowered_products() -> Iterator[list[Product]]:
 
 
 def _deduced_on_a_cpu(deduce: Callable[[Any, fx.Node], Any]) -> Callable[[Any, fx.Node], Any]:
-    """How Inductor finds out what is constant, and of what value, without the device of the graph."""
+    """Inductor's deduction of constants and their values, on the CPU in place of the graph's device."""
 
     def on_a_cpu(self: Any, node: fx.Node) -> Any:
         given = node.args, node.kwargs

@@ -1,4 +1,4 @@
-"""How closely the gradients of two layouts must agree."""
+"""Tolerances of the gradients of two layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DECAYS = ("inputs.rate", "inputs.step_bias", "inputs.decay.weight")
 """Parameters of linear attention whose decays are differences of sums over a chunk."""
 
 CANCELLED = 20
-"""How much more rounding these differences leave: in fp32 such gradients are 5e-5 off those in fp64."""
+"""The factor of rounding that these differences leave: in fp32 such gradients are 5e-5 off those in fp64."""
 
 
 def depth_below_loss(spec: ModelSpec, name: str) -> int:

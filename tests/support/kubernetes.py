@@ -19,7 +19,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def faults(value: Any, rules: dict[str, Any], where: str = "") -> Iterator[str]:
-    """What is wrong with a manifest: fields that nobody knows, that are missing, or of another type."""
+    """Faults of a manifest: fields that are unknown, missing, or of another type."""
     kind = rules.get("type")
     if kind is not None and not isinstance(value, TYPES[kind]):
         yield f"{where}: {value!r} is no {kind}"

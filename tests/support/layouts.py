@@ -27,7 +27,7 @@ LISTS = ("layers_per_stage", "recompute_modules")
 """Fields whose values are separated by semicolons."""
 
 NAMES = [*SHORT_NAMES, *(name for name in Layout.model_fields if name not in SHORT_NAMES.values())]
-"""What a layout's text may name."""
+"""Names that a layout's text may contain."""
 
 GLOBAL_BATCH_SIZE = 8
 

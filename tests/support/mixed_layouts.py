@@ -27,7 +27,7 @@ KINDS = (
     "recompute",
     "micro_batch_size",
 )
-"""What a layout is told apart by."""
+"""Fields that tell layouts apart."""
 
 PLAIN = (1, 0, False, "none", "1f1b")
 """Values that stand for a kind of parallelism being absent."""

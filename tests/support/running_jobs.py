@@ -57,7 +57,7 @@ class RunningJob:
         return self.process.exitcode
 
     def output(self) -> str:
-        """What launcher and ranks have printed so far."""
+        """The output of launcher and ranks so far."""
         return self.log.read_text()
 
     def left_over(self) -> list[int]:

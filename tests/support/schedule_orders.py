@@ -61,7 +61,7 @@ def planned(
 
 
 def _one_forward_one_backward(rank: int, pipeline_parallel: int, micro_batches: int) -> list[Action]:
-    """What Schedule1F1B runs; its own `pipeline_order` counts the last rank's microbatches from 1."""
+    """The order of Schedule1F1B; its own `pipeline_order` counts the last rank's microbatches from 1."""
     if micro_batches < pipeline_parallel:
         raise ValueError(f"1f1b needs at least {pipeline_parallel} microbatches, not {micro_batches}")
     warm_up = pipeline_parallel - rank
@@ -128,7 +128,7 @@ def makespan(orders: Sequence[Sequence[Action]], seconds: Callable[[str, int], f
 
 
 def _input_of(action: Action, stages: int) -> tuple[str, int, int] | None:
-    """What must be finished before `action`, apart from what its rank did before; I counts as B."""
+    """The pass that must be finished before `action`, apart from earlier ones of its rank; I counts as B."""
     kind, stage, micro_batch = action
     if kind == "F":
         return ("F", stage - 1, micro_batch) if stage else None

@@ -79,6 +79,6 @@ def save_untrained(spec: ModelSpec, layout: Layout, folder: str) -> None:
 
 
 def generated(folder: str, prompts: Sequence[Sequence[int]], tokens: int, split: Split) -> list[list[int]]:
-    """What follows `prompts` by the likeliest tokens, on this rank."""
+    """The likeliest continuations of `prompts`, on this rank."""
     generator = Generator(folder, split=split, text=Text(ByteTokenizer()))
     return generator.continue_ids(prompts, tokens, ignore_end=True)

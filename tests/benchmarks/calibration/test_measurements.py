@@ -67,7 +67,7 @@ def of(**cells):
 
 
 def refused(**cells):
-    """Why the usual row with other cells is skipped."""
+    """The reason why the usual row with other cells is skipped."""
     with pytest.raises(Unusable) as reason:
         of(**cells)
     return str(reason.value)

@@ -1,4 +1,4 @@
-"""What the notes of nanotron's rows say of the network."""
+"""The network in the notes of nanotron's rows."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def config(trains: str, recompute: str = "false", lora: str = "false") -> str:
 
 
 def read_one(folder: Path, text: str, **given: Any) -> Read:
-    """What one file says."""
+    """The reading of one file."""
     return written(folder, {"job.yaml": text}, **given)
 
 

@@ -1,4 +1,4 @@
-"""What a job learns is a fact: all but the next token of one model leaves its price not known."""
+"""The objective of a job is a fact: any but the next token of one model leaves the job's price unknown."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PLUGINS = "plugins:\n  - axolotl.integrations.liger.LigerPlugin\n  - axolotl.int
 
 
 def job(folder: Path, file: str, text: str, **given: object) -> Read:
-    """What one file says of a job of eight devices."""
+    """The reading of one file, for a job of eight devices."""
     return written(folder, {file: text}, world_size=8, **given)
 
 

@@ -33,7 +33,7 @@ def experiment(overrides: str, model: str = "llama3.1_8B.yaml", framework: str =
 
 
 def read_one(folder: Path, overrides: str, files: Mapping[str, str] | None = None, **given: Any) -> Read:
-    """What an experiment says, with the files beside it."""
+    """The reading of an experiment, with the files beside it."""
     text = experiment(
         overrides, **{name: given.pop(name) for name in ("model", "framework") if name in given}
     )

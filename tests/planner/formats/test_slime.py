@@ -46,11 +46,11 @@ MODEL_ARGS=(
 """
 
 ALONE = {"colocate": "", "seq_length": "1024", "objective": "next-token"}
-"""What has to be given for a verdict on the actor by itself."""
+"""Settings that a verdict on the actor by itself needs."""
 
 
 def script(folder: Path, extra: str = "--global-batch-size 64", model: bool = True, **given: Any) -> Read:
-    """What a script says with these further arguments, and with the file of its model or without it."""
+    """The reading of a script with these further arguments, and with the file of its model or without it."""
     texts = {"run.sh": SCRIPT.replace("EXTRA", extra)} | ({"own.sh": MODEL} if model else {})
     return written(folder, texts, **given)
 

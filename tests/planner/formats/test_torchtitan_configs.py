@@ -85,7 +85,7 @@ def llama3_8b_if(wide: bool = False) -> Trainer.Config:
 
 
 def registry(folder: Path, recipe: str, text: str = REGISTRY, **given: Any) -> Read:
-    """What a configuration of a registry says."""
+    """The reading of a configuration of a registry."""
     define = {"recipe": recipe, **given.pop("define", {})}
     (folder / "llama3").mkdir(exist_ok=True)
     return written(folder, {"llama3/config_registry.py": text}, define=define, world_size=16, **given)

@@ -32,7 +32,7 @@ OBJECTIVE = "algorithm.adv_estimator"
 
 
 def actor(folder: Path, more: str = "", config: str = "", **given: Any) -> Read:
-    """What a job with these further keys says."""
+    """The reading of a job with these further keys."""
     keys = " ".join(f"actor_rollout_ref.{key}" for key in more.split())
     text = COMMON.replace("CONFIG", config).replace("MORE", keys or "trainer.total_epochs=1")
     return written(folder, {"run.sh": text}, **given)

@@ -11,7 +11,7 @@ from runtime.parallel import ranks
 
 
 def agreement(folder: str) -> dict[str, object]:
-    """What rank 0 and the other ranks get when one of them refuses, and the order of turns."""
+    """Results of rank 0 and the other ranks when one of them refuses, and the order of turns."""
     rank = dist.get_rank()
     size = dist.get_world_size()
     found: dict[str, object] = {"own": ranks.run_together(lambda: rank)}

@@ -15,7 +15,7 @@ class Seen(NamedTuple):
 
     training: Training
     loads: list[list[int]]
-    """How often each expert of each layer was chosen."""
+    """Counts of how often each expert of each layer was chosen."""
     totals: list[float]
     """Sums of the losses of routers."""
 
@@ -26,7 +26,7 @@ class Both(NamedTuple):
     chained: Training
     apart: Training
     runs: int
-    """How often chains ran."""
+    """The number of times that chains ran."""
     loads: tuple[list[list[int]], list[list[int]]]
     totals: tuple[list[float], list[float]]
     """Both of `Seen`, in either way."""

@@ -60,7 +60,7 @@ def saved(spec: ModelSpec, layout: Layout, folder: str, iterations: list[int]) -
 
 
 def refused_ids(spec: ModelSpec, layout: Layout) -> str:
-    """How a batch with an id that the model does not have is refused."""
+    """The error of a batch with an id that the model does not have."""
     trainer = trained(spec, layout, 0)
     samples = batch_of(spec, layout, 0)[trainer.rows]
     samples[0, 1] = spec.vocab
@@ -70,7 +70,7 @@ def refused_ids(spec: ModelSpec, layout: Layout) -> str:
 
 
 def loaded(spec: ModelSpec, layout: Layout, folder: str, iteration: int) -> dict[str, Any] | str:
-    """What a checkpoint was told, or how it was refused."""
+    """The fields that a checkpoint was saved with, or the error that refuses it."""
     try:
         return checkpoint.load(folder, trained(spec, layout, 0), spec, iteration)
     except InputError as error:
@@ -124,9 +124,9 @@ def kept(spec: ModelSpec, layout: Layout, folder: str, read: int | None) -> list
 def full_disk(
     spec: ModelSpec, layout: Layout, folder: str, asynchronous: bool
 ) -> tuple[list[str], str, list[str], list[int]]:
-    """What is said of saves at 1 to 5 when those at 2, 4 and 5 fail on the last rank, and how they end.
+    """Messages about saves at 1 to 5 when those at 2, 4 and 5 fail on the last rank, and the final error.
 
-    Also what lies in the folder after the second, and the iterations that can be loaded in the end.
+    Also the names in the folder after the second save, and the iterations that can be loaded in the end.
     """
     trainer = trained(spec, layout, 0)
     said: list[str] = []
@@ -152,7 +152,7 @@ def full_disk(
 
 
 def last_save_fails(spec: ModelSpec, layout: Layout, folder: str) -> str:
-    """How a run ends whose only save fails."""
+    """The error of a run whose only save fails."""
     saver = checkpoint.Saver(folder, asynchronous=True, report=lambda line: None)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     saver.save(trained(spec, layout, 0), spec, {})
@@ -164,7 +164,7 @@ def last_save_fails(spec: ModelSpec, layout: Layout, folder: str) -> str:
 
 
 def requests() -> list[tuple[str, bool]]:
-    """What two ranks agree on after steps in which one of them, or its clock, asks for something."""
+    """Requests on which two ranks agree after steps in which one rank, or its clock, makes a request."""
     rank = dist.get_rank()
     # Not when the process started from which this one is forked.
     exit_signals.START_TIME_S = time.monotonic()

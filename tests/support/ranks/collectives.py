@@ -1,4 +1,4 @@
-"""What a compiler makes of the gradients of collectives."""
+"""Gradients of collectives as a compiler makes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.autograd_functions import Case, compiled_difference, drawn
 
 
 def cases(dtype: torch.dtype) -> dict[str, Case]:
-    """One of each function of `runtime.parallel.collectives`, and of what is made of them, by a name."""
+    """A case of each function of `runtime.parallel.collectives`, and of functions made of them, by name."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     x = drawn(4, 6, seed=rank).to(dtype)

@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one attention of one rank did."""
+    """Bytes and query/key pairs of one attention of one rank."""
 
     forward_bytes: int
     backward_bytes: int
@@ -164,7 +164,7 @@ def attention_work(form: str, heads: Heads, dtype: torch.dtype) -> Work:
 def loss_and_gradients(
     spec: ModelSpec, layouts: list[Layout]
 ) -> list[tuple[float, float, dict[str, torch.Tensor]]]:
-    """For each layout: the loss of the first batch, the gradient norm and whole gradients of one step."""
+    """The loss of the first batch, the gradient norm and whole gradients of one step, for each layout."""
     results = []
     for layout in layouts:
         trainer = Trainer(spec, layout, TrainingOptions(train_iters=1, clip_grad=0.0), CPU)

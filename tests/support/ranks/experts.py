@@ -25,7 +25,7 @@ from tests.support.ranks.training import CPU, batch_of, step_gradients
 
 
 class Run(NamedTuple):
-    """What a short training has shown on one rank."""
+    """Losses, gradients and loads of a short training on one rank."""
 
     losses: list[float]
     norm: float
@@ -103,7 +103,7 @@ def expert_shapes(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]
 
 
 class Objective(NamedTuple):
-    """What the routers of one rank add to the objective of one step."""
+    """Terms that the routers of one rank add to the objective of one step."""
 
     gradients: dict[str, Tensor]
     expected: dict[str, Tensor]

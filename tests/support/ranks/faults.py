@@ -84,7 +84,7 @@ def hang_in_data(timeout_s: float) -> tuple[list[int], str]:
 
 
 def slow_rank() -> str:
-    """What is said of three ranks, of which the last does the most itself."""
+    """The line about three ranks, of which the last has the most work of its own."""
     rank = dist.get_rank()
     spec = MODELS["gpt2"].model_copy(update={"layers": 1})
     layout = parse_layout("dp=3,gbs=6", spec)

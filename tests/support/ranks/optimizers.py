@@ -287,10 +287,10 @@ def _tied_head(spec: ModelSpec, trainer: Trainer) -> dict[str, Tensor]:
 def resumed_weights(
     spec: ModelSpec, before: Layout, after: Layout, options: TrainingOptions, folder: str
 ) -> tuple[tuple[int, int], float, float, str]:
-    """What a checkpoint without the optimizer's state gives to a run with another optimizer.
+    """The state that a checkpoint without the optimizer's state gives to a run with another optimizer.
 
-    That is its iteration and updates, the loss of the next step in the first run and in that one, and how
-    the checkpoint is refused where its optimizer is asked for.
+    Returns its iteration and updates, the loss of the next step in the first run and in the second one, and
+    the error of loading where the checkpoint's optimizer is asked for.
     """
     with torch.compiler.set_stance("force_eager"):
         first = Trainer(spec, before, options, CPU)

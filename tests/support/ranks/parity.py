@@ -76,7 +76,7 @@ def relative_difference(losses: Sequence[float], reference: Sequence[float]) -> 
 
 
 class Training(NamedTuple):
-    """What a rank has seen of a short training."""
+    """Losses, norms and weights of a short training on one rank."""
 
     losses: list[float]
     norms: list[float]
@@ -148,7 +148,7 @@ def _whole_weights(trainer: Trainer) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def difference(by_rank: Sequence[Training], alone: Training) -> Difference:
-    """How far the training of a layout's ranks is from that of one rank."""
+    """Largest differences of a layout's ranks from the training of one rank."""
     weights = [0.0]
     for rank in by_rank:
         for name, found in rank.weights.items():

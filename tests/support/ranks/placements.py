@@ -18,7 +18,7 @@ from tests.support.ranks.training import CPU
 
 
 def results(placements: list[Placement]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """What there is to see of tensors made from one: by DTensor's search, and without it."""
+    """Visible properties of tensors made from one: by DTensor's search, and without it."""
     mesh = init_device_mesh("cpu", (2, 2))
     whole = distribute_tensor(torch.arange(48.0).view(6, 8), mesh, placements)
 

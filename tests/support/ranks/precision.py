@@ -22,7 +22,7 @@ from tests.support.ranks.training import CPU, batch_of
 
 
 class Step(NamedTuple):
-    """What one step reported, as numbers."""
+    """The report of one step, as numbers."""
 
     loss: float
     grad_norm: float
@@ -115,7 +115,7 @@ def with_and_without_fsdp(spec: ModelSpec, layout: Layout, steps: int) -> tuple[
 
 
 class Gathered(NamedTuple):
-    """What was gathered in one pass forward."""
+    """Bytes that were gathered in one forward pass."""
 
     sent: dict[torch.dtype, int]
     """Bytes that all ranks together gave to collectives, by the format that these saw."""
@@ -136,7 +136,7 @@ class _Gathers(TorchDispatchMode):
 
 
 def gathered(spec: ModelSpec, layout: Layout) -> Gathered:
-    """What an evaluation of one microbatch gathers."""
+    """Bytes that an evaluation of one microbatch gathers."""
     trainer, narrow = Trainer(spec, layout, TrainingOptions(train_iters=1), CPU), [0]
 
     def note(module: nn.Module, inputs: Any) -> None:

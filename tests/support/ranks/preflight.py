@@ -25,7 +25,7 @@ def measure(log_dir: str) -> str | None:
 
 
 def differ() -> str:
-    """What is said of ranks of which the last has other flags."""
+    """The error of ranks of which the last has other flags."""
     flags = ["--seed", "3" if dist.get_rank() == 3 else "1", "--log-dir", f"of-{dist.get_rank()}"]
     try:
         preflight(PreflightOptions(), place(), CPU, flags, None)

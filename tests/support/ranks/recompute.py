@@ -1,4 +1,4 @@
-"""What recomputation and offload keep and move, on ranks and without them."""
+"""Tensors that recomputation and offload keep and move, on ranks and without them."""
 
 from __future__ import annotations
 

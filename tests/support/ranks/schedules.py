@@ -83,7 +83,7 @@ def report(spec: ModelSpec, layout: Layout) -> Report:
 
 
 def events(spec: ModelSpec, layout: Layout) -> list[str]:
-    """What this rank does in a step: actions and the stages they are of, such as "F0", and "reduce"."""
+    """Events of this rank in a step: actions and the stages they are of, such as "F0", and "reduce"."""
     trainer = Trainer(spec, layout, TrainingOptions(train_iters=2), CPU)
     samples = batch_of(spec, layout, 0)[trainer.rows]
     # Ranks agree on shapes before the first step.
@@ -96,7 +96,7 @@ def events(spec: ModelSpec, layout: Layout) -> list[str]:
 
 
 def accumulation_events(spec: ModelSpec, layout: Layout) -> list[str]:
-    """What a rank without a pipeline does in a step: "forward" for each microbatch, and "reduce"."""
+    """Events of a rank without a pipeline in a step: "forward" for each microbatch, and "reduce"."""
     trainer = Trainer(spec, layout, TrainingOptions(train_iters=1), CPU)
     inputs = trainer._inputs(batch_of(spec, layout, 0)[trainer.rows])
     with Watch() as watch:
@@ -106,7 +106,7 @@ def accumulation_events(spec: ModelSpec, layout: Layout) -> list[str]:
 
 
 def live_activations(spec: ModelSpec, layout: Layout) -> Trace:
-    """What is alive during and after a step and an evaluation, weights and gradients apart."""
+    """Bytes alive during and after a step and an evaluation, weights and gradients apart."""
     trainer = Trainer(spec, layout, TrainingOptions(train_iters=2), CPU)
     samples = batch_of(spec, layout, 0)[trainer.rows]
     inputs = trainer._inputs(samples)
