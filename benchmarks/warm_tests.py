@@ -86,8 +86,9 @@ def _run(root: Path, words: str, log: Path) -> None:
         sys.path[:] = [str(root), *(path for path in sys.path if path not in ("", os.fspath(_HERE)))]
         sys.dont_write_bytecode = True
         with _forked_server():
-            importlib.import_module("tests.support.worker_pool").forkserver()
-            for name in importlib.import_module("runtime.launch.rank_pool").PRELOADED:
+            pool = importlib.import_module("tests.support.worker_pool")
+            pool.forkserver()
+            for name in pool.PRELOADED:
                 importlib.import_module(name)
             forkserver.ensure_running()
         arguments = ["-x", "-n", "0", "-p", "no:cacheprovider", "-rf", "--tb=short", *words.split()]

@@ -27,16 +27,25 @@ PRELOADED = [
     *PRELOADED_MODULES,
     "runtime.checkpoint",
     "runtime.job.initial_state",
+    "runtime.launch.rank_pool",
     "runtime.parallel.pipeline",
     "runtime.parallel.ring_attention",
 ]
 """Modules that the forked process imports beforehand."""
 
+FROZEN = "runtime.launch.frozen"
+"""The module that the forked process imports last."""
 
-def forkserver() -> ForkServerContext:
-    """Starts processes that have imported all that ranks need."""
+
+def preloaded(*further: str) -> list[str]:
+    """All that the forked process imports beforehand, with `further` modules, in order."""
+    return [*PRELOADED, *further, FROZEN]
+
+
+def forkserver(*further: str) -> ForkServerContext:
+    """Starts processes that have imported all that ranks need, and `further` modules."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(preloaded(*further))
     return context
 
 
@@ -107,8 +116,7 @@ def _work(
 
     from runtime.parallel.accelerator import accelerator_type, collective_backend
 
-    # A collector that looks at what was imported copies its memory for this rank: half of a short test.
-    gc.freeze()
+    gc.freeze()  # As in `runtime.launch.frozen`, with what the function has imported.
     torch.set_num_threads(1)
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {**place, "LOCAL_WORLD_SIZE": str(world_size)}

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 from runtime.launch import rank_pool
-from runtime.launch.rank_pool import PRELOADED, TIMEOUT_S, RankPool
+from runtime.launch.rank_pool import TIMEOUT_S, RankPool
 
-__all__ = ["TIMEOUT_S", "WorkerPool", "forkserver"]
+__all__ = ["PRELOADED", "TIMEOUT_S", "WorkerPool", "forkserver"]
 
 COMPILER = "torch._inductor.compile_fx"
 """Each of the many ranks that compile layers would take more than a second to import it."""
 
+WORK = [f"tests.support.ranks.{path.stem}" for path in sorted(Path(__file__).parent.glob("ranks/[a-z]*.py"))]
+"""What ranks of tests do. Each of the thousands of ranks would take a tenth of a second to import it."""
+
+
+PRELOADED = rank_pool.preloaded(COMPILER, *WORK)
+"""Modules that the process imports beforehand of which ranks are forks."""
+
 
 def forkserver() -> ForkServerContext:
-    """The fork server of the runtime, which has imported the compiler besides."""
-    context = rank_pool.forkserver()
-    context.set_forkserver_preload([*PRELOADED, COMPILER])
-    return context
+    """The fork server of the runtime, which has imported the compiler and the work of tests besides."""
+    return rank_pool.forkserver(COMPILER, *WORK)
 
 
 class WorkerPool(RankPool):
-    """Ranks that need not import the compiler."""
+    """Ranks that need import neither the compiler nor the work of tests."""
 
     def __init__(self, size: int, accelerated: bool = False) -> None:
         super().__init__(size, accelerated)
