@@ -132,21 +132,10 @@ def prepare(
     Raises InputError, with file and line where there is one; then nothing is written.
     """
     keys = (json_keys,) if isinstance(json_keys, str) else tuple(dict.fromkeys(json_keys))
-    if workers is not None and workers < 1:
-        raise InputError(f"--workers {workers}: expected at least 1")
-    if chunk_size < 1:
-        raise InputError(f"--chunk-size {chunk_size}: expected at least 1")
-    if form is not None and form not in FORMATS:
-        raise InputError(f"--format {form!r}: expected one of {', '.join(FORMATS)}")
-    if not keys or not all(keys):
-        raise InputError("--json-keys: expected at least one name")
+    _check(keys, prompt_key, workers, chunk_size, form)
     files = expand([str(path) for path in inputs])
     prefixes = [Path(f"{output_prefix}_{key}_document") for key in keys]
     summary = Summary(prefixes[0])
-    if prompt_key in keys:
-        raise InputError(
-            f"--prompt-key {prompt_key}: is one of --json-keys too; name the key of the answers there"
-        )
     encoder = _Encoder(tokenizer, keys, append_eod, prompt_key)
     pieces = _pieces(files, form, chunk_size)
     dtype, record = best_dtype(tokenizer.vocab_size), record_of(tokenizer)
@@ -171,6 +160,24 @@ def prepare(
     except OSError as error:
         raise InputError(f"{error.filename or output_prefix}: {error.strerror or error}") from None
     return summary
+
+
+def _check(
+    keys: Sequence[str], prompt_key: str | None, workers: int | None, chunk_size: int, form: str | None
+) -> None:
+    """Raise `InputError` for arguments of `prepare` that make no sense."""
+    if workers is not None and workers < 1:
+        raise InputError(f"--workers {workers}: expected at least 1")
+    if chunk_size < 1:
+        raise InputError(f"--chunk-size {chunk_size}: expected at least 1")
+    if form is not None and form not in FORMATS:
+        raise InputError(f"--format {form!r}: expected one of {', '.join(FORMATS)}")
+    if not keys or not all(keys):
+        raise InputError("--json-keys: expected at least one name")
+    if prompt_key in keys:
+        raise InputError(
+            f"--prompt-key {prompt_key}: is one of --json-keys too; name the key of the answers there"
+        )
 
 
 def _pieces(files: Sequence[Path], form: str | None, most: int) -> Iterator[tuple[str, Piece]]:

@@ -20,6 +20,9 @@ from runtime.model.reach import Reach
 LSE_MULTIPLE = 32
 """The memory-efficient kernel pads log-sum-exps to a multiple of this many tokens."""
 
+_Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Inputs of a backward pass: the gradient of the output, queries, keys, values, and the output."""
+
 
 def reaching_attention(
     q_BNTH: Tensor,
@@ -162,16 +165,7 @@ def fused_forward(
         tokens, keys = q_BNTH.shape[2], k_BKPH.shape[2]
         q_BTNH, k_BPKH, v_BPKH = (x.transpose(1, 2) for x in (q_BNTH, k_BKPH, v_BKPH))
         out_BTNH, lse_BNT, *state = aten._flash_attention_forward(
-            q_BTNH,
-            k_BPKH,
-            v_BPKH,
-            None,
-            None,
-            tokens,
-            keys,
-            0.0,
-            True,
-            False,
+            *(q_BTNH, k_BPKH, v_BPKH, None, None, tokens, keys, 0.0, True, False),
             scale=scale,
             window_size_left=window - 1,
             window_size_right=0,
@@ -209,43 +203,40 @@ def fused_backward(
     mask: Tensor | None = None,
     window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, given the output and log-sum-exp of all that shares the softmax."""
-    aten = torch.ops.aten
-    tokens, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
+    """Gradients of q, k and v, given the output and log-sum-exp of all columns that share the softmax."""
+    given = grad_out, query, key, value, out
     if window:
-        q, k, v = aten._flash_attention_backward(
-            *(x.transpose(1, 2) for x in (grad_out, query, key, value, out)),
-            logsumexp,
-            None,
-            None,
-            tokens,
-            key.shape[2],
-            0.0,
-            True,
-            *state,
-            scale=scale,
-            window_size_left=window - 1,
-            window_size_right=0,
-        )
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return _window_backward(given, logsumexp, state, scale, window)
     if mask is None and takes_flash(query):
-        q, k, v = aten._scaled_dot_product_flash_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            out,
-            logsumexp,
-            None,
-            None,
-            tokens,
-            key.shape[2],
-            0.0,
-            is_causal,
-            *state,
-            scale=scale,
+        sizes = query.shape[2], key.shape[2]
+        q, k, v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *given, logsumexp, None, None, *sizes, 0.0, is_causal, *state, scale=scale
         )
         return q, k, v
+    return _repeated_backward(given, logsumexp, state, scale, is_causal, mask)
+
+
+def _window_backward(
+    given: _Given, logsumexp: Tensor, state: list[Tensor], scale: float, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by the flash kernel, where each token sees a window."""
+    sizes = given[1].shape[2], given[2].shape[2]
+    q, k, v = torch.ops.aten._flash_attention_backward(
+        *(x.transpose(1, 2) for x in given),
+        *(logsumexp, None, None, *sizes, 0.0, True, *state),
+        scale=scale,
+        window_size_left=window - 1,
+        window_size_right=0,
+    )
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _repeated_backward(
+    given: _Given, logsumexp: Tensor, state: list[Tensor], scale: float, is_causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by the kernels that take as many heads of keys as of queries."""
+    aten, (grad_out, query, key, value, out) = torch.ops.aten, given
+    tokens, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     if query.device.type == "cpu":
         q, k, v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -253,19 +244,10 @@ def fused_backward(
         )
     else:
         padded = F.pad(logsumexp, (0, -tokens % LSE_MULTIPLE), value=torch.inf)
+        bias = _expanded(mask, query, key)
+        wanted = [True, True, True, False]
         q, k, v, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad_out,
-            query,
-            key,
-            value,
-            _expanded(mask, query, key),
-            out,
-            padded,
-            *state,
-            0.0,
-            [True, True, True, False],
-            is_causal,
-            scale=scale,
+            grad_out, query, key, value, bias, out, padded, *state, 0.0, wanted, is_causal, scale=scale
         )
     groups = (key.shape[0], kv_heads, heads // kv_heads, *key.shape[2:])
     k, v = (x.reshape(groups).sum(2, dtype=torch.float32) for x in (k, v))
