@@ -18,7 +18,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -170,15 +170,7 @@ def _degrees(problem: Problem, near: Layout | None, offloads: bool, rng: random.
     groups = ("mesh", "chunks", "batch", "sequence", "recompute", "zero", "experts", "split", "offload")
     wanted = groups if near is None else rng.sample(groups, rng.randint(1, 3))
     if "mesh" in wanted:
-        rest, sizes = world, {}
-        for name in rng.sample(("tensor_parallel", "pipeline_parallel", "context_parallel"), 3):
-            sizes[name] = rng.choice([1, *divisors(rest)])
-            rest //= sizes[name]
-        values |= sizes | {"data_parallel": rest}
-        values["context_parallel_form"] = (
-            rng.choice(CONTEXT_FORMS) if sizes["context_parallel"] > 1 else CONTEXT_FORMS[0]
-        )
-        values["sequence_parallel"] = sizes["tensor_parallel"] > 1 and rng.random() < 0.7
+        values |= _mesh(world, rng)
     pipeline = values["pipeline_parallel"]
     if "chunks" in wanted or "mesh" in wanted:
         most = max(1, model.layers // pipeline)
@@ -188,25 +180,11 @@ def _degrees(problem: Problem, near: Layout | None, offloads: bool, rng: random.
         )
     stages = pipeline * values["virtual_pipeline_parallel"]
     if {"chunks", "mesh", "split"} & set(wanted) and stages <= model.layers:
-        split = list(even_split(model.layers, stages))
-        if "split" in wanted and rng.random() < 0.5:
-            for _ in range(rng.randint(1, 3)):
-                source, target = rng.randrange(stages), rng.randrange(stages)
-                if split[source] > 1:
-                    split[source], split[target] = split[source] - 1, split[target] + 1
-        values["layers_per_stage"] = tuple(split)
+        values["layers_per_stage"] = _split(
+            model.layers, stages, "split" in wanted and rng.random() < 0.5, rng
+        )
     if "batch" in wanted or "mesh" in wanted:
-        own = max(1, problem.batch.size // values["data_parallel"])
-        if problem.batch.maximum:
-            values["micro_batch_size"] = min(own, rng.randint(1, rng.choice((2, 4, 8, 16, own))))
-            most = max(1, own // values["micro_batch_size"])
-            count = most if rng.random() < 0.7 else rng.randint(1, most)
-            if values["schedule"].startswith("interleaved") and count > pipeline:
-                count = count // pipeline * pipeline
-        else:
-            values["micro_batch_size"] = rng.choice(divisors(own))
-            count = own // values["micro_batch_size"]
-        values["global_batch_size"] = values["micro_batch_size"] * count * values["data_parallel"]
+        values |= _batch(problem, values, rng)
     if "sequence" in wanted:
         values["sequence_parallel"] = values["tensor_parallel"] > 1 and rng.random() < 0.7
     if "zero" in wanted or "mesh" in wanted:
@@ -218,17 +196,61 @@ def _degrees(problem: Problem, near: Layout | None, offloads: bool, rng: random.
         values["expert_parallel"] = rng.choice(divisors(model.experts))
         values["expert_tensor_parallel"] = rng.choice((1, values["tensor_parallel"]))
     if "recompute" in wanted:
-        kind = rng.choice(("none", "selective", "selective", "full"))
-        some = rng.sample(RECOMPUTE_MODULES, rng.randint(1, len(RECOMPUTE_MODULES)))
-        values["recompute"] = kind
-        values["recompute_modules"] = tuple(some) if kind == "selective" else ()
-        block = kind != "none" and rng.random() < 0.5
-        values["recompute_method"] = "block" if block else "uniform"
-        deepest = max(values.get("layers_per_stage", (1,)))
-        values["recompute_num_layers"] = rng.randint(1, deepest) if block else 1
+        values |= _recompute(max(values.get("layers_per_stage", (1,))), rng)
     if offloads and "offload" in wanted:
         values["offload_activations"], values["offload_optimizer"] = rng.random() < 0.5, rng.random() < 0.5
     return values | {"precision": problem.precision}
+
+
+def _mesh(world: int, rng: random.Random) -> dict[str, Any]:
+    """Degrees of tensor, pipeline, context and data parallelism of `world` devices, and their forms."""
+    rest, sizes = world, {}
+    for name in rng.sample(("tensor_parallel", "pipeline_parallel", "context_parallel"), 3):
+        sizes[name] = rng.choice([1, *divisors(rest)])
+        rest //= sizes[name]
+    form = rng.choice(CONTEXT_FORMS) if sizes["context_parallel"] > 1 else CONTEXT_FORMS[0]
+    splits = sizes["tensor_parallel"] > 1 and rng.random() < 0.7
+    forms = {"context_parallel_form": form, "sequence_parallel": splits}
+    return {**sizes, "data_parallel": rest, **forms}
+
+
+def _split(layers: int, stages: int, uneven: bool, rng: random.Random) -> tuple[int, ...]:
+    """Layers of each stage: an even split, of which an uneven one moves one to three layers."""
+    split = list(even_split(layers, stages))
+    for _ in range(rng.randint(1, 3) if uneven else 0):
+        source, target = rng.randrange(stages), rng.randrange(stages)
+        if split[source] > 1:
+            split[source], split[target] = split[source] - 1, split[target] + 1
+    return tuple(split)
+
+
+def _batch(problem: Problem, values: Mapping[str, Any], rng: random.Random) -> dict[str, int]:
+    """Sequences of a microbatch and of a step, for the degrees in `values`."""
+    replicas, pipeline = values["data_parallel"], values["pipeline_parallel"]
+    own = max(1, problem.batch.size // replicas)
+    if problem.batch.maximum:
+        micro = min(own, rng.randint(1, rng.choice((2, 4, 8, 16, own))))
+        most = max(1, own // micro)
+        count = most if rng.random() < 0.7 else rng.randint(1, most)
+        if values["schedule"].startswith("interleaved") and count > pipeline:
+            count = count // pipeline * pipeline
+    else:
+        micro = rng.choice(divisors(own))
+        count = own // micro
+    return {"micro_batch_size": micro, "global_batch_size": micro * count * replicas}
+
+
+def _recompute(deepest: int, rng: random.Random) -> dict[str, Any]:
+    """Recomputation of all layers or of up to `deepest` ones of each stage."""
+    kind = rng.choice(("none", "selective", "selective", "full"))
+    some = rng.sample(RECOMPUTE_MODULES, rng.randint(1, len(RECOMPUTE_MODULES)))
+    block = kind != "none" and rng.random() < 0.5
+    return {
+        "recompute": kind,
+        "recompute_modules": tuple(some) if kind == "selective" else (),
+        "recompute_method": "block" if block else "uniform",
+        "recompute_num_layers": rng.randint(1, deepest) if block else 1,
+    }
 
 
 def legal(problem: Problem, table: LayoutTable) -> Any:

@@ -174,6 +174,19 @@ def conclusions(rows: list[dict[str, Any]], mixed: str) -> dict[str, dict[str, f
     }
 
 
+def devices_of(device: str | None, workers: int | None) -> tuple[int, int]:
+    """The GPUs of this machine, none for `cpu`, and the workers that train on them or on CPU cores."""
+    if device not in (None, "cpu"):
+        raise InputError(f"--device {device}: give cpu, or leave it out to train on the GPUs")
+    gpus = 0 if device == "cpu" else local_device_count()
+    workers = workers if workers is not None else gpus or 2
+    if workers < 2:
+        raise InputError(f"{workers} workers share nothing; give --workers of at least 2, or --device cpu")
+    if gpus and workers > gpus:
+        raise InputError(f"--workers {workers}: this machine has {gpus} GPUs; give fewer, or --device cpu")
+    return gpus, workers
+
+
 app = typer.Typer(add_completion=False)
 
 
@@ -192,8 +205,6 @@ def data_parallel(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train the same GPT-2 in every way and compare speed, memory and losses."""
-    if device not in (None, "cpu"):
-        raise InputError(f"--device {device}: give cpu, or leave it out to train on the GPUs")
     if model_size not in MODELS:
         raise InputError(f"--model-size {model_size}: choose one of {', '.join(MODELS)}")
     mixed = next((one for one in MIXED if one == mixed_precision), None)
@@ -201,14 +212,9 @@ def data_parallel(
         raise InputError(f"--mixed-precision {mixed_precision}: choose one of {', '.join(MIXED)}")
     if steps < 1 or rounds < 1:
         raise InputError(f"--steps {steps} --rounds {rounds}: both must be at least 1")
-    gpus = 0 if device == "cpu" else local_device_count()
+    gpus, workers = devices_of(device, workers)
     if mixed == "fp16" and not gpus:
         raise InputError("--mixed-precision fp16: needs GPUs; train with bf16 on a CPU")
-    workers = workers if workers is not None else gpus or 2
-    if workers < 2:
-        raise InputError(f"{workers} workers share nothing; give --workers of at least 2, or --device cpu")
-    if gpus and workers > gpus:
-        raise InputError(f"--workers {workers}: this machine has {gpus} GPUs; give fewer, or --device cpu")
     batch_size = 4 * workers if batch_size is None else batch_size
     if batch_size < 1 or batch_size % workers:
         raise InputError(f"--batch-size {batch_size}: must be a positive multiple of the {workers} workers")
