@@ -16,22 +16,9 @@ from planner.ranking.result import SearchResult
 from runtime.calibrate.local import step_on_rank
 from runtime.launch.rank_pool import RankPool
 from runtime.launch.warm_ranks import threads_of
+from tests.support.models import llama
 
-DENSE = ModelSpec(
-    name="dense",
-    layers=4,
-    hidden=192,
-    heads=2,
-    ffn=512,
-    vocab=1024,
-    seq=128,
-    gated=True,
-    activation="silu",
-    norm="rmsnorm",
-    position="rope",
-    tied=False,
-    linear_bias=False,
-)
+DENSE = llama("dense", layers=4, hidden=192, heads=2, ffn=512, vocab=1024, seq=128)
 
 MODELS = {
     "dense": DENSE,

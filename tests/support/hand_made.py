@@ -10,6 +10,7 @@ import costmodels
 from costmodels import Cluster, Device, Engine, Layout, Link, ModelSpec, even_split
 from costmodels.catalogue import load_engine
 from costmodels.spec.engine import GROUPS, constant_fields, merge_fields
+from tests.support import models
 
 GIB = 2.0**30
 
@@ -23,21 +24,8 @@ def gpt() -> ModelSpec:
 @pytest.fixture
 def llama() -> ModelSpec:
     """A Llama 2 70B."""
-    return ModelSpec(
-        name="llama",
-        layers=80,
-        hidden=8192,
-        ffn=28672,
-        heads=64,
-        kv_heads=8,
-        vocab=32000,
-        seq=4096,
-        gated=True,
-        norm="rmsnorm",
-        position="rope",
-        tied=False,
-        linear_bias=False,
-    )
+    sizes = {"layers": 80, "hidden": 8192, "ffn": 28672, "heads": 64, "kv_heads": 8, "vocab": 32000}
+    return models.llama("llama", **sizes, seq=4096)
 
 
 @pytest.fixture
