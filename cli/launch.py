@@ -23,14 +23,9 @@ from cli.trial_table import best_plan
 from costmodels.errors import InputError
 from costmodels.files import write_whole
 from planner.inputs.device import is_cpu
-from planner.options.batch import BatchOptions
-from planner.options.cluster import ClusterOptions
-from planner.options.flags import flag_groups
-from planner.options.model import ModelOptions
-from planner.options.parallel import ParallelOptions
+from planner.options.flags import flag_groups, groups_of
 from planner.plan import Plan
 from planner.service.plan_notes import optimizer_notes
-from runtime.faults.fault_options import FaultOptions
 from runtime.job.continuation import PreviousRun, previous_run
 from runtime.job.job import Job
 from runtime.job.job_folders import check_save, iteration_of
@@ -52,29 +47,15 @@ from runtime.launch.torchrun import shell_line, torchrun_command
 from runtime.launch.trial_order import POOL, TrialSeries
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
-from runtime.preflight.preflight_options import PreflightOptions
 from runtime.processes.start_variables import is_restarted
 from runtime.settings.checks import check_host
 from runtime.settings.plan_notes import expert_balance_notes
-from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 
 TRIES_FILE = "tries.json"
 """What --try has measured, in the folder of the run."""
 
 
-@flag_groups(
-    model=ModelOptions,
-    cluster=ClusterOptions,
-    batch=BatchOptions,
-    parallel=ParallelOptions,
-    training=TrainingOptions,
-    data=DataOptions,
-    output=OutputOptions,
-    faults=FaultOptions,
-    preflight=PreflightOptions,
-    options=LaunchOptions,
-    trial=TrialOptions,
-)
+@flag_groups(**groups_of(Job, but=("run",)), options=LaunchOptions, trial=TrialOptions)
 def launch(options: LaunchOptions, trial: TrialOptions, **groups: Any) -> None:
     """Plan for this machine and train the winner on all its GPUs, or on its CPU."""
     job = Job(run=options, **groups)

@@ -19,7 +19,7 @@ from planner.options.batch import BatchOptions
 from planner.options.budget import BudgetOptions
 from planner.options.cluster import WorldSizesOptions
 from planner.options.command import epilog_section
-from planner.options.flags import flag, flag_groups
+from planner.options.flags import flag, flag_groups, groups_of
 from planner.options.given_layout import GivenLayout
 from planner.options.limits import AT_LEAST_1
 from planner.options.messages import command_message
@@ -61,12 +61,7 @@ class Output:
 @flag_groups(
     notes=(epilog_section("How plans are written", NOTATION),),
     late={"unused": lambda: training_flags(but=(Output, BudgetOptions))},
-    model=ModelOptions,
-    cluster=WorldSizesOptions,
-    batch=BatchOptions,
-    budget=BudgetOptions,
-    parallel=ParallelOptions,
-    given=GivenLayout,
+    **groups_of(Question),
     output=Output,
 )
 def suggest(

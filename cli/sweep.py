@@ -13,12 +13,9 @@ from cli.tables import table, table_text
 from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
-from planner.options.batch import BatchOptions
-from planner.options.cluster import ClusterOptions
-from planner.options.flags import flag, flag_groups
+from planner.options.flags import flag, flag_groups, groups_of
 from planner.options.limits import MOST_STEPS, Bounds
-from planner.options.model import DEFAULT_MODEL, ModelOptions
-from planner.options.parallel import ParallelOptions
+from planner.options.model import DEFAULT_MODEL
 from planner.plan import Plan
 from runtime.checkpoint.owner import ownership
 from runtime.job.job import Job
@@ -30,7 +27,6 @@ from runtime.launch.trials import try_plan
 from runtime.launch.warm_ranks import WarmRanks
 from runtime.logs.console import say
 from runtime.settings.checks import check_folder
-from runtime.settings.training_options import DataOptions, TrainingOptions
 
 DEFAULT_PLANS = 3
 
@@ -66,15 +62,7 @@ class SweepOptions:
             raise InputError(f"--plans {self.plans} and --layout: a layout has one plan; give either")
 
 
-@flag_groups(
-    options=SweepOptions,
-    model=ModelOptions,
-    cluster=ClusterOptions,
-    batch=BatchOptions,
-    parallel=ParallelOptions,
-    training=TrainingOptions,
-    data=DataOptions,
-)
+@flag_groups(options=SweepOptions, **groups_of(Job, but=("output", "run", "faults", "preflight")))
 def sweep(options: SweepOptions, **groups: Any) -> None:
     """Measure layouts or models for a few steps each on this machine; a sweep that was stopped goes on."""
     options.check()

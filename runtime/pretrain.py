@@ -27,20 +27,16 @@ from costmodels.spec.hardware import NARROW
 from planner.formats.pasted import PastedCommand
 from planner.inputs.device import is_cpu
 from planner.inputs.node_kinds import is_of_kinds
-from planner.options.batch import BatchOptions
-from planner.options.cluster import ClusterOptions
 from planner.options.command import add
-from planner.options.flags import flag_groups
+from planner.options.flags import flag_groups, groups_of
 from planner.options.limits import check_bounds
-from planner.options.model import ModelOptions
-from planner.options.parallel import ParallelOptions, check_alone
+from planner.options.parallel import check_alone
 from planner.plan import Plan
 from runtime import entry
 from runtime.checkpoint.owner import PATIENCE_OF_RESTART_S, PATIENCE_S, Owner
 from runtime.data import Datasets
 from runtime.faults.error_file import report
 from runtime.faults.exit_signals import ignore_early
-from runtime.faults.fault_options import FaultOptions
 from runtime.faults.heartbeat import activity, set_operation
 from runtime.faults.watchdog import Watchdog
 from runtime.job.continuation import (
@@ -51,7 +47,7 @@ from runtime.job.continuation import (
 )
 from runtime.job.datasets import ModelTokenizer, model_tokenizer, open_datasets
 from runtime.job.devices import check_kind, detect_device, local_device_count, torch_device
-from runtime.job.job import Job, RunOptions, sample_order
+from runtime.job.job import Job, sample_order
 from runtime.job.job_folders import begins_anew, check_save, iteration_of
 from runtime.job.loop import Loop
 from runtime.job.plan_check import check_plan_of_job
@@ -72,12 +68,10 @@ from runtime.parallel.ranks import (
     run_together,
     start_process_group,
 )
-from runtime.preflight.preflight_options import PreflightOptions
 from runtime.preflight.run import preflight
 from runtime.processes.start_variables import is_elastic, is_restarted
 from runtime.settings.checks import check_folder
 from runtime.settings.idle_flags import idle_flag_notes
-from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
 from runtime.train.trainer import Trainer
 from runtime.world.membership import RANK_VARIABLES, rank_variables
 
@@ -351,18 +345,7 @@ def suggest() -> NoReturn:
 app = typer.Typer(add_completion=False)
 
 
-@flag_groups(
-    model=ModelOptions,
-    cluster=ClusterOptions,
-    batch=BatchOptions,
-    parallel=ParallelOptions,
-    training=TrainingOptions,
-    data=DataOptions,
-    output=OutputOptions,
-    run=RunOptions,
-    faults=FaultOptions,
-    preflight=PreflightOptions,
-)
+@flag_groups(**groups_of(Job))
 def pretrain(**groups: Any) -> None:
     """Train a GPT-like model on the ranks that torchrun started."""
     job = Job(**groups)

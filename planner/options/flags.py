@@ -180,6 +180,11 @@ def _unset(field: dataclasses.Field[Any]) -> Any:
     return flag(None, field.metadata.get("help", ""), *flag_names(field), hidden=True, within=within)
 
 
+def groups_of(record: Any, but: Container[str] = ()) -> dict[str, Any]:
+    """The groups of flags of a record whose fields are such groups, by name, but for those in `but`."""
+    return {one.name: one.default_factory for one in dataclasses.fields(record) if one.name not in but}
+
+
 Late = Callable[[], type]
 """A function that makes the dataclass of a group of hidden flags, which most runs have no use for."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from planner.options.batch import BatchOptions
 from planner.options.cluster import ClusterOptions
@@ -17,9 +17,6 @@ from runtime.faults.fault_options import FaultOptions
 from runtime.preflight.preflight_options import PreflightOptions
 from runtime.settings.checks import TIMEOUT
 from runtime.settings.training_options import DataOptions, OutputOptions, TrainingOptions
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -36,18 +33,18 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The flags of a run."""
+    """The flags of a run: the groups of every command that trains, in the order of their help."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
     batch: BatchOptions = field(default_factory=BatchOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    run: RunOptions = field(default_factory=RunOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
     data: DataOptions = field(default_factory=DataOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+    run: RunOptions = field(default_factory=RunOptions)
     faults: FaultOptions = field(default_factory=FaultOptions)
     preflight: PreflightOptions = field(default_factory=PreflightOptions)
-    output: OutputOptions = field(default_factory=OutputOptions)
 
     def with_plan(self, path: str | Path) -> Job:
         """The job with its model, cluster, batch and layout read from a plan file."""
