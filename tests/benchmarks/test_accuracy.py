@@ -213,5 +213,5 @@ def test_published_rows_are_scored(run):
     assert [found[name]["n"] for name in names] == [165, 10, 0, 22, 41]
     assert found["aleph_layouts"]["oom"]["n"] == 257
     assert found["simumax_b200"]["memory"]["n"] == 22
-    # Its steps of tests tell of their memory alone.
+    # Megatron's golden steps tell of memory alone.
     assert found["megatron_golden"]["memory"]["n"] > 500

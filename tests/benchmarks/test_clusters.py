@@ -117,7 +117,7 @@ def test_pods_of_a_generated_file_train_one_job(tmp_path: Path) -> None:
     pods = []
     roles = documents["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
     for node, name in enumerate(("Master", "Worker")):
-        # What the operator sets, but for the name of the first pod, which nobody here knows.
+        # Variables that the operator sets, but for the name of the first pod, which nobody here knows.
         told = {"WORLD_SIZE": "2", "RANK": str(node), "PET_NNODES": "2", "PET_NODE_RANK": str(node)}
         told |= {"PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
         [container] = roles[name]["template"]["spec"]["containers"]

@@ -28,7 +28,7 @@ def test_every_row_is_a_job_with_its_degrees(group):
         degrees: dict[str, Any] = parse_layout(row["layout"])
         if isinstance(row["model"], str):
             resolve_model(row["model"], seq=row.get("seq"))
-        # What was pinned for them they did, and what they published divides their devices.
+        # Published degrees agree with the pins, and divide the devices.
         assert all(
             pins[name] == value or value in pins[name] for name, value in degrees.items() if name in pins
         )

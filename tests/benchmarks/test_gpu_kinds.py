@@ -97,7 +97,7 @@ def test_a_planted_assertion_is_named_and_tried_again(tmp_path: Path) -> None:
     assert f"asserts: FAILED, {assertion}" in table
     assert f"asserts, CUDA_LAUNCH_BLOCKING=1: FAILED, {assertion}" in lines
     assert any(line.startswith("asserts, not compiled: ran") for line in lines)
-    # What is refused on any machine is not tried again.
+    # A kind that is refused on any machine is not tried again.
     assert [line for line in lines if line.startswith("refuses,")] == []
     assert "failed: asserts, refuses" in lines
     assert "ran with other losses than on a CPU: drifts" in lines

@@ -38,7 +38,7 @@ def rows(tmp_path):
 
 def test_pairs_are_of_one_job_and_two_layouts(rows):
     pairs = pairs_of(rows)
-    # Of four rows with the same batch: six pairs, of which one has the same layout twice.
+    # Four rows with the same batch have six pairs, of which one has the same layout twice.
     assert len(pairs) == 5 and set(pairs.source) == {"vtrain_single"}
     assert (pairs.predicted >= 0).all() and (pairs.differ[KINDS.index("run")] == 1).all()
     logs = {

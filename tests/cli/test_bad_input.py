@@ -327,7 +327,7 @@ def test_a_device_that_is_not_here_is_refused(
         ((*NANO[:4], *EIGHT), {"PMI_SIZE": "2"}, ("PMI_SIZE=2: the scheduler has started this 2 times",)),
         ((*NANO[:4], *EIGHT, "--load", "/none"), {}, ("--load /none: there is no such folder",)),
         ((*NANO[:2], *EIGHT, "--device", "h100"), {}, ("--device h100: this machine has no GPUs",)),
-        # It waits for the owner.
+        # The command waits for the owner.
         pytest.param(
             *((*NANO[:4], *EIGHT, "--save", "OWNED"), {}, ("--save", "in use by process ", " on host ")),
             marks=pytest.mark.slow,

@@ -194,7 +194,7 @@ def test_a_closed_terminal_saves_and_leaves_no_process(tmp_path: Path, data: str
     reader.start()
     wait_until(lambda: len(losses(folder)) >= 3, "the first steps")
     below = descendants(launcher)
-    # What a terminal that closes does: nobody reads any more, and its processes are told.
+    # A terminal closes: nobody reads any more, and its processes get a signal.
     os.kill(launcher, signal.SIGHUP)
     _, status = os.waitpid(launcher, 0)
     os.close(terminal)

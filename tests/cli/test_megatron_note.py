@@ -47,7 +47,7 @@ def test_it_says_what_a_question_to_that_engine_answers(planner_command: Any, jo
     assert answer["megatron"]["step_time_s"] == there["estimate"]["step_time_s"]
     assert note.endswith(f"{there['estimate']['peak_memory_bytes'] / 2**30:.1f} GiB")
     assert other["megatron"] is None
-    # What it names turns the words of this plan into those of the other.
+    # The degrees in the note turn the words of this plan into those of the other.
     said = planner_command("suggest", *job)[1]
     assert f"also: {note}" in " ".join(said.split())
     here = words(said.split("\nrun:")[0].replace("\n", " "))

@@ -104,7 +104,7 @@ def test_figures_show_what_fits_and_who_differs(plans: dict[str, Path]) -> None:
     contents = gather(planner.Plan.load(plans["first"]))
     cluster = contents.plan.cluster
     assert 0 < contents.cloud.peak_bytes.max() <= cluster.memory_bytes / GIB
-    # Of plans that every estimate has equal one is shown, so that the runner-up lacks something.
+    # One of the plans with equal estimates is shown, so that the runner-up lacks something.
     steps = [plan.estimate.step_time_s for plan in contents.rivals]
     assert len(set(steps)) > 1 and contents.comparison.time
     shown = figures(contents)

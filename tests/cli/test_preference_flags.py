@@ -176,7 +176,7 @@ def test_the_flags_that_are_named_give_the_fastest(planner_command: Any) -> None
     asked = ("--prefer", "fastest", "--headroom", "10%")
     code, out, _ = planner_command(*JOB, *asked)
     assert code == 0
-    # What leaves too little memory is not first although the fastest is preferred.
+    # A plan that leaves too little memory is not first although the fastest is preferred.
     assert "the faster one; --headroom 0 gives it" in " ".join(out.split())
     answer, _ = first(planner_command, *asked)
     [fastest] = [plan for plan in answer["plans"] if plan["place"] == answer["fastest_place"] != 1]

@@ -80,7 +80,7 @@ def test_a_terminal_has_a_short_line_for_each_record() -> None:
     assert shown("training", LOG, line, STEP, validation, last, test) == expected
     # As where metrics.jsonl cannot be written.
     assert shown(LOG, "saved", line) == [LOG, "saved", line]
-    # Of steps before a restart there are records without lines.
+    # Steps before a restart have records without lines.
     assert shown(STEP, "resumed") == ["resumed"]
 
 

@@ -167,7 +167,7 @@ def test_examples_of_the_helps_can_be_typed(
                 code, _, err = planner_command(*words)
                 assert code == 0 and "error" not in told(err), shlex.join(words)
             else:
-                # What trains, traces or needs files: its flags are known.
+                # Commands that train, trace or need files are not run; their flags are known.
                 known = {flag for one in every_command[name].params for flag in one.opts}
                 assert {word for word in words if word.startswith("--")} <= known
 

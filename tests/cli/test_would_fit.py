@@ -14,7 +14,7 @@ SMALL = (
 
 JOBS = [
     ("1.3", (*SMALL, "--world-size", "2", "--global-batch-size", "16", "--swap-attention")),
-    # What is pinned by flags of Megatron-LM, by ranges and by what is forbidden.
+    # Pins by flags of Megatron-LM, by ranges and by forbidden values.
     (
         "1.15",
         (

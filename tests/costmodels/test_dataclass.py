@@ -59,7 +59,7 @@ def test_wrong_values_are_refused(values: tuple[Any, ...], named: dict[str, Any]
 
 def test_equality_hash_and_text_are_those_of_the_fields() -> None:
     one, other = Frozen(1, "c", [1]), Frozen(1, "c", [2])
-    # What is computed once is no field.
+    # A cached property is no field.
     assert one.twice == 2 and one == other and hash(one) == hash(other) and one != Frozen(2, "c")
     assert Frozen(1) != Longer(1)
     assert repr(Longer(1)) == "Longer(first=1, second='b', fourth=0.5)"

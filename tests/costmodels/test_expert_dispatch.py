@@ -143,7 +143,7 @@ def test_loads_grow_with_ranks_of_few_experts_and_shrink_with_balancing_and_sequ
     assert load(ep=1) == 1 < load(ep=2) < load() < load(ep=32)
     assert load(mbs=4) < load()
     assert load(routed(model, expert_bias=True, score="sigmoid")) < load() < load(routed(model, early=True))
-    # Who uses all experts uses them alike.
+    # A router that uses all experts uses them evenly.
     assert load(model.model_copy(update={"experts": 8, "top_k": 8})) == 1
 
 

@@ -55,7 +55,7 @@ def test_zero_splits_experts_over_the_ranks_that_hold_the_same(mixture, cluster,
     others = 2 * shared.dense_layer[0] + mixture.moe_layers * shared.moe_layer[0]
     others += shared.embedding[0] + shared.head[0]
     for ep, etp in ((1, 1), (4, 1), (8, 2), (16, 1)):
-        # What a device has of the experts is the same share of a whole, however many hold it.
+        # A device's share of the experts is the same, however many devices hold an expert.
         assert states(ep=ep, etp=etp) == pytest.approx(12 * (others / 8 + experts / 16))
     copies = states(ep=8, zero_replicas=2) - states(ep=8)
     assert copies == pytest.approx(12 * (others / 8 + experts / 16))

@@ -310,7 +310,7 @@ def test_context_parallel_forms_keep_their_copies(llama, engine, layout):
         for form in ("ring", "all_gather", "all_to_all")
     }
     own = 2 * llama.seq / 4
-    # What others' keys and values take, and the results of two chunks of queries besides the joined one.
+    # Keys and values of the other ranks, and the results of two chunks of queries besides the joined one.
     assert forms["all_gather"] - forms["ring"] == own * (
         3 * 2 * llama.kv_heads * llama.head_dim + llama.q_size
     )
@@ -416,5 +416,5 @@ def test_a_rank_of_many_stages_holds_parameters_of_three(gpt, cluster, engine, l
         one = layout(gpt, pp=2, vpp=4, dp=4, zero=zero, m=8)
         return memory_of(gpt, cluster(8), engine("bundled"), one)["parameters"][0, 0]
 
-    # Of four stages of one layer each: what is gathered has 2 bytes.
+    # Four stages of one layer each: gathered parameters have 2 bytes.
     assert parameters(0) - parameters(1) == 2 * (12 * gpt.hidden**2 + 13 * gpt.hidden)

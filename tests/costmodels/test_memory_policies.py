@@ -161,7 +161,7 @@ def test_asynchronous_reductions_hold_outputs_of_layers_until_the_host_waits(
 
     assert held(tp=8, sp=False) == [0]
     assert held(tp=8, sp=True) == [2 * llama.layers]
-    # Of 4, 3, 2 and 1 microbatches in flight all but two, and one on the last rank.
+    # All but two of 4, 3, 2 and 1 microbatches in flight, and one on the last rank.
     layers = llama.layers / 4
     assert held(tp=8, sp=True, pp=4) == [2 * 2 * layers, 2 * layers, 0, 2 * layers]
 
@@ -172,7 +172,7 @@ def test_static_buffers_hold_gathered_inputs_of_layers(
     usual = engine("nanotron", allocator_reduction_outputs=0.0)
     found = memory_of(llama, cluster(8), usual, layout(llama, tp=8, sp=True))
     assert found["communication"][0, 0] == 2 * 2 * llama.seq * llama.hidden
-    # They stay, so that nothing of them is lost.
+    # The buffers stay, so that nothing of them is lost.
     dynamic = found["activations"][0, 0] + found["logits"][0, 0]
     assert found["reserve"][0, 0] == pytest.approx(usual.allocator.fragmentation * dynamic)
 

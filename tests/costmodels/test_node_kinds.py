@@ -50,7 +50,7 @@ def test_two_halves_of_one_kind_cost_what_the_whole_does(model: ModelSpec) -> No
     halves = mixed_cluster(nodes("a100-80g", 2), nodes("a100-80g", 2))
     table = build(model, 8, Batch(16), "bf16", {}).table
     alone, both = (price(model, cluster, ENGINE, table) for cluster in (whole, halves))
-    # Of a mixture the first stages may have most parameters besides experts, and the last ones most experts.
+    # The first stages of a mixture may have most parameters besides experts, and the last ones most experts.
     assert both.step_time_s == pytest.approx(alone.step_time_s, rel=5e-2 if model.experts else 1e-9)
     assert both.peak_memory_bytes == pytest.approx(alone.peak_memory_bytes, rel=1e-9)
     played = [prices.simulate(np.arange(0, len(table), 97)).step_time_s for prices in (alone, both)]

@@ -121,9 +121,9 @@ def test_muons_modes_share_out_the_products_of_newton_schulz(gpt):
     parts: dict[MuonMode, float] = {
         "duplicated": whole,
         "layer_sharded": whole / 4,
-        # Of [h, h / 4] with h rows, and of [h, h] with h.
+        # Matrices [h, h / 4] with h rows, and [h, h] with h.
         "distributed": 4 * steps(h / 4, h) + 2 * steps(h, h),
-        # Of [h, h / 4] with h / 4 rows, and of [h, h].
+        # Matrices [h, h / 4] with h / 4 rows, and [h, h].
         "blockwise": 4 * steps(h, h / 4) + 2 * steps(h, h),
     }
     for mode, flops in parts.items():

@@ -160,7 +160,7 @@ def test_a_ring_sees_the_tokens_of_one_rank_at_a_time(gpt, a100, engine, layout)
 
 
 def test_longer_layers_that_wait_for_the_host_are_never_faster(gpt, a100, engine, layout, cluster):
-    # What is computed again ends early: its wait is its own, not that of the forward pass.
+    # Recomputation ends early: its wait for the host is its own, not that of the forward pass.
     table = LayoutTable.of([layout(gpt, recompute="full", mbs=mbs) for mbs in (1, 2, 4)])
     slow = engine("bundled", host_layer_overhead=0.5, host_backward=1.0, host_chained=1.0)
     found = layer_passes(gpt, a100, slow, table, cluster(8)).total
@@ -183,7 +183,7 @@ def test_saving_every_second_product_repeats_the_others_and_no_attention(gpt, a1
     saving = engine("megatron", host_layer_overhead=0.0, saves_alternate_products=True)
     none, second, full = layer_passes(gpt, a100, saving, table, cluster(8)).recompute
     assert none == 0 < second < full
-    # Of the products of a plain block those of keys and of attention's output: 2 h^2 of 12 h^2, both small.
+    # GEMMs of keys and of attention's output in a plain block: 2 h^2 of 12 h^2, both small.
     bare = engine("megatron", host_layer_overhead=0.0, saves_alternate_products=True, elementwise_passes=1e-6)
     times = layer_passes(gpt, a100, bare, table, cluster(8))
     assert times.recompute[1] == pytest.approx(times.compute[0] / 3 / 6, rel=0.25)

@@ -152,7 +152,7 @@ def _placed(content: Mapping[str, Any], commands: Mapping[str, list[str]]) -> It
                 name = kind.removesuffix("!")
                 typed = [part for word in shlex.split(words) for part in commands.get(word, [word])]
                 typed = [word.replace("@", f"@{name}") for word in typed]
-                # What only an ordinary user may not do is his; of the rest every other one.
+                # An ordinary user types all that such users may not do, and every other one of the rest.
                 yield Case(group, tuple(typed), 2, (), user=kind.endswith("!") or turn % 2 == 0)
 
 
@@ -450,7 +450,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="bad-inputs-") as folder:
         valid = valid_inputs(Path(folder), any(case.needs("checkpoint") for case in cases))
         version_s = version_seconds()
-        # What the commands import is imported here, once, and every fork has it.
+        # Modules of the commands are imported here, once, and every fork has them.
         import runtime.checkpoint
         import runtime.pretrain  # noqa: F401
 

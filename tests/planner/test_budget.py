@@ -47,7 +47,7 @@ def test_failures_take_their_share_of_days_and_money() -> None:
     failures = Failures(100.0, checkpoint_gbps=1.0)
     plain, failing = PLAN.run(10**12, 2.0), PLAN.run(10**12, 2.0, failures)
     held = checkpoint_bytes(PLAN.model, PLAN.cluster, PLAN.engine, PLAN.layout)
-    # Of FSDP2 without ZeRO every copy reads all of it.
+    # Under FSDP2 without ZeRO every replica reads the whole checkpoint.
     read = held * 8 / PLAN.layout.zero_shards / PLAN.layout.tensor_parallel
     share = goodput(PLAN.cluster, PLAN.estimate.step_time_s, Stored(held, read, 0.0), failures).share
     assert failing.goodput is not None and 0.5 < share < 1

@@ -64,7 +64,7 @@ def test_longer_sequences_are_priced_by_what_layers_read() -> None:
     each = [flops_per_sequence(model) / model.seq for model in (short, long)]
     full = long.model_copy(update={"attention_pattern": ("full",)})
     assert each[0] < each[1] < flops_per_sequence(full) / full.seq / 2
-    # What a token passes through, but for the embedding, at 6 FLOPs a parameter, and what it reads.
+    # Parameters that a token passes through, but for the embedding, at 6 FLOPs each, and keys that it reads.
     passed = 6 * (short.active_parameters - short.embedding_parameters)
     assert passed < each[0] < 1.1 * passed
     times = []

@@ -295,7 +295,7 @@ def test_metrics_of_a_run_say_it_for_any_number_of_ranks(tmp_path: Path) -> None
     ]
     file.write_text("".join(json.dumps(step) + "\n" for step in steps))
     loads = {load.ranks: (load.mean, load.peak) for load in expert_loads(str(file), "--flag")}
-    # Of two ranks the fullest has 1.5, 1, 1 and 2 of the mean; of four 2, 1, 1.2 and 3.
+    # The fullest of two ranks has 1.5, 1, 1 and 2 times the mean; the fullest of four 2, 1, 1.2 and 3 times.
     assert loads[1] == (1.0, 1.0)
     assert loads[2] == pytest.approx(((1.5 + 1 + 1 + 2) / 4, 2.0))
     assert loads[4] == pytest.approx(((2 + 1 + 1.2 + 3) / 4, 3.0))

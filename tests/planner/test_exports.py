@@ -97,7 +97,7 @@ def differing(plan: Plan, reading: Reading) -> set[str]:
     found = set()
     for one, other in (*pairs, *(pair[::-1] for pair in pairs)):
         for name, value in one.items():
-            # What the other has not has no effect there, because of another part, which is compared itself.
+            # A key that the other lacks has no effect there, because of another part, which is compared too.
             known = name if name in other else name.partition(".")[0]
             if known in other and value != other[known]:
                 found.add(name)

@@ -66,7 +66,7 @@ def test_flags_of_late_groups_are_declared_for_words_that_need_them(
     assert made == [] and called == [(Usual(3), None), (Usual(4), None)]
     assert invoke("--size", "3", "--rate=0.5") == 0
     assert made == [Rare] and called[-1] == (Usual(3), Rare(0.5))
-    # What nobody knows is told with all that is known in mind.
+    # The message on an unknown flag knows all flags.
     assert invoke("--rat", "1") == 2 and "--rate" in capsys.readouterr().err
 
 

@@ -122,7 +122,7 @@ def plan() -> Plan:
         ("bundled", [], 12, 12),
         ("bundled", ["precision=fp32"], 12, 12),
         ("megatron", [], 14, 14),
-        # Its gradients in fp32 are no part of a checkpoint.
+        # Megatron-LM's gradients in fp32 are no part of a checkpoint.
         ("megatron", ["precision=fp16"], 14, 14),
         ("bundled", ["optimizer=sgd"], 8, 8),
         # Momentum of matrices, Adam for embedding and head.
@@ -214,7 +214,7 @@ def test_evaluation_and_slow_data_lengthen_every_step_by_what_they_take(plan: Pl
     forward_s = sum(event.end_s - event.start_s for event in plan.timeline().passes if event.kind == "F")
     evaluated = plan.run(1e9, failures=Failures(1e9, 1e9, 0.0, eval_interval=50, eval_iters=10))
     assert evaluated.goodput is not None and steps.days == pytest.approx(steps.training_days, rel=1e-3)
-    # Of one data-parallel rank: the last passes of a step are all that the others do besides.
+    # Forward seconds are of one data-parallel rank: besides, others only do the last passes of a step.
     assert evaluated.goodput.evaluation_s == pytest.approx(forward_s * 10 / 50, rel=0.2)
     added = evaluated.goodput.evaluation_s / plan.estimate.step_time_s
     assert evaluated.days == pytest.approx(steps.days * (1 + added), rel=1e-4)

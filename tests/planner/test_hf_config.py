@@ -250,7 +250,7 @@ def test_layers_attend_to_windows_that_are_shorter_than_the_sequence(
     kinds = [model.layer_kind(layer).attention for layer in range(model.layers)]
     assert kinds.count("window") == windows * model.layers
     whole = model.model_copy(update={"attention_pattern": ("full",)})
-    # Of 8192 tokens, a window of 4096 sees three quarters of the pairs.
+    # A window of 4096 sees three quarters of the pairs of 8192 tokens.
     saved = (flops_per_sequence(whole) - flops_per_sequence(model)) / (
         3.0 * seq**2 * 2 * model.q_size * model.layers
     )

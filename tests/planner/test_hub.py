@@ -368,7 +368,7 @@ def test_the_hub_is_asked_for_what_the_cache_lacks(cache: Path) -> None:
         assert done.stderr == ""
         assert all(path.endswith("/config.json") for _, path in hub.asked if path.startswith("/org/"))
         assert not [path for method, path in hub.asked if method == "GET" and "huge" in path]
-    # What was fetched lies in the cache, and is not asked for again.
+    # Fetched files lie in the cache, and are not asked for again.
     fetched = [method for method, path in hub.asked if "/fine/resolve/main/" in path]
     assert fetched.count("GET") == 1 and len(fetched) <= 3
     assert resolve_model("org/fine").layers == CONFIG["num_hidden_layers"]

@@ -57,7 +57,7 @@ def test_a_ring_takes_plain_attention_alone(model: ModelSpec, words: str) -> Non
         check_job(model, parse_layout("cp=2,context_parallel_form=ring,gbs=4", model), 2)
     with pytest.raises(InputError, match=words):
         suggest(model, pin={"context_parallel": 2, "context_parallel_form": "ring"}, **JOB)
-    # Where the window covers the sequence, there is none.
+    # A window that covers the sequence is none.
     check_job(
         FORMS["windows"].model_copy(update={"window": 32}),
         parse_layout("cp=2,context_parallel_form=ring,gbs=4", LLAMA),

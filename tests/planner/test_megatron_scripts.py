@@ -124,7 +124,7 @@ def test_flags_that_say_what_is_priced_are_read_somewhere() -> None:
             "tp=1 pp=1 dp=16 zero=0 mbs=1 x 1 recompute=selective(mlp)",
         ),
         (
-            # Of a layer with experts `mlp` recomputes nothing.
+            # `mlp` recomputes nothing in a layer with experts.
             "--micro-batch-size 1 --num-experts 4 --recompute-granularity selective --recompute-modules mlp",
             "tp=1 pp=1 dp=16 zero=0 mbs=1 x 1 recompute=none",
         ),

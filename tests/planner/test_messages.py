@@ -39,7 +39,7 @@ def said(message: str, typed: str) -> str:
         ("--pin=TP=x", "pin tensor_parallel=x: expected", "pin TP=x: expected"),
         ("--objective=speed", "objective speed: expected one of", "--objective speed: expected one of"),
         ("--island 0", "an island 0: no message of it", "an island 0: no message of it"),
-        # What the search chose is not a flag that anybody gave.
+        # A degree that the search chose is no flag that anybody gave.
         ("--tp 2", "tensor_parallel 2 x data_parallel 4", "--tp 2 x data_parallel 4"),
         ("--tp 2", "it fits without the pin tensor_parallel=2, or", "it fits without --tp 2, or"),
         (

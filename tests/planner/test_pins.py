@@ -145,7 +145,7 @@ def test_ranges_lists_and_what_is_forbidden_narrow_a_degree() -> None:
     assert isinstance(tensor, Choice)
     assert [size for size in (1, 2, 4, 6, 8, 16) if size in tensor] == [2, 6]
     assert parse_pins(pins) == pins
-    # What is pinned to one value stays, if it is not forbidden.
+    # A degree that is pinned to one value stays, if the value is not forbidden.
     assert parse_pins("tp=8", {"tp": [2, 4]}) == {"tensor_parallel": 8}
     assert where_possible(parse_pins("zero=1..3"), "zero_stage", 1) == {"zero_stage": WherePossible(1)}
 

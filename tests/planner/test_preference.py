@@ -117,7 +117,7 @@ def test_simplicity_decides():
 
 
 LAYOUTS = [
-    # What an expert would run sooner comes first in each line.
+    # The first layout of each line is the one that an expert would run sooner.
     ("fewer kinds", {}, {"tensor_parallel": 2}),
     ("plain before chunks", {"pipeline_parallel": 4}, {"pipeline_parallel": 4, "vpp": 2}),
     ("few chunks", {"pipeline_parallel": 2, "vpp": 2}, {"pipeline_parallel": 2, "vpp": 4}),
@@ -188,7 +188,7 @@ def test_headroom_comes_before_simplicity():
     tight, roomy = (each.plan(0).estimate.peak_memory_bytes / GIB for each in (none, much))
     limit = much.problem.cluster.memory_bytes / GIB
     assert roomy <= limit - 8 < tight
-    # Where nobody ties and leaves it, the simplest is first all the same.
+    # The simplest is first even where no tie leaves so much memory.
     assert search("llama3-8b", headroom="99%", **job).plan(0).layout == none.plan(0).layout
 
 

@@ -169,7 +169,7 @@ def test_searches_of_the_same_layouts_share_what_those_need() -> None:
     result = search_problem(resolve_problem(TINY_EXPERTS, 16, device_memory_gib=middle, **job))
     assert result.listed is not None and 0 < result.feasible < result.legal
     assert pickle.loads(pickle.dumps(result)).listed is None
-    # Of more memory, and of so little that fewer fit.
+    # More memory, and so little that fewer layouts fit.
     for times in (1.02, 0.98):
         problem = result.problem
         memory = problem.cluster.memory_bytes * times

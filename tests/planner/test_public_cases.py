@@ -277,7 +277,7 @@ def test_a_verdict_rests_on_nothing_that_is_not_known(
         answer = check(tmp_path / "job.sh", device="h100")
         assert (answer.legal, answer.fits, answer.plan, answer.best, answer.gain) == (None,) * 5
         assert answer.changes == () and answer.unknown
-    # What is wrong by itself stays so.
+    # A value that is wrong by itself stays wrong.
     wrong = written(tmp_path, {"job.sh": script + " --kv-channels two"})
     assert wrong.legal is False
 

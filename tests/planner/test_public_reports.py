@@ -86,7 +86,7 @@ def test_memory_of_reported_jobs_is_met() -> None:
     titan = estimate_of(REPORTS["torchtitan 929"], then)
     assert titan.memory[0].reserved / GIB == pytest.approx(47.6, rel=0.1)
     swift = estimate_of(REPORTS["qwen3 1278"])
-    # Its experts take what their routers give them.
+    # Experts of this run take whatever their routers give them.
     assert 46 < swift.peak_memory_bytes / GIB < 60
 
 

@@ -32,7 +32,7 @@ def test_servers_keep_their_order_and_ranks_count_through(numbers: list[int]) ->
     assert [server.server_id for server in merged.server_list] == [f"10.0.0.{n}" for n in numbers]
     assert [device.rank_id for device in merged.devices] == [str(rank) for rank in range(8 * len(numbers))]
     assert merged.server_count == str(len(numbers))
-    # What else the tools have written stays.
+    # Other fields of the tools' files stay.
     assert json.loads(merged.text())["server_list"][0]["host_nic_ip"] == "reserve"
     assert not list(rank_table_problems(merged, 8 * len(numbers)))
     # Merging what is merged changes nothing.

@@ -70,7 +70,7 @@ def test_what_a_change_buys_is_the_plan_of_the_changed_question(seed: int) -> No
     twice = {**job, "global_batch_size": 2 * job["global_batch_size"]}
     after = search(model, **twice)
     assert found["batch"].plan is not None and same(found["batch"].plan, after.plan(0))
-    # Of the gain the fastest before and after are compared.
+    # The gain compares the fastest plans before and after.
     best, before = (each.plan(each.first_faster).estimate for each in (after, result))
     objective = result.problem.objective
     assert found["batch"].figure == metric(objective, best)

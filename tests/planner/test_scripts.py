@@ -255,7 +255,7 @@ def test_programs_that_read_a_file_get_one(tmp_path: Path, engine: str) -> None:
     [
         ("jobset", {"JOB_COMPLETION_INDEX": "1"}),
         ("job", {"JOB_COMPLETION_INDEX": "1"}),
-        # What the operator of PyTorchJob sets.
+        # Variables that the operator of PyTorchJob sets.
         (
             "pytorchjob",
             {"WORLD_SIZE": "16", "RANK": "1", "MASTER_ADDR": "llama2-7b-master-0", "MASTER_PORT": "29400"}
@@ -289,7 +289,7 @@ def test_kubernetes_files_are_as_published_and_start_one_job(
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     [call] = called(tmp_path, container["command"][2])
     assert call == ["planner", "launch", "--plan", "/etc/planner/plan.json", *FLAGS]
-    # What the pod knows makes the launcher see one job of two nodes.
+    # The pod's variables make the launcher see one job of two nodes.
     told = {item["name"]: item["value"] for item in container.get("env", []) if "value" in item}
     nodes = nodes_of_job(LaunchOptions(), variables | told)
     assert nodes is not None and (nodes.most, nodes.node) == (2, 1)
@@ -304,7 +304,7 @@ def test_the_command_writes_a_file(planner_command: Command, plan: Plan, tmp_pat
     code, shown, err = planner_command("script", file, "--to", "slurm", "--out", out, "--lr", "1e-3")
     assert (code, shown, err) == (0, "", f"planner: saved {out}\n") and "--lr 0.001" in out.read_text()
     assert "--load" not in out.read_text()
-    # What a scheduler starts again goes on, unless it is told to begin from something else.
+    # A job that a scheduler starts again goes on, unless flags tell it to begin from something else.
     _, shown, _ = planner_command("script", file, "--to", "slurm", "--save", "kept")
     assert "--save kept" in shown and "--load kept" in shown
     _, shown, _ = planner_command("script", file, "--to", "slurm", "--save", "kept", "--load", "base")

@@ -309,7 +309,7 @@ def test_no_layout_that_was_once_overlooked_is_faster(name: str) -> None:
 
 def test_offloading_is_searched_where_nothing_fits_without_it() -> None:
     job: dict[str, Any] = {"model": "gpt-22b", "world_size": 2, "max_global_batch_size": 16}
-    # Which plans tie with the fastest depends on what is searched besides.
+    # Ties with the fastest depend on the other layouts of the search.
     job["prefer"] = "fastest"
     found = search(**job)
     plans = found.plans(20)
@@ -327,7 +327,7 @@ def test_offloading_is_searched_where_nothing_fits_without_it() -> None:
     ]
     pinned = search(**job, pin=own)
     assert pinned.best is not None and pinned.best.layout == best and not pinned.offloads
-    # Where something fits, nothing is offloaded.
+    # Nothing is offloaded where something fits.
     roomy = search("gpt-22b", world_size=8, max_global_batch_size=16)
     assert not roomy.offloads and not roomy.table.offload_optimizer.any()
 

@@ -225,7 +225,7 @@ def test_sums_are_those_of_bash(expressions: list[str]) -> None:
     found = read(script)
     real = {expression: passed(f"A=7\nB=A+1\nrun $(({expression}))") for expression in expressions}
     for expression, (word,) in zip(expressions, found, strict=True):
-        # What is too large, or divides by zero, is not known.
+        # The value of a number that is too large, or of a division by zero, is not known.
         if "$" not in word:
             assert real[expression] == [[word]], expression
 

@@ -108,7 +108,7 @@ def test_constructs_inside_each_other_are_looked_at_once(
     monkeypatch.setattr(Closings, "__init__", init)
     script = read_script(f"A=3\nX={opening * 500}y{closing * 500}\necho $A")
     assert script.variables["A"].text == "3"
-    # Of the script, of its words, and of none of their parts.
+    # One `Closings` for the script and one for each word, and none for their parts.
     assert len(made) < 10
 
 

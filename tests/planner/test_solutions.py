@@ -24,7 +24,7 @@ def solutions(result: SearchResult) -> LayoutTable:
 
 
 def recomputations(result: SearchResult) -> set[str]:
-    # Those of fewer microbatches, which fit without any, are solved too.
+    # Layouts of fewer microbatches, which fit without recomputation, are solved too.
     return {str(layout.recompute) for layout in layouts_of(solutions(result))} - {"none"}
 
 

@@ -161,7 +161,7 @@ def test_a_size_that_adds_more_to_the_cost_than_it_saves_of_the_days_is_not_reco
     assert eight.device_hours / one.device_hours - 1 > 1 - eight.days / one.days
     assert found.recommendation is not None and found.recommendation.rule == "knee"
     assert found.chosen is found.sizes[0] and found.chosen in found.front
-    # Who is in a hurry takes it all the same.
+    # A deadline chooses the larger size all the same.
     days = (one.days + eight.days) / 2
     job: dict[str, Any] = {"world_size": "1,8", "global_batch_size": 8, "tokens": 10**9, "prefer": "fastest"}
     hurried = planner.sizes(TINY, **job, deadline_days=days)

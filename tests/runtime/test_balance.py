@@ -119,7 +119,7 @@ def test_what_a_limited_capacity_drops_is_reported(
     router = Router(score="sigmoid", expert_bias=True, capacity_factor=1.0)
     spec = short("mixtral", top_k=top_k, router=router)
     off = {"moe_router_bias_update_rate": 0.0}
-    # What backward computes again drops nothing more.
+    # Recomputation in backward drops nothing more.
     for text in ("gbs=2", "gbs=2,cp=2", "gbs=2,recompute=full"):
         layout = parse_layout(text, spec)
         load = pool.run(work.trained, layout.world_size, spec, layout, 2, off, experts)[0].load

@@ -232,7 +232,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(
         latest = checkpoint.latest_iteration(folder)
         assert latest in (3, iteration)
         checkpoint.verify(checkpoint.iteration_folder(folder, latest))
-        # What is saved next finds nothing in its way.
+        # The next save finds nothing in its way.
         write(folder, iteration, b"next" * 1000)
         assert checkpoint.latest_iteration(folder) == iteration
         checkpoint.verify(checkpoint.iteration_folder(folder, iteration))

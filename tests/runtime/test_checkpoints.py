@@ -75,7 +75,7 @@ def test_an_asynchronous_save_holds_what_was_when_it_began(pool: WorkerPool, tmp
 def test_the_last_checkpoints_are_kept_and_those_that_are_read(
     pool: WorkerPool, tmp_path: Path, read: int | None, left: list[int]
 ) -> None:
-    # Those of a run that was set back: it has yet to come to them.
+    # A checkpoint of a run that was set back, which has yet to come to it.
     pool.run(work.saved, 1, SMALL, parse_layout("gbs=4", SMALL), str(tmp_path), [9])
     layout = parse_layout("gbs=4", SMALL)
     [found] = pool.run(work.kept, 1, SMALL, layout, str(tmp_path), read)
@@ -183,7 +183,7 @@ def test_a_save_writes_and_copies_what_is_predicted(pool: WorkerPool, tmp_path: 
     where = spec, cluster, engine, layout
     memory = checkpoint_memory(*where, estimate(*where), async_save=True)
     assert memory.host_bytes == memory.device_bytes and memory.node_host_bytes == 2 * memory.device_bytes
-    # What both ranks hold, one of them writes: norms under tensor parallelism, all else in turns.
+    # One rank writes the tensors that both hold: norms under tensor parallelism, all else in turns.
     assert max(result[2] for result in results) == pytest.approx(memory.device_bytes, rel=0.08)
     files = sum(path.stat().st_size for path in tmp_path.rglob("*.distcp"))
     assert files == pytest.approx(checkpoint_bytes(*where), rel=0.3)

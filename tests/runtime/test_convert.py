@@ -186,7 +186,7 @@ def test_transformers_reads_what_was_trained_here(name: str, tmp_path: Path) -> 
         logits = theirs(tokens).logits
     assert logits.shape == expected.shape
     assert (logits - expected).norm() <= 1e-4 * expected.norm()
-    # What was padded is padded again.
+    # Padded rows are padded again.
     convert.from_hugging_face(tmp_path / "hf", tmp_path / "back")
     first, second = StoredModel(tmp_path / "ours"), StoredModel(tmp_path / "back")
     assert first.iteration == 7

@@ -68,7 +68,7 @@ def test_a_checkpoint_goes_on_with_the_same_data_only(tmp_path: Path) -> None:
     data = written(tmp_path / "text", DOCUMENTS)
     told = {"tokens": 9, "data": data}
     _check_data(tmp_path, told, {"tokens": 9, "data": data})
-    # What older checkpoints do not tell, and what a run asks for that allows other data.
+    # Older checkpoints that tell no data, and a run that allows other data.
     _check_data(tmp_path, {"tokens": 9}, {"tokens": 9, "data": data})
     _check_data(tmp_path, told, {})
     other = written(tmp_path / "text", [[1, 2, 4], *DOCUMENTS[1:]])

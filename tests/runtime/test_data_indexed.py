@@ -134,7 +134,7 @@ def test_a_corrupt_index_is_refused_or_read_as_it_was(data: st.DataObject) -> No
         except InputError as error:
             assert str(prefix) in str(error) and "\n" not in str(error)
             return
-        # What is left unseen moves tokens from one sequence to the next, or between types of one size.
+        # Damage that stays unseen moves tokens to the next sequence, or between types of one size.
         found = [dataset.get(sequence) for sequence in range(len(dataset))]
         tokens = np.concatenate([np.empty(0, dataset.dtype), *found])
         assert tokens.tobytes() == Path(f"{prefix}.bin").read_bytes()

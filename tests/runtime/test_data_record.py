@@ -99,7 +99,7 @@ def test_what_has_no_record_is_merged_with_a_note(tmp_path: Path, corpus: Made) 
     merge([plain, a], target, note=said.append)
     (line,) = said
     assert line.startswith(f"{plain} has no record of a tokenizer: taken to be of bytes")
-    # What was known of the files before is not said of these.
+    # The record of earlier files of this name is gone.
     assert not Path(f"{target}.tokenizer").exists()
     merge([plain, plain], tmp_path / "both", note=said.append)
     assert len(said) == 2 and "1 more have no record" in said[1]
@@ -141,7 +141,7 @@ def test_a_pair_is_read_with_its_own_tokenizer(
     monkeypatch.chdir(tmp_path)
     tokenizer = small(Path("files"))
     a = corpus("a", tokenizer)
-    # Its files are found from elsewhere too.
+    # The tokenizer's files are found from elsewhere too.
     monkeypatch.chdir("/")
     found = describe(a)
     assert found.first_text is not None and found.first_text.startswith("hi there")
@@ -158,7 +158,7 @@ def test_a_tokenizer_that_is_gone_is_asked_for(tmp_path: Path, corpus: Made) -> 
         a = corpus(name, small(tmp_path / name))
         mend()
         found = describe(a)
-        # What ends a document is known all the same.
+        # The token that ends a document is known all the same.
         assert found.first_text is None and found.ended == 10
         with pytest.raises(InputError, match=message + ".*with --tokenizer-type GPT2BPETokenizer"):
             raise InputError(found.lacking or "")

@@ -274,7 +274,7 @@ def test_what_follows_the_order_is_another_order_of_the_same_samples(tmp_path: P
     assert train is not None and len(train) == 20
     first, second, third = (train.batch(range(start, start + 20))[:, :-1] for start in (0, 20, 40))
     assert not np.array_equal(first, second) and not np.array_equal(second, third)
-    # Of 81 tokens each order leaves out one.
+    # Each order leaves out one of 81 tokens.
     assert len(np.unique(first)) == len(np.unique(second)) == len(np.unique(third)) == 80
     np.testing.assert_array_equal(train.batch(range(20, 40))[:, :-1], second)
 

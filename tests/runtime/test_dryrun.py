@@ -95,7 +95,7 @@ SEED_BYTES = 24
 """Bytes that flash attention keeps for dropout, used or not."""
 
 PER_LAYER = {
-    # Of a token: inputs and outputs of norms, queries, keys, values and results, statistics, the MLP.
+    # Bytes of a token: inputs and outputs of norms, queries, keys, values and results, statistics, the MLP.
     (): 2 * (4 * 64 + 2 * 64 + 2 * 32 + 4 * 128) + 4 * 4 + 2 * 4,
     ("core_attention",): 2 * (4 * 64 + 2 * 64 + 2 * 32 + 4 * 128) + 2 * 4,
     ("mlp",): 2 * (4 * 64 + 2 * 64 + 2 * 32) + 4 * 4 + 2 * 4,

@@ -102,7 +102,7 @@ def check(spec: ModelSpec, layout: Any, rank: int, compiled: bool = False) -> No
     assert found.moments.keys() == whole.moments.keys()
     for label, moment in whole.moments.items():
         assert found.moments[label].live == moment.live, label
-        # Of what has a number for each layer, the allocator's blocks are not.
+        # The allocator's blocks of tensors with a number for each layer differ.
         assert abs(found.moments[label].total - moment.total) <= 4 * BLOCK_BYTES, label
 
 
@@ -128,7 +128,7 @@ def test_layers_of_every_run_are_left_out() -> None:
     found = few_layers(spec, layout, 0)
     assert found is not None
     model, short = found.few
-    # Of dense layers, layers that are recomputed, and the others four each.
+    # Four dense layers, four that are recomputed, and four others.
     assert (model.layers, model.dense_layers, short.recompute_num_layers) == (12, 4, 8)
     assert [(more.layers, periods) for more, _, periods in found.more] == [(13, 8), (13, 14), (13, 26)]
     for more, longer, _ in found.more:

@@ -84,7 +84,7 @@ def test_what_is_gathered_has_a_byte_for_each_weight(pool: WorkerPool) -> None:
 
 def test_products_by_one_scale_are_those_of_rounded_operands() -> None:
     """Weights and activations have E4M3, gradients of results E5M2, each scaled so that its largest fits."""
-    # It brings PyTorch's compiler.
+    # The module imports PyTorch's compiler.
     from runtime.parallel.float8_tensorwise import narrow, tensorwise_linear
 
     generator = torch.Generator().manual_seed(0)

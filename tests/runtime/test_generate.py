@@ -116,7 +116,7 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
     # 0.64 and 0.24 reach 0.7: the token that reaches it stays.
     nucleus = Sampling(top_p=0.7).probabilities(logits)
     assert (nucleus > 0).tolist() == [[True, True, False, False, False], [False, True, True, False, False]]
-    # Of equal ones the first, on every machine.
+    # The first of equal tokens, on every machine.
     alike = Sampling(top_p=0.5).probabilities(torch.zeros(256).unsqueeze(0))
     assert alike[0, :128].all() and not alike[0, 128:].any()
     # The likeliest stays however small the sum.
@@ -196,7 +196,7 @@ def test_a_tokenizer_is_found_in_the_files_of_any_version(tmp_path: Path) -> Non
     model_files.write_checkpoint(spec, tmp_path)
     files, folder = StoredModel(tmp_path), tmp_path / COMPANIONS
     assert text_of(files).encode("A") == [65]
-    # What puts a token before each text, as Llama's does.
+    # A post-processor that puts a token before each text, as Llama's does.
     described = json.loads((folder / "tokenizer.json").read_text())
     described["post_processor"] = {
         "type": "TemplateProcessing",

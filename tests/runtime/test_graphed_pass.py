@@ -123,7 +123,7 @@ def test_graphs_are_priced_as_layers_that_wait_for_no_host() -> None:
     assert "cuda_graphs" in graphed.layout.describe()
     assert plain.estimate.time.launch > 0 == graphed.estimate.time.launch
     assert graphed.estimate.step_time_s < plain.estimate.step_time_s
-    # What the optimizer of a plain layout finds free belongs to the graph.
+    # The memory that the optimizer of a plain layout finds free belongs to the graph.
     assert graphed.estimate.peak_memory_bytes > 0
 
 

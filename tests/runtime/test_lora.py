@@ -157,7 +157,7 @@ def test_a_checkpoint_holds_adapters_and_goes_on_under_another_layout(
     sharded = layout_of(llama, global_batch_size=4, data_parallel=2, zero_stage=3)
     again = pool.run(tuned, 2, llama, sharded, base, folder, [4])[0]
     np.testing.assert_allclose(first + again, whole, rtol=1e-5)
-    # What is frozen is kept in the format that computes, whatever the base is stored in.
+    # Frozen weights are kept in the format that computes, whatever the base is stored in.
     narrow = pool.run(tuned, 2, llama, split, base, folder, [5])[0]
     assert np.isfinite(narrow).all()
     merged = open_model(folder)

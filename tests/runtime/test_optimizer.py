@@ -110,7 +110,7 @@ LAYOUTS = [(("gpt2", "llama")[number % 2], text) for number, text in enumerate(D
 
 @pytest.mark.parametrize(
     ("optimizer", "model", "text"),
-    # What these do to an element depends on others of its matrix, which ranks may have.
+    # The updates of these rules depend on other elements of the matrix, which other ranks may have.
     [(rule, *layout) for rule in ("adafactor", "muon", "came") for layout in LAYOUTS]
     + [(rule, *layout) for rule, odd in (("adam", 0), ("sgd", 1)) for layout in LAYOUTS[odd::2]],
 )

@@ -120,7 +120,7 @@ def test_moments_of_8_bits_survive_a_checkpoint_exactly(signed: bool) -> None:
     store_moment(loaded, moment_values(kept))
     assert torch.equal(moment_values(loaded), moment_values(kept))
     if signed:
-        # What torchao does by itself loses some of a block whose largest value is negative.
+        # torchao's own copy loses some of a block whose largest value is negative.
         loaded.copy_(moment_values(kept))
         assert not torch.equal(moment_values(loaded), moment_values(kept))
 

@@ -294,7 +294,7 @@ def test_ranks_that_split_no_parameters_train_as_under_fsdp(pool: WorkerPool, te
     """To the bit where both sum in one order."""
     spec = MODELS["gpt2" if "pp" in text else "mixtral" if "ep" in text else "llama"]
     layout = parse_layout(f"{text},precision=bf16", spec)
-    # Where backward is split, FSDP2 adds up gradients of weights in 16 bits before it converts them.
+    # With split backward, FSDP2 adds up weight gradients in 16 bits before it converts them.
     apart = 1e-2 if "zbv" in text else 1e-6
     for plain, wrapped in pool.run(work.with_and_without_fsdp, layout.world_size, spec, layout, 4):
         assert difference([plain], wrapped).largest < apart

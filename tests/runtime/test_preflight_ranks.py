@@ -80,7 +80,7 @@ def test_the_slow_one_is_named() -> None:
     ]
     links = [LinkRate(0, 1, 1e9), LinkRate(1, 2, 1e8), LinkRate(2, 0, 1e9)]
     assert list(slow_links(links, ["a", "b", "c"])) == ["slow link: b to c carries 0.1 GB/s, 1 usually"]
-    # Of two nodes there are two directions.
+    # Two nodes have two directions.
     both = [LinkRate(0, 1, 1e8), LinkRate(1, 0, 1e9)]
     assert list(slow_links(both, ["a", "b"])) == ["slow link: a to b carries 0.1 GB/s, 0.55 usually"]
     whole = GroupRate("all_reduce", 6, 3, 1e6, 1 << 20)  # Of all nodes, so it names none.
@@ -101,7 +101,7 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     table = tmp_path / "network.csv"
     table.write_text("\n".join(table_rows(rates, [LinkRate(0, 1, 2e9)], 2)) + "\n")
     rows = read_network_table(table)
-    # Of groups that are alike the slowest counts.
+    # The slowest of equal groups counts.
     assert [(row.collective, row.devices, row.nodes, row.bus_bandwidth) for row in rows] == [
         ("all_reduce", 2, 1, 4e9),
         ("all_reduce", 4, 2, 1e9),

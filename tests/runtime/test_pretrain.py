@@ -29,7 +29,7 @@ def test_flags_of_several_ranks_are_a_question_where_nobody_starts_ranks(
     for name in (*RANK_VARIABLES, "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     if launched:
-        # Of one rank that a launcher has started, the flags contradict it.
+        # The flags contradict the one rank that a launcher has started.
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "1")
     words = [*GUIDE, "--world-size", "64", "--local-world-size", "8"]

@@ -50,7 +50,7 @@ def train(model: str, data: DataOptions, runs: list[OutputOptions]) -> str:
             )
             pretrain.train(job)
             dist.destroy_process_group()
-    # What the pool waits for.
+    # The process group that the pool waits for.
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     return printed.getvalue()
 

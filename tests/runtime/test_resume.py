@@ -91,7 +91,7 @@ def test_a_killed_job_resumes_with_the_same_losses_to_the_bit(
     assert saved % SAVE_INTERVAL == 0 and SAVE_INTERVAL <= saved < ITERATIONS
     assert len(checkpoint.iterations(folder)) in (2, 3)
     assert before == {step: expected[step] for step in before}
-    # What a kill in the middle of saving leaves.
+    # The rest of a save that was killed.
     partial = folder / "iter_9999999.partial"
     partial.mkdir()
     (partial / "__0_0.distcp").write_bytes(b"half")

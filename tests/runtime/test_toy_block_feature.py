@@ -45,7 +45,7 @@ def test_a_second_norm_is_in_the_dry_run(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(transformer, "Block", SecondNorm)
     after = forward_peak()
     tokens = MODEL.seq
-    # It keeps its input in 16 bits, and of each token the root of a mean in 32.
+    # The block keeps its input in 16 bits, and the root of a mean of each token in 32.
     kept = block_bytes(2 * tokens * MODEL.hidden) + block_bytes(4 * tokens)
     assert after["activations"] - before["activations"] == MODEL.layers * kept
     # A weight: half of it in fp32 on each of two ranks, with Adam's moments.

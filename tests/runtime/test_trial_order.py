@@ -78,7 +78,7 @@ def test_measurements_bring_up_a_plan_that_was_predicted_slower(plans: list[Plan
     by_truth = sorted(range(len(plans)), key=lambda place: seconds(plans[place], 2.0, 30.0))
     tries, order = run(plans, 5, 2.0, 30.0)
     assert plans.index(tries.best.plan) == by_truth[0]
-    # What has as much of the slow term as the plan that showed it is not measured next.
+    # A plan with as much of the slow term as the plan that showed it is not measured next.
     assert (tries.regret is not None and order != sorted(order)) or by_truth[0] == 0
 
 

@@ -66,7 +66,7 @@ def page() -> str:
         text = flag.text.replace("|", "\\|")
         row = f"| `{flag.names}` | {text} | {', '.join(names)} |"
         sections.setdefault(flag.section, []).append(row)
-    # What single commands have comes last.
+    # Flags of single commands come last.
     order = sorted(sections, key=lambda name: name == OWN)
     parts = [HEAD]
     for section in order:

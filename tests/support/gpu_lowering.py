@@ -178,7 +178,7 @@ def lowered(graph: fx.GraphModule) -> Iterator[Any]:
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.virtualized import V
 
-    # What Inductor asks a device for, to split sums: an H100's.
+    # Properties of an H100, which Inductor asks for to split sums.
     device = DeviceProperties("cuda", 0, 132, 90, 9, 65536, 2048, 1024, 32)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     inputs = [node.meta["val"] for node in placeholders]

@@ -31,7 +31,7 @@ LATENT: dict[str, Any] = {
     "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10,
     "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
 }  # fmt: skip
-# Of the waves of 8 elements at base 500 (6, 30, 141 and 659 positions) some are kept and some are stretched.
+# Some waves of 8 elements at base 500 (6, 30, 141 and 659 positions) are kept and some are stretched.
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,

@@ -50,7 +50,7 @@ def mixed_layouts(spec: ModelSpec, world_size: int, batch: int, count: int, seed
     """`count` fp32 layouts of `world_size` ranks, each chosen for the pairs of features that it adds."""
     table = build(spec, world_size, Batch(batch), "fp32", parse_pins(None), KIND_RULES).table
     rows = np.random.RandomState(seed).permutation(len(table))[:4000]
-    # Of layouts that nothing here tells apart the first one stands for all.
+    # The first of layouts that nothing here tells apart stands for all.
     firsts: dict[frozenset[tuple[str, object]], int] = {}
     for row, kinds in zip(rows.tolist(), features(table.take(rows)), strict=True):
         firsts.setdefault(kinds, row)

@@ -208,7 +208,7 @@ def test_what_was_taken_for_a_blank_is_told():
     row = of(vpp="", flash="", mbs="")
     assert not row.certain
     assert row.taken == ("vpp 1, 2, 4, 8", "mbs 1, 2", "flash 1")
-    # Of Megatron's users on A100 some had flash attention, others had not.
+    # Some of Megatron's users on A100 had flash attention, others had not.
     both = of(source_id="korthikanti22", gpu="A100", flash="")
     assert both.certain  # Its authors had none.
     both = of(source_id="elsewhere", engine="megatron", gpu="A100", flash="")

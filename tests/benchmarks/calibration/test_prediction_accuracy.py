@@ -204,7 +204,7 @@ def test_of_several_recomputations_the_least_that_fits_is_priced(measurement, ll
         return predict([measurement(model=llama, cluster=cut, layouts=choices)])
 
     alone = [predict([measurement(model=llama, cluster=big, layouts=(one,))]).step_time_s for one in choices]
-    # Where none fits, the smallest.
+    # The smallest, where none fits.
     for memory, expected, fits in ((peaks[0], 0, True), (peaks[1], 1, True), (peaks[1] / 2, 1, False)):
         found = chosen(memory)
         assert (found.step_time_s, found.fits) == (pytest.approx(alone[expected]), fits)

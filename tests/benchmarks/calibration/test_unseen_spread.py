@@ -64,7 +64,7 @@ def test_a_quantile_lies_between_two_values():
     assert weighted_quantile(values, np.ones(4), 0.75) == pytest.approx(0.35)
     assert weighted_quantile(values, np.ones(4), 0.95) == 0.4
     assert weighted_quantile(values, 7 * np.ones(4), 0.75) == pytest.approx(0.35)
-    # What weighs next to nothing moves nothing.
+    # A value that weighs next to nothing moves nothing.
     heavy = np.array([1.0, 1.0, 1.0, 1.0, 1e-9])
     assert weighted_quantile(np.append(values, 9.0), heavy, 0.75) == pytest.approx(0.35)
 

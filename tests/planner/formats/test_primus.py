@@ -88,7 +88,7 @@ def test_a_module_that_nobody_knows_has_to_be_given(tmp_path: Path) -> None:
         {"experiment.yaml": text, "own.yaml": own, "base.yaml": "micro_batch_size: 4\n"},
         world_size=8,
     )
-    # What the experiment says comes first, then its module, then what that starts from.
+    # The experiment's own keys come first, then its module's, then those of the module's base.
     assert read.legal and read.shown == "tp=1 pp=1 dp=8 zero=0 mbs=1 x 4 recompute=none"
 
 

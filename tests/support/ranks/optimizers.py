@@ -97,7 +97,7 @@ def rule_steps(spec: ModelSpec, layout: Layout, options: TrainingOptions) -> dic
             trainer.optimizer.step(options.learning_rate().at(step), options.weight_decays().at(step))
             _reference_step(optimizers, options, step)
     after = _whole_weights(trainer)
-    # Where all of a matrix is zero, as in biases of experts, the gradient is too.
+    # A matrix of zeros, as biases of experts, has a gradient of zeros.
     moves = [name for name in after if whole[name].any() or whole[name].ndim == 1]
     assert not [name for name in moves if torch.equal(after[name], whole[name])]
     return {

@@ -137,7 +137,7 @@ def learnable(spec: ModelSpec, batch: int, random: np.random.RandomState) -> npt
 def _whole_weights(trainer: Trainer) -> dict[str, npt.NDArray[np.float32]]:
     from torch.distributed.tensor import DTensor
 
-    # It warns of each gather that takes two steps, which is how they are made whole here.
+    # PyTorch warns of each gather that takes two steps, by which parameters are made whole here.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     whole = {}
     for owned in trainer.optimizer.owned:
