@@ -552,32 +552,10 @@ def stage_memory(
     flying = in_flight(ranks, table.micro_batches[:, None].astype(np.float64))
     activations, logits = activation_and_logit_bytes(engine, table, sizes, ranks, flying)
     if engine.sharding.fully_sharded:
-        flight = passes_in_flight(table, ranks, flying)
-        # Stages hold their outputs until backward, the last one the loss.
-        outputs = (table.pipeline_parallel > 1) * sizes.layer_output
-        activations = activations + outputs[:, None] * np.where(ranks.last > 0, 0.0, flight)
-        # A single backward pass lets go of a layer's copies when it has its gradients.
-        copies = lets_go(table)[:, None] * stage_copy_bytes(engine, table, sizes, ranks)
-        again = recomputation_bytes(table, sizes, ranks)
-        whole = gradients - copies
-        one = whole / np.maximum(ranks.layers + ranks.first + ranks.last, 1.0)
-        find = fullest_moment if moment is None else moment
-        late = ranks.last * (~table.keeps_whole * sizes.logit_gradients)[:, None]
-        at_end = again
-        if table.recompute_method.any():
-            at_end = np.maximum(again, _first_recomputation(sizes, ranks))
-        held = Held(activations - again, again, at_end, logits, late, whole, one)
-        activations, logits, gradients = find(table, flight, held)
-        gone = copies * (gradients > 0)
-        gradients, parameters = gradients + gone, parameters - gone
-        if moment is None:
-            played = schedule_moments.played(table, ranks)
-            if played.any():
-                own = _played_bytes(engine, table, sizes, ranks, parameters, every_gradient, again)
-                activations, logits, gradients, parameters = (
-                    np.where(played, each, other)
-                    for each, other in zip(own, (activations, logits, gradients, parameters), strict=True)
-                )
+        together = activations, logits, gradients, parameters
+        activations, logits, gradients, parameters = _sharded_moment(
+            engine, table, sizes, ranks, flying, together, moment
+        )
     parts = {
         "parameters": whole_parameter_bytes(engine, table, sizes, ranks, parameters),
         "gradients": gradients,
@@ -600,6 +578,48 @@ def stage_memory(
         parts[name] = parts[name] + bytes_
     margin = margin_bytes(cluster, engine, table, lost, sizes)
     return parts | {"doubt": doubt_bytes(cluster, engine, table, sizes, parts)} | margin
+
+
+def _sharded_moment(
+    engine: Engine,
+    table: LayoutTable,
+    sizes: UnitSizes,
+    ranks: Ranks,
+    flying: Floats,
+    together: tuple[Floats, Floats, Floats, Floats],
+    moment: Moment | None,
+) -> tuple[Floats, ...]:
+    """Bytes of activations, logits, gradients and parameters at a moment of fully sharded ranks.
+
+    Args:
+        flying: microbatches in flight.
+        together: the most of each kind, whether or not at one moment.
+        moment: as for `stage_memory`.
+    """
+    activations, logits, gradients, parameters = together
+    every_gradient, flight = gradients, passes_in_flight(table, ranks, flying)
+    # Stages hold their outputs until backward, the last one the loss.
+    outputs = (table.pipeline_parallel > 1) * sizes.layer_output
+    activations = activations + outputs[:, None] * np.where(ranks.last > 0, 0.0, flight)
+    # A single backward pass lets go of a layer's copies when it has its gradients.
+    copies = lets_go(table)[:, None] * stage_copy_bytes(engine, table, sizes, ranks)
+    again = recomputation_bytes(table, sizes, ranks)
+    whole = gradients - copies
+    one = whole / np.maximum(ranks.layers + ranks.first + ranks.last, 1.0)
+    find = fullest_moment if moment is None else moment
+    late = ranks.last * (~table.keeps_whole * sizes.logit_gradients)[:, None]
+    at_end = again
+    if table.recompute_method.any():
+        at_end = np.maximum(again, _first_recomputation(sizes, ranks))
+    held = Held(activations - again, again, at_end, logits, late, whole, one)
+    activations, logits, gradients = find(table, flight, held)
+    gone = copies * (gradients > 0)
+    found = activations, logits, gradients + gone, parameters - gone
+    played = schedule_moments.played(table, ranks) if moment is None else np.zeros(1, dtype=np.bool_)
+    if not played.any():
+        return found
+    own = _played_bytes(engine, table, sizes, ranks, parameters - gone, every_gradient, again)
+    return tuple(np.where(played, each, other) for each, other in zip(own, found, strict=True))
 
 
 def _lost_bytes(
