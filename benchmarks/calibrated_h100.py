@@ -22,6 +22,7 @@ import typer
 
 from benchmarks.accuracy import read_all
 from benchmarks.calibration.left_out_sources import fits_without, loader
+from benchmarks.calibration.measurements import Measurement
 from benchmarks.calibration.predictions import settled_measurements
 from benchmarks.calibration.time_fit import time_fit_plans
 from costmodels import Device
@@ -129,6 +130,17 @@ def errors(device: Device, engine: Engine, steps: Sequence[StepTime]) -> Errors:
     return Errors(float(np.median(apart)), float(apart.mean()), float(apart.max()))
 
 
+def engine_of(measured: Sequence[Measurement], file: Path) -> Engine:
+    """The engine as it was when the rows of a file were measured; `InputError` where rows differ.
+
+    One device has all experts: their load is even, whether rows with experts say so or dense ones do not.
+    """
+    first, *others = [row.engine.with_constants({"experts.load": 1.0}) for row in measured]
+    if any(one != first for one in others):
+        raise InputError(f"--rows {file}: expected one engine in all rows")
+    return first
+
+
 def calibrated_h100(
     rows: Annotated[Path, typer.Option(help="CSV file of measured steps of the runtime.")],
     kernels: Annotated[Path, typer.Option(help="CSV file of kernel times of the same device.")],
@@ -142,10 +154,7 @@ def calibrated_h100(
         raise InputError(f"--rows {rows}: expected more than {SEEN} steps of one source")
     load = loader(fits_without(time_fit_plans(), seen, *sources))
     unseen = settled_measurements(read_all([str(rows)], load=load)[0])
-    # As it was when the rows were measured, with what it did another way then.
-    engine, plain = unseen[0].engine, unseen[0].cluster.device
-    if any(row.engine != engine for row in unseen):
-        raise InputError(f"--rows {rows}: expected one engine in all rows")
+    engine, plain = engine_of(unseen, rows), unseen[0].cluster.device
     steps = [
         StepTime(model=row.model, layout=row.layouts[0], seconds=row.step_time_s)
         for row in unseen

@@ -585,7 +585,7 @@ def _sharded_moment(
     table: LayoutTable,
     sizes: UnitSizes,
     ranks: Ranks,
-    flying: Floats,
+    flying: dict[str, Floats],
     together: tuple[Floats, Floats, Floats, Floats],
     moment: Moment | None,
 ) -> tuple[Floats, ...]:

@@ -1,10 +1,12 @@
 """Kernel times of a file, as calibration measures them."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from benchmarks.calibrated_h100 import LAUNCH_S, kernel_measurements
+from benchmarks.calibrated_h100 import LAUNCH_S, engine_of, kernel_measurements
+from benchmarks.calibration.measurements import read_measurements
 from costmodels.catalogue import load_device, load_engine
 from costmodels.errors import InputError
 
@@ -46,3 +48,24 @@ def test_a_file_of_something_else_is_refused_in_one_line(tmp_path: Path):
     file.write_text(HEAD + KERNELS.replace("d=64 kv=4,3e-4", "kv=4,3e-4"))
     with pytest.raises(InputError, match="names no head size"):
         kernel_measurements(file, device, engine)
+
+
+COLUMNS = (
+    "source_id,model_name,layers,hidden,ffn,heads,kv_heads,vocab,seq,moe_experts,topk,gpu,gpus,gpus_per_node,"
+    "tp,pp,dp,ep,mbs,gbs,recompute,zero_stage,precision,flash,step_time_s\n"
+)
+
+ROWS = """bundled_h100,llama3-8b,8,4096,14336,32,8,128256,8192,,,H100-80GB,1,1,1,1,1,1,1,1,none,0,bf16,1,0.29
+bundled_h100,mixtral-8x7b,2,4096,14336,32,8,32000,4096,8,2,H100-80GB,1,1,1,1,1,1,1,4,none,0,bf16,1,0.3
+"""
+
+
+def test_dense_rows_and_rows_with_experts_have_one_engine_on_one_device(tmp_path: Path):
+    file = tmp_path / "rows.csv"
+    file.write_text(COLUMNS + ROWS)
+    dense, mixture = read_measurements(file)[0]
+    assert mixture.model.experts and dense.engine != mixture.engine
+    assert engine_of([dense, mixture], file) == mixture.engine
+    other = dataclasses.replace(dense, engine=load_engine("megatron"))
+    with pytest.raises(InputError, match="expected one engine in all rows"):
+        engine_of([other, mixture], file)
