@@ -15,7 +15,7 @@ LAYERS = 4
 """Layers that a model is cut to: constants are of one layer."""
 
 LONGEST_STEP_S = 0.25
-"""Predicted seconds of a step up to which a model is run as it is."""
+"""Largest predicted seconds of a step of a model that is run without cuts."""
 
 SHORTEST = 128
 """Tokens of a sequence, at least."""

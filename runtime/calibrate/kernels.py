@@ -140,7 +140,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def host_rate(device: torch.device) -> float | None:
-    """Bytes per second from the device to its host, where those are two."""
+    """Bytes per second from the device to its host; None on a CPU, which is both."""
     if device.type == "cpu":
         return None
     size = COPY_BYTES[kind_of(device)]

@@ -21,7 +21,7 @@ BUSY = (0, 1, 2, 5, 6, 7)
 
 
 class Watch:
-    """Looks at the cores from when it is made; every rank of a job makes its own."""
+    """Counts of busy cores since the watch was made; every rank of a job makes its own."""
 
     def __init__(self) -> None:
         self.started, self.busy, self.own = time.perf_counter(), _busy_s(), time.process_time()

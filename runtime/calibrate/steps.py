@@ -36,7 +36,7 @@ class MeasuredSteps(NamedTuple):
     step_time_s: float
     """Mean of the middle half of the steps."""
     peak_memory_bytes: int
-    """The largest of all ranks, as a run logs it."""
+    """The largest peak memory of all ranks in bytes, as a run logs it."""
     others: float
     """Share of the cores that other processes took meanwhile."""
 

@@ -1,4 +1,4 @@
-"""Files that must be on the disk before others say so."""
+"""Writing of files that must be on the disk before other files name them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class _Malformed(Exception):
 
 
 class _Name:
-    """A name of a module and of something in it, which is not looked up."""
+    """A module's name and the name of an object in it, which is not looked up."""
 
     __slots__ = ("module", "name")
 

@@ -51,7 +51,7 @@ class Change(NamedTuple):
     forward: bool
     """Whether the forward pass of the microbatch made the block; otherwise its backward pass did."""
     block: int
-    """The number of the block among those of that pass."""
+    """The number of the block among the blocks of that pass."""
     delta: int
     """Bytes that come or go."""
     phase: str
@@ -61,15 +61,15 @@ class Pass(NamedTuple):
     """The effect of one pass on memory."""
 
     first: int
-    """The number of the first block that it has made."""
+    """The number of the first block that the pass has made."""
     blocks: int
-    """The number of blocks that it has made."""
+    """The number of blocks that the pass has made."""
     changes: list[Change] | None
     """Changes in their order; None if blocks of others change."""
     returned: tuple[Made | None, ...] | None
     """Tensors that the call returns in memory of its own, if any; None if it returns something else."""
     given: tuple[int, ...]
-    """Numbers of the blocks of the tensors that it is given."""
+    """Numbers of the blocks of the pass's inputs."""
 
     @property
     def blocks_kept(self) -> set[int]:
@@ -125,7 +125,7 @@ class AlikePasses:
 
     @contextmanager
     def step(self, micro_batches: int) -> Iterator[None]:
-        """One step of so many microbatches, in which all has to be learnt."""
+        """The first step with this number of microbatches, of which all passes are run."""
         self.stages, self.micro_batches = {}, micro_batches
         yield
         for stage in self.stages.values():
@@ -209,7 +209,7 @@ class AlikePasses:
         return changes
 
     def _blocks_of(self, tensors: Any) -> tuple[int, ...]:
-        """Numbers of the blocks of tensors, -1 for one that has none."""
+        """Numbers of the blocks of tensors, -1 for a tensor without a block."""
         numbers = []
         for tensor in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
             key = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else 0

@@ -225,12 +225,12 @@ class Step:
     returned: bool = False
     """The step's buffer outlives the graph."""
     sizes: list[int] = field(default_factory=list)
-    """Bytes of its own buffers that do not."""
+    """Bytes of the step's own buffers that end within the graph."""
     in_place: bool = False
     reads: set[fx.Node] = field(default_factory=set)
-    """Nodes whose buffers it reads, also through nodes that have none."""
+    """Nodes whose buffers the step reads, also through nodes without buffers."""
     last: list[fx.Node] = field(default_factory=list)
-    """Nodes that nothing reads after it."""
+    """Nodes that nothing reads after the step."""
 
     @cached_property
     def category(self) -> str | None:

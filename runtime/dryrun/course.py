@@ -30,7 +30,7 @@ Kind = tuple[str, str]
 
 
 class UnlikeError(Exception):
-    """Courses are not those of one step with more and with fewer layers."""
+    """Courses do not belong to one step with more and with fewer layers."""
 
 
 class Course(NamedTuple):

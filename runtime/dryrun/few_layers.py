@@ -1,4 +1,4 @@
-"""Models of fewer layers whose dry runs tell that of a whole one."""
+"""Models of few layers whose dry runs tell that of the whole model."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ IDLE_OPTIONS = frozenset(
 
 
 def kept_trace(name: str) -> MemoryTrace | None:
-    """The dry run of a name, if it was made before."""
+    """The kept dry run of this name; None if there is none."""
     return read_cached(folder() / f"{name}.json", LARGEST, lambda data: _parsed(json.loads(data)))
 
 

@@ -57,12 +57,12 @@ class RankProfile:
     rank: int
     pipeline_rank: int
     device: str
-    """The device that ran it."""
+    """The device that ran the step."""
     plan_device: str
     """The device of the plan: the same, or one that the other stands in for."""
     compiled: bool
     micro_batches: tuple[int, ...]
-    """Numbers of microbatches with which it was measured."""
+    """Numbers of microbatches with which the step was measured."""
     measured: dict[str, float]
     """Measured seconds of the whole step, by the name in `OWN`."""
     predicted: dict[str, float]

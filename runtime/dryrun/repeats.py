@@ -323,7 +323,7 @@ def _made_of(mode: FakeTensorMode, operands: Sequence[Tensor], tensor: Any) -> R
 
 
 def _is_alike(tensor: Any, other: Any) -> bool:
-    """Whether two tensors differ in nothing but whose memory they are."""
+    """Whether two tensors differ in nothing but their memory."""
     keys = [torch._C._dispatch_key_set(x) for x in (tensor, other)]
     return (
         keys[0] == keys[1]

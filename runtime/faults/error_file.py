@@ -12,7 +12,7 @@ from costmodels.files import MIB, read_text
 from runtime.logs.console import say
 
 ERROR_FILE_VARIABLE = "PLANNER_ERROR_FILE"
-"""Environment variable with the file in which a job states why it ended."""
+"""Environment variable with the path of the error file."""
 
 
 class Report(NamedTuple):

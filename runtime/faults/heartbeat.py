@@ -35,13 +35,13 @@ _WAITING = (
 """Python files whose code blocks until other ranks come."""
 
 _DISPATCH = ("torch/_ops.py", "torch/utils/_contextlib.py", "contextlib.py")
-"""Files between an operator and who called it."""
+"""Files of PyTorch between an operator and its caller."""
 
 _ROOT = Path(__file__).parents[2]
 
 
 class Activity(NamedTuple):
-    """The operation of a rank, and since when it is in it."""
+    """The operation of a rank, and the time at which it began."""
 
     operation: str
     micro_batch: int | None

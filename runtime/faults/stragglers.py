@@ -16,7 +16,7 @@ from runtime.faults import heartbeat
 PERIOD_S = 0.02
 
 FEWEST_SAMPLES = 100
-"""Looks at a rank that make a figure of it worth comparing."""
+"""Samples of a rank from which on its figures are compared."""
 
 
 class Work(NamedTuple):

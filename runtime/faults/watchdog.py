@@ -183,7 +183,7 @@ class Watchdog:
         self.heard = {rank: (number, when + seconds) for rank, (number, when) in self.heard.items()}
 
     def _obey(self) -> None:
-        """End when a rank has said so."""
+        """End this process when a rank has given a reason."""
         if self.store.check(["verdict"]):
             self.end(int(self.store.get("verdict")))
 

@@ -247,4 +247,4 @@ def _split(options: GenerateOptions) -> Split:
 
 
 def _ignore(_: dict[str, Any]) -> None:
-    """There are no metrics."""
+    """Ignore metrics, which generation does not have."""

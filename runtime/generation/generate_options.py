@@ -136,7 +136,7 @@ class GenerateOptions:
         )
 
     def prompts(self) -> list[str]:
-        """The prompts, those of the file last."""
+        """The prompts; prompts of the file come last."""
         found = list(self.prompt)
         if self.prompt_file is not None:
             try:

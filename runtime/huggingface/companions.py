@@ -27,7 +27,7 @@ LARGEST_NAMES = 4096
 _KINDS = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
 _WITHOUT_ENDING = ("LICENSE", "LICENCE", "NOTICE")
 LARGEST_BYTES = 200 * 10**6
-"""No tokenizer is larger: what is, holds weights."""
+"""Bytes of the largest tokenizer: a larger file holds weights."""
 
 
 class Names(BaseModel):

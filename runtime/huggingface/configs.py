@@ -204,7 +204,7 @@ def _gemma(spec: ModelSpec) -> Config:
 
 
 def _positions_by_kind(spec: ModelSpec) -> Config:
-    """Positions of layers that see everything, and of those with windows."""
+    """Positions of layers that see all tokens, and of layers with windows."""
     scaling = _scaling(spec.rope_scaling) if spec.rope_scaling else {"rope_type": "default"}
     positions = {
         "full_attention": scaling | {"rope_theta": spec.rope_theta},

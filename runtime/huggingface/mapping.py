@@ -96,7 +96,7 @@ class Entry(NamedTuple):
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors, self.dim)
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
-        """Shape of the tensor of theirs, by those of ours."""
+        """The shape of the tensor of theirs, by the shapes of ours."""
         return tuple(self.join(lambda part: _on_meta(part, shapes)).shape)
 
     def take(self, theirs: Tensor, wanted: Part, shapes: Shapes) -> Tensor:

@@ -76,7 +76,7 @@ def write_adapter(
 
 
 def _joined(model: TunedModel, entry: Entry) -> tuple[Tensor, Tensor] | None:
-    """A and B of a tensor of theirs, from those of its parts; None where none has an adapter."""
+    """A and B of a tensor of theirs, from A and B of its parts; None without an adapter."""
     found = [model.adapter(part.ours) for part in entry.parts]
     if not any(found):
         return None

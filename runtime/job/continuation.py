@@ -31,7 +31,7 @@ class PreviousRun(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     iteration: int = 0
-    """The last one that it trained."""
+    """The last iteration that the run trained."""
     global_batch_size: int | None = Field(default=None, ge=1)
     micro_batch_size: int | None = Field(default=None, ge=1)
     layout: str = "another layout"

@@ -154,7 +154,7 @@ class _Supervisor:
         self.stop_signal: signal.Signals | None = None
         """The last signal that asked for the end."""
         self.asked: list[int] = []
-        """The ranks that there were when it came."""
+        """The ranks that ran when the signal came."""
         self.agent_lines: list[str] = []
         """Lines that torchrun printed about itself."""
 

@@ -41,7 +41,7 @@ class WarmRanks:
             process.communicate()
 
     def prepare(self, ranks: int) -> None:
-        """Begin to import for so many ranks."""
+        """Begin to import PyTorch for this number of ranks."""
         if self.waiting is not None:
             return
         # The driver of a GPU starts threads; and so does OpenBLAS, which has nothing to multiply here.

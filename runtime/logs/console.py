@@ -16,7 +16,7 @@ listener: Callable[[str, bool], None] | None = None
 """Takes what this process says beside its streams, and whether that is amiss: a file of the rank."""
 
 _told: set[str] = set()
-"""Streams of which it was said that they cannot be written."""
+"""Streams whose write errors have been reported."""
 
 
 class UnfailingStream:

@@ -86,7 +86,7 @@ class Trackers:
         self.running = {name: _Service(name, start) for name, start in starts.items()}
 
     def log(self, figures: Mapping[str, Any], iteration: int) -> None:
-        """Add those figures of an iteration that are numbers."""
+        """Add the figures of an iteration that are numbers."""
         numbers = {name: float(value) for name, value in figures.items() if isinstance(value, (int, float))}
         for service in self.running.values():
             service.log(numbers, iteration)
@@ -121,7 +121,7 @@ class _Service:
             self.waiting.put((figures, iteration))
 
     def end(self) -> None:
-        """Let the thread end when it has handed over all."""
+        """Let the thread end after all figures have been sent."""
         self.waiting.put(None)
 
     def wait(self, deadline: float) -> None:

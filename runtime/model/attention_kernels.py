@@ -19,7 +19,7 @@ FLASH_HEAD_SIZE = 256
 
 
 FLASH_CAPABILITY = (8, 0)
-"""First architecture that it runs on: Ampere."""
+"""The first architecture that flash attention runs on: Ampere."""
 
 
 def takes_flash(q: Tensor) -> bool:

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SMALLEST_NORM = 1e-6
-"""Added to the squares of queries and keys, which are brought to length one."""
+"""Term added to the squares of queries and keys, which are brought to length one."""
 
 
 def wide(x: Tensor) -> Tensor:
-    """A tensor in fp32, or in fp64 where it is that."""
+    """A tensor in fp32; fp64 stays."""
     return x if x.dtype == torch.float64 else x.float()
 
 

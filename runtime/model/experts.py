@@ -152,7 +152,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(spec.hidden, 1, bias=False) if spec.shared_expert_gate else None
         self.dispatch: Dispatch = LocalDispatch(spec.experts, drops=bool(spec.router.capacity_factor))
         self.is_whole = False
-        """A compiler takes all of it."""
+        """A compiler takes the whole layer."""
         self.weighs_inputs, self.top_k = spec.router.weighs_inputs, spec.top_k
 
     def forward(self, x_BSD: Tensor) -> Tensor:

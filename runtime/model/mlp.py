@@ -33,7 +33,7 @@ class Activation(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.function = ACTIVATIONS.get(spec.activation)
-        """None for the one that clamps gate and input."""
+        """The activation; None for the one that clamps gate and input."""
 
     def forward(self, up: Tensor, gate: Tensor | None = None) -> Tensor:
         if self.function is None:

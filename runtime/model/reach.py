@@ -12,7 +12,7 @@ class Reach(NamedTuple):
     """Limits on the earlier tokens that tokens of a layer see: all of them where window and chunk are 0."""
 
     window: int = 0
-    """So many tokens, the own one included."""
+    """The number of tokens that a token sees, itself included."""
     chunk: int = 0
     """The length of a chunk: a position reaches the positions before it in its own chunk."""
     softcap: float = 0.0

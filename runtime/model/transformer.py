@@ -156,7 +156,7 @@ class Transformer(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """The layers, and those of the MTP modules."""
+        """The layers of the model and of the MTP modules."""
         further = (module.block for module in self.mtp if isinstance(module, FurtherToken))
         return [*self.stack, *(block for block in further if isinstance(block, Block))]
 

@@ -22,7 +22,7 @@ BETA2_DECAY = -0.8
 """Step t keeps 1 - t^-0.8 of the second moments (section 7.2)."""
 
 LEAST_ROOT_SQUARE = torch.finfo(torch.float32).eps
-"""Below it a second moment counts as its square (PyTorch's eps1)."""
+"""The least root of a second moment: a smaller moment counts as its square (PyTorch's eps1)."""
 
 LEAST_RMS = 1e-3
 """Smallest size of a parameter that steps are relative to (section 8)."""

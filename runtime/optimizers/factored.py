@@ -17,11 +17,11 @@ PADDED_NAMES = ("embedding.tokens.weight", "head.weight", "further_embedding.tok
 """Parameters whose rows beyond the vocabulary are padding, more or less of it with the layout."""
 
 Part = tuple[Tensor, Groups]
-"""This rank's term of a sum, and the ranks over which it is one."""
+"""This rank's term of a sum, and the ranks that share the sum."""
 
 
 class WholeParameter:
-    """One parameter of this rank: how large all of it is, and who has the other parts."""
+    """One parameter of this rank: the shape of the whole, and the ranks with the other parts."""
 
     def __init__(self, owned: ParameterShard, vocab: int) -> None:
         self.owned = owned

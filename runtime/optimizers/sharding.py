@@ -30,14 +30,14 @@ def groups_of(parameter: Tensor, dims: Sequence[int]) -> Groups:
 
 @dataclass(frozen=True)
 class _Split:
-    """One dimension of a mesh that splits one of a tensor."""
+    """A dimension of a mesh that splits a dimension of a tensor."""
 
     dim: int
     length: int
     """The length of the tensor before the split."""
     size: int
     index: int
-    """This rank's, of `size`."""
+    """This rank's number among `size` ranks."""
     group: dist.ProcessGroup
 
     @property

@@ -16,7 +16,7 @@ from runtime.parallel.local_tensors import local_part
 from runtime.parallel.mesh import Grid
 
 CLIP_EPSILON = 1e-6
-"""Added to the norm before dividing by it, as Megatron-LM and PyTorch do."""
+"""Term added to the norm before a division, as in Megatron-LM and PyTorch."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """PyTorch's names of Adam's moments."""

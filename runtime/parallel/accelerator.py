@@ -41,7 +41,7 @@ def kind_of(device: torch.device) -> Literal["cpu", "accelerator"]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was asked for."""
+    """Wait until a device has finished its queued work."""
     if is_accelerator(device):
         device_module(device).synchronize(device)
 

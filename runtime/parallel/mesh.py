@@ -33,7 +33,7 @@ class Grid:
     kv_group: dist.ProcessGroup | None = None
     """Tensor-parallel ranks that share one key/value head; None where each has its own."""
     expert_mesh: DeviceMesh | None = None
-    """None for a model without experts."""
+    """The mesh of experts; None for a model without experts."""
     sequence_group: dist.ProcessGroup | None = None
     """Ranks over which the tokens of one sequence are spread where they choose experts: tensor- and context-
     parallel ones, in this order; None where one rank has them all, or there are no experts."""

@@ -151,7 +151,7 @@ class _Layer:
         self.staying = staying
         self.copies: dict[int, _Copy] = {}
         self.sources: list[torch.UntypedStorage] = []
-        """Held until the call ends, so that none is taken for another one in it."""
+        """Storages held until the call ends, so that no new one has the same address."""
         self.fetched = False
 
     def pack(self, tensor: Tensor) -> Packed:

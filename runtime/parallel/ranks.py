@@ -57,7 +57,7 @@ class Ranks:
 
 
 def is_alone() -> bool:
-    """Whether nobody said that this process is one of several."""
+    """Whether no launcher said that this process is one of several ranks."""
     return "RANK" not in os.environ and "WORLD_SIZE" not in os.environ
 
 

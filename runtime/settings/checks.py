@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from runtime.settings.training_options import TrainingOptions
 
 RECIPES: tuple[Fp8Recipe, ...] = ("default", "rowwise", "tensorwise", "rowwise_with_gw_hp")
-"""Scales of GEMMs in fp8 that it knows."""
+"""fp8 recipes that the runtime knows."""
 
 RANKS_PER_CORE, RANKS_ALWAYS = 8, 16
 """Ranks that share a core of the CPU at most, and ranks that any machine may start: slow, but of use to try a

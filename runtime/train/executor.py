@@ -30,7 +30,7 @@ class Executor(Protocol):
     float8_gather: Float8Gather | None
     """Weights that FSDP2 gathers in 8 bits, if any; ranks agree on their scales before each step."""
     graphed: GraphedPass | None
-    """Passes that are a graph, if they are."""
+    """Passes as a CUDA graph; None where they run as they are."""
 
     def use_documents(self, documents: Documents) -> None:
         """Let `documents` ready the stages before each pass of a microbatch."""

@@ -79,7 +79,7 @@ def number(environment: Environment, name: str) -> int | None:
 
 
 def common_number(environment: Environment, *names: str) -> int | None:
-    """The number that those of the variables say which are set; `InputError` where they differ."""
+    """The number in the variables that are set; `InputError` where they differ."""
     given = {name: value for name in names if (value := number(environment, name)) is not None}
     if len(set(given.values())) > 1:
         words = ", ".join(f"{name}={value}" for name, value in given.items())
