@@ -61,7 +61,7 @@ class Kill:
     ranks: int
     pins: str
     resumed_at: int
-    """Where the killed job had begun."""
+    """The iteration at which the killed job had begun."""
     reached: int
     """The last iteration that it logged."""
     ended_s: float

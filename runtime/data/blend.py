@@ -1,7 +1,7 @@
 """Several corpora mixed by weight, in the order of Megatron's BlendedDataset.
 
-Position i takes the next sample of the corpus whose count lags most behind its weight: the largest
-w_j * max(i, 1) - count_j, the first one on a tie (build_blending_indices in
+Position i takes the next sample of the corpus whose count lags most behind its weight: the largest w_j *
+max(i, 1) - count_j. The first corpus wins a tie (build_blending_indices in
 megatron/core/datasets/helpers.cpp).
 """
 

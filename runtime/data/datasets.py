@@ -105,8 +105,8 @@ def build_datasets(
 ) -> Datasets:
     """Samples of `seq` + 1 tokens for each split.
 
-    `data_path` is one prefix of a .bin/.idx pair, several, or weights and prefixes by turns; `split` weighs
-    training, validation and test, as "969,30,1", and applies to the sequences of each prefix; a split of
+    `data_path` is one prefix of a .bin/.idx pair, several, or weights and prefixes by turns. `split` weighs
+    training, validation and test, as "969,30,1", and applies to the sequences of each prefix. A split of
     which no samples are asked for is None. The order of the samples depends on the files, `split`, `seq`,
     `seed` and the number of samples, never on the layout. With `packs` samples hold whole documents.
 

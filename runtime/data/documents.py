@@ -35,8 +35,8 @@ Texts = str | list[str]
 class Piece:
     """Consecutive documents of one file.
 
-    `documents` are raw bytes, texts (str) or parsed values, by format; `lines` are their line numbers; `size`
-    is the bytes of text that they take, `taken` those of the file, which may be compressed.
+    `documents` are raw bytes, texts (str) or parsed values, by format, and `lines` their line numbers. `size`
+    is the bytes of their text, `taken` the bytes of the file, which may be compressed.
     """
 
     path: Path
@@ -49,8 +49,8 @@ class Piece:
 def detect_format(path: Path) -> str:
     """The format of a file: by its name if that says .jsonl or .txt, else by how it begins.
 
-    A [ that opens an array of strings or objects is a JSON array, a { opens JSON lines, <doc those of
-    WikiExtractor, all else is plain text, unless the name says .json.
+    A [ that opens an array of strings or objects is a JSON array, a { opens JSON lines, and <doc
+    WikiExtractor's. Other files are plain text, unless the name says .json.
     """
     ending = bare_name(path).suffix.lower()
     by_name = {".jsonl": "jsonl", ".txt": "text"}.get(ending)

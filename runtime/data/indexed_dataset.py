@@ -66,8 +66,8 @@ class IndexedDataset:
     `pointers` int64[N], its byte offset in `.bin`; `document_indices` int64[D], 0 and then the number
     of sequences up to the end of each document; `modes` int8[N] of multimodal files, None of others.
 
-    Raises InputError if a file is missing, unreadable, truncated or not in this format, or if the two
-    do not belong together; reading tokens raises it if the file cannot be read any more.
+    Raises InputError if a file is missing, unreadable, truncated or not in this format, or if the two do not
+    belong together. Reading tokens raises it if the file cannot be read any more.
     """
 
     def __init__(self, prefix: str | Path) -> None:

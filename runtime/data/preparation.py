@@ -122,9 +122,9 @@ def prepare(
     """Write `{output_prefix}_{key}_document.bin` and `.idx` from text files, for each of `json_keys`, and
     `.tokenizer`, the record of the tokenizer.
 
-    `inputs` are files, patterns or folders (`runtime.data.sources.expand`), read in order; `form` is jsonl
-    (an object with the keys, or a string, per line), json (an array of either), wiki (WikiExtractor's
-    <doc ...>) or text (each file is one document), detected per file if None. `workers` processes, but no
+    `inputs` are files, patterns or folders (`runtime.data.sources.expand`), read in order. `form` is jsonl
+    (an object with the keys, or a string, per line), json (an array of either), wiki (WikiExtractor's <doc
+    ...>) or text (each file is one document). It is detected per file if None. `workers` processes, but no
     more than there are cores or work, take `chunk_size` documents at a time. An end-of-document token follows
     each document that is not empty. `progress` is called after every chunk with the summary so far. The text
     under `prompt_key` stands before that of each other key, and is not predicted.

@@ -1,10 +1,10 @@
 """Fixed-length training samples from documents, in the order of Megatron's GPTDataset.
 
-The documents of all epochs are shuffled and read as one stream; sample k holds the tokens
-k*seq .. (k+1)*seq inclusive, so that consecutive samples share one token; then the samples are shuffled.
-The arithmetic and the random stream are those of megatron/core/datasets/gpt_dataset.py and helpers.cpp, hence
-the same files, seed and sample count give the same samples as there. The order depends on nothing else, in
-particular not on the layout.
+The documents of all epochs are shuffled and read as one stream. Sample k holds the tokens k*seq .. (k+1)*seq
+inclusive, so that consecutive samples share one token. Then the samples are shuffled. The arithmetic and the
+random stream are those of megatron/core/datasets/gpt_dataset.py and helpers.cpp, hence the same files, seed
+and sample count give the same samples as there. The order depends on nothing else, in particular not on the
+layout.
 """
 
 from __future__ import annotations
@@ -144,8 +144,9 @@ def _check_memory(indexed: IndexedDataset, places: int, samples: int) -> None:
 class SampleDataset:
     """Samples of `seq` + 1 tokens from some sequences of an indexed dataset; at least `num_samples` of them.
 
-    `num_samples` None takes one epoch. An `endless` one goes on after its last sample with as many again, in
-    the order of the next seed: a run that turns out longer goes on where it is, whatever it will be in all.
+    `num_samples` None takes one epoch. An `endless` order goes on after its last sample with as many again,
+    in the order of the next seed. A run that turns out longer goes on where it is, whatever it will be in
+    all.
 
     Raises InputError if the sequences hold too few tokens.
     """

@@ -12,9 +12,9 @@ Inductor's code would:
 - views share the buffer of what they show; a sum over ranks is made in place where nothing else reads it;
 - a buffer lives to its last reader, also one that reads through element-wise operations.
 
-Inductor may besides use a buffer that is read for the last time for what is written (in place), and order
-kernels anew to save memory; neither is done here, which makes temporaries within a layer larger by up to a
-few tensors of its inputs' size.
+Inductor may besides write into a buffer that is read for the last time (in place), and order kernels anew to
+save memory. Neither is done here. Temporaries within a layer are therefore larger by up to a few tensors of
+its inputs' size.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ REDUCTIONS = {
     "index_put",
     "scatter_add",
 }
-"""Operators whose result has a buffer, and whose inputs need none; `cat` is one, since its parts are written
-where they belong, and so are those that write to places of what is made for them."""
+"""Operators whose result has a buffer, and whose inputs need none. `cat` is one, since its parts are written
+where they belong. So are operators that write to places of a new tensor."""
 
 ALIASES = {"_unsafe_view", "reshape", "wait_tensor", "lift_fresh", "alias", "copy_"}
 """Operators that share memory besides those that PyTorch calls views; what is copied into an input is added

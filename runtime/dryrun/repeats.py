@@ -1,9 +1,9 @@
 """Operations on fake tensors that were seen before, without PyTorch's search for what they return.
 
-A training step runs few different operations many times: those of all layers and microbatches are alike.
-What an operation returns follows from the shapes, strides, formats and devices of its operands and from its
-other arguments. It is noted here the first time; after that, fake tensors of the same kind are made several
-times faster than `FakeTensorMode` makes them from its own cache, which heeds much that the runtime's tensors
+A training step runs few different operations many times: those of all layers and microbatches are alike. What
+an operation returns follows from the shapes, strides, formats and devices of its operands and from its other
+arguments. It is noted here the first time. After that, fake tensors of the same kind are made several times
+faster than `FakeTensorMode` makes them from its own cache. That cache heeds much that the runtime's tensors
 never have (symbolic sizes, sparse layouts, constants). Compilers ask for the same operations again and again
 while they follow a layer, take it apart and derive its backward: they are answered from here too.
 """

@@ -24,20 +24,21 @@ NEIGHBOURS = 2
 
 
 ROUNDS, SPLIT_ROUNDS, MANY_ROUNDS = 3, 4, 5
-"""Least rounds of microbatches where a rank has several stages, where their backward is split, and where a
-rank has more stages than it gathers at a time: which ones follows from passes further ahead."""
+"""Least rounds of microbatches, where more rounds depend on passes further ahead: with several stages on a
+rank, with their split backward, and with more stages than a rank gathers at a time."""
 
 
 def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
     """The fewest microbatches whose step passes through the same states as that of `layout`.
 
-    Microbatches are alike, so what a rank holds around a pass follows from how many microbatches of each of
-    its stages are between forward and backward, how many wait for their gradients of weights, whether
-    gradients are there, which passes come shortly before and after, and whether it is a stage's last backward
-    pass. Two batches whose steps pass through the same set of such states have the same peak.
+    Microbatches are alike, so the bytes that a rank holds around a pass follow from five things. These are
+    the microbatches of each stage between forward and backward, and those that wait for their weight
+    gradients. They are also whether gradients are there, the passes shortly before and after, and whether the
+    pass is a stage's last backward pass. Two batches whose steps pass through the same set of such states
+    have the same peak.
 
-    With several stages on a rank, a message may come many passes before its use, by the pace of other ranks:
-    a few rounds of microbatches are taken then at least, in which all ranks come to keep pace.
+    With several stages on a rank, a message may come many passes before its use, by the pace of other ranks.
+    A few rounds of microbatches are taken then at least, in which all ranks come to keep pace.
     """
     if layout.pipeline_parallel == 1:
         # The first makes gradients, others add to them, and the last reduces them.

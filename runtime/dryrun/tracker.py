@@ -70,8 +70,8 @@ class Tracker(TorchDispatchMode):
     """Keeps an account of all storages that operations make while it is active.
 
     Memory is counted from the operation that makes a storage to the end of the last tensor that uses it, as
-    the caching allocator sees it; views and in-place operations make none. What a kernel takes and returns
-    within one operation is not seen.
+    the caching allocator sees it. Views and in-place operations make no storage. What a kernel takes and
+    returns within one operation is not seen.
     """
 
     def __init__(self, on_gpu: bool, fake: bool = True) -> None:

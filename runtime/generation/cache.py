@@ -169,7 +169,8 @@ class _Latents:
     """The cache of one latent attention: C + r elements of a token, however many heads there are.
 
     The matrices that make keys and values of a latent are applied to the query and to the result instead
-    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2), so that a new token costs N (C + r) for each that it sees.
+    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). A new token then costs N (C + r) for each token that it
+    sees.
     """
 
     def __init__(self, attention: LatentAttention, cache: Cache) -> None:

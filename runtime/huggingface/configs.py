@@ -27,8 +27,8 @@ _SCALING_FIELDS = {
 def differences(one: ModelSpec, other: ModelSpec) -> list[str]:
     """Names of the fields in which two models differ so that weights of one are not weights of the other.
 
-    How many tokens a sample has, how far rotary positions reach and how many tokens experts take in do not
-    count, nor does the width of dense layers where there are none.
+    The tokens of a sample, the reach of rotary positions and the tokens that experts take in do not count.
+    Nor does the width of dense layers where there are none.
     """
     names = set(ModelSpec.model_fields) - set(FREE_FIELDS)
     if one.position == other.position != "learned":

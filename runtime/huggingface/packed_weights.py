@@ -1,7 +1,7 @@
 """Weights of four bits in blocks that share a scale, as gpt-oss is published.
 
-MXFP4 (OCP Microscaling Formats 1.0, sections 5.3 and 6.1): an element is E2M1, two of them are a byte with
-the first one in its lower half, and 32 share a power of two, stored as E8M0.
+MXFP4 (OCP Microscaling Formats 1.0, sections 5.3 and 6.1): an element is E2M1, and a byte holds two of them
+with the first one in its lower half. 32 elements share a power of two, stored as E8M0.
 """
 
 from __future__ import annotations

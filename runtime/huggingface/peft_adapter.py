@@ -28,8 +28,8 @@ def write_adapter(
 ) -> dict[str, Tensor]:
     """Write the adapters of a checkpoint as peft does, in `dtype` or fp32; returns the tensors.
 
-    Where a matrix of theirs joins several of ours, their adapters become one of as many times the rank, whose
-    alpha grows with it: the sum that it adds is the same.
+    Where a matrix of theirs joins several of ours, their adapters become one of as many times the rank. The
+    alpha of it grows with the rank, so that it adds the same sum.
 
     Args:
         config: config.json of the base.

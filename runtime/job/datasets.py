@@ -88,9 +88,9 @@ def open_datasets(
     """Training and validation samples of a run, and as many of a test where it has files of its own.
 
     The default corpus is prepared at first use. Prepared files need no tokenizer, unless the boundaries of
-    documents in their stream matter and no record says what ends one; a tokenizer that is named all the same
-    must fit the model and be the one of the files' records. No data may be of another tokenizer than the
-    model's `own`, where that is known.
+    documents in their stream matter and no record says what ends a document. A tokenizer that is named all
+    the same must fit the model and be the one of the files' records. No data may be of another tokenizer than
+    the model's `own`, where that is known.
     """
     paths, separate = _words(options.data_path), [_words(path) for path in options.split_paths]
     if paths and any(separate):

@@ -1,7 +1,7 @@
 """torchrun, which leaves signals to its ranks; its command line is torchrun's.
 
 A scheduler signals every process of a job at once (Slurm at a time limit, scancel and requeue; systemd).
-torchrun of itself would then kill ranks that are still saving 30 s later, and end as after a failure.
+torchrun would then kill ranks that are still saving 30 s later, and end as after a failure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ranks of one machine's CPU, forked from one process that has imported what they need.
 
-`warm_ranks` starts this process, and may do so before it knows what the ranks are to do: that comes
-as one line of JSON. To the ranks it is what torchrun's agent is, their parent that holds the store in which
-they meet and ends all of them when one fails; where forking is not safe it becomes torchrun.
+`warm_ranks` starts this process, and may do so before it knows what the ranks are to do: that comes as one
+line of JSON. To the ranks this process is what torchrun's agent is: their parent, which holds the store in
+which they meet and ends all of them when one fails. Where forking is not safe it becomes torchrun.
 """
 
 from __future__ import annotations

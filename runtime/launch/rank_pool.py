@@ -1,7 +1,7 @@
 """Distributed jobs on this machine that start in milliseconds.
 
-Importing torch is the slow part, so one process does it once and every rank of every job is a fork of it:
-jobs share no state, and what one leaves behind cannot reach the next.
+Importing torch is the slow part, so one process does it once, and every rank of every job is a fork of it.
+Jobs share no state, and leave nothing behind that could reach the next job.
 """
 
 from __future__ import annotations

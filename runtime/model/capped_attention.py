@@ -1,8 +1,8 @@
 """Attention whose scores are bounded (Gemma 2, arXiv:2408.00118, section 2.4), in blocks of queries.
 
-No kernel of PyTorch's bounds scores but what it compiles, so that products of matrices do it: forward keeps
-queries, keys, values and results, and backward makes the scores of a block anew, as flash attention does
-(arXiv:2205.14135, section 3.1). Shapes: see `runtime.model`.
+No kernel of PyTorch's bounds scores but what it compiles, so that GEMMs do it. Forward keeps queries, keys,
+values and results. Backward makes the scores of a block anew, as flash attention does (arXiv:2205.14135,
+section 3.1). Shapes: see `runtime.model`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fused kernels of attention called by their names, for attention whose backward is not PyTorch's own.
 
-A layer may see a window of the tokens before it only, and its heads may have sinks: a score of their own that
-takes part in the softmax and adds nothing (StreamingLLM, arXiv:2309.17453, as gpt-oss learns it). Shapes: see
-`runtime.model`.
+A layer may see only a window of the tokens before it, and its heads may have sinks. A sink is a score of its
+own that takes part in the softmax and adds nothing (StreamingLLM, arXiv:2309.17453, as gpt-oss learns it).
+Shapes: see `runtime.model`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Frozen matrices in 4 bits: NF4 with scales in 8 bits (QLoRA, arXiv:2305.14314, section 3).
 
 Plain operators of PyTorch, on any device. Each output's weights are in blocks of 64 inputs, whose scale is
-the largest magnitude in it; the scales of the same 64 inputs of 256 outputs are stored as 255ths of the
-largest. No block holds weights of two outputs, so that ranks can split a matrix without changing its values.
+the largest magnitude in the block. The scales of the same 64 inputs of 256 outputs are stored as 255ths of
+the largest. No block holds weights of two outputs, so that ranks can split a matrix without changing its
+values.
 """
 
 from __future__ import annotations

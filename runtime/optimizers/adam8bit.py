@@ -91,8 +91,8 @@ def store_moment(moment: Tensor, numbers: Tensor) -> None:
 
     torchao scales a block by its largest magnitude. The codes of signed values reach 1 but not -1, so a block
     whose largest value is negative would be scaled anew by less, and lose a little each time. The scale that
-    it had is the largest value over the code that it must have had, but for rounding: the candidates are
-    tried, and the best one is taken for each block.
+    a block had is its largest value over that value's code, but for rounding. The candidates are tried, and
+    the best one is taken for each block.
     """
     from torchao.optim.quant_utils import quantize_8bit_with_qmap
     from torchao.optim.subclass_8bit import OptimState8bit

@@ -1,8 +1,8 @@
 """Collectives that autograd differentiates: each one's backward is its conjugate.
 
 All ranks of `group` call them in the same order. Sums are made in the dtype of what is summed. Results are
-ready on the current stream when a function returns, and no function has parameters among its arguments, so
-that a schedule may compute gradients of inputs and of weights apart.
+ready on the current stream when a function returns. No function has parameters among its arguments, so that a
+schedule may compute gradients of inputs and of weights apart.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Split sequences over context-parallel ranks, and let attention reach across.
 
-Everything but attention works token by token, so a rank runs the model on its S/cp positions; only the core
+Everything but attention works token by token, so a rank runs the model on its S/cp positions. Only the core
 of attention, softmax(q k) v, needs the keys and values of other ranks. `Layout.context_parallel_form` says
-how they meet. Bytes that one rank sends for one layer and microbatch, with e bytes an element, s = S/cp,
-N and K the query and key/value heads after tensor parallelism, and kv = 2 B K s H:
+how they meet. Bytes that one rank sends for one layer and microbatch, with e bytes an element, s = S/cp, N
+and K the query and key/value heads after tensor parallelism, and kv = 2 B K s H:
 
     form         forward                             backward
     all_gather   (cp - 1) kv e                       (cp - 1) kv e

@@ -33,10 +33,10 @@ def gathered_attention(
     """Causal attention of this rank's two chunks of queries over gathered keys and values.
 
     The form of Llama 3 (arXiv:2407.21783, section 3.3.2) with the chunks of `local_positions`. Only the K
-    key/value heads travel, keys and values in one all-gather; backward reduce-scatters their gradients.
-    A rank sends (cp - 1) 2 B K s H elements forward and as many backward. Backward keeps the gathered keys
-    and values, 2 B K S H elements instead of 2 B K s H, and its two results besides the joined one,
-    B N s H more than plain attention on s tokens; core attention that is recomputed keeps neither.
+    key/value heads travel, keys and values in one all-gather; backward reduce-scatters their gradients. A
+    rank sends (cp - 1) 2 B K s H elements forward and as many backward. Backward keeps the gathered keys and
+    values, 2 B K S H elements instead of 2 B K s H. It also keeps its two results besides the joined one, B N
+    s H more than plain attention on s tokens. Core attention that is recomputed keeps neither.
 
     Args:
         q_BNsH: tokens of chunk i, then of chunk 2 cp - 1 - i on rank i of `group`.

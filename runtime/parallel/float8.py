@@ -52,13 +52,12 @@ def check_float8(device: torch.device, precision: Precision = "fp8") -> None:
 def float8(stage: Transformer, recipe: Fp8Recipe | Literal["mxfp8"] = "default") -> None:
     """Let the linear layers of the blocks of `stage` multiply in fp8, the head in bf16.
 
-    "rowwise", the default, scales every row of the left and every column of the right operand of a GEMM by
-    a power of two of its own, so that no scale depends on what another rank or sequence holds;
-    "rowwise_with_gw_hp" does so too, but for gradients of weights, which are GEMMs in bf16. Both are
-    torchao's. "tensorwise" has one scale for all that a rank holds of an operand
-    (`runtime.parallel.float8_tensorwise`), "mxfp8" one for each 32 elements that a GEMM sums over
-    (`runtime.parallel.mxfp8`). What goes in and comes out is bf16. On a CPU, fp32 GEMMs of the rounded
-    operands stand in.
+    "rowwise", the default, scales every row of the left and every column of the right operand of a GEMM by a
+    power of two of its own. No scale depends then on the values of another rank or sequence.
+    "rowwise_with_gw_hp" does the same, but computes weight gradients in bf16. Both are torchao's.
+    "tensorwise" has one scale for all that a rank holds of an operand (`runtime.parallel.float8_tensorwise`),
+    "mxfp8" one for each 32 elements that a GEMM sums over (`runtime.parallel.mxfp8`). What goes in and comes
+    out is bf16. On a CPU, fp32 GEMMs of the rounded operands stand in.
 
     Routed experts, and GEMMs with a side that is not a multiple of 16 (of 32 in mxfp8), stay in bf16. A
     layer whose forward is its own (one that tensor parallelism has split) finds what multiplies as its

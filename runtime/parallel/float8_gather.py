@@ -1,7 +1,7 @@
 """Weights of GEMMs in 8 bits, gathered in 8 bits by FSDP2.
 
-Ranks agree on the largest element of each weight once a step, before they gather any; what each then casts of
-its shard is what would have been cast of the whole weight, to the bit, had it been gathered in 16 bits.
+Ranks agree on the largest element of each weight once a step, before they gather any weight. Each rank then
+casts its shard to the same bits as a cast of the whole weight, gathered in 16 bits, would give.
 """
 
 from __future__ import annotations

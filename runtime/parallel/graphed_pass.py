@@ -1,8 +1,8 @@
 """Forward and backward of a microbatch as one CUDA graph.
 
 The host launches the kernels of small layers later than the device could run them. A graph is launched at
-once, and is always the same kernels on the same memory: so a pass reads its tokens and labels, the factor of
-the loss and the parameters at fixed places, and adds gradients to sums that stay where they are. What is
+once, and is always the same kernels on the same memory. So a pass reads its tokens and labels, the factor of
+the loss and the parameters at fixed places. It adds gradients to sums that stay where they are. What is
 computed is the same to the bit.
 
 Memory of a graph is its own: what passes need is not there for the optimizer while they rest.

@@ -1,9 +1,9 @@
 """Compiled layers that are alike, run one after the other by one node of autograd.
 
-A compiled layer costs the host more than its kernels: guards are checked, arguments sorted and a node of
-autograd made for each, and each gradient goes to its parameter by a node of its own. Layers that are alike
-share one pair of compiled functions. So only the first layer is called as it is, which checks the guards, and
-stands for the others: they run what it was compiled to, each with its own parameters, and gradients go right
+A compiled layer costs the host more than its kernels. Guards are checked, arguments sorted and a node of
+autograd made for each layer, and each gradient goes to its parameter by a node of its own. Layers that are
+alike share one pair of compiled functions. So only the first layer is called as it is, which checks the
+guards. The others run the code that it was compiled to, each with its own parameters, and gradients go right
 into the sums of their layer. What is computed, kept for backward and freed is the same, in the same order.
 
 The pair is that of AOTAutograd's node. Once its backward is compiled, one pass finds it, the next sees that

@@ -1,9 +1,9 @@
 """Cross entropy over a vocabulary that may be split over ranks and padded, together with the head's GEMM.
 
-All logits never exist: a chunk of tokens at a time is multiplied by the output matrix, scored, and its logits
-are written over by their gradient, which makes the gradients of the chunk's tokens and a part of that of the
-matrix. So forward does the three GEMMs of a head, and backward hands the gradients over. Shapes: see
-`runtime.model`.
+All logits never exist at once. A chunk of tokens at a time is multiplied by the output matrix and scored, and
+the gradient is written over its logits. That makes the gradients of the chunk's tokens and a part of the
+matrix's gradient. So forward does the three GEMMs of a head, and backward hands the gradients over. Shapes:
+see `runtime.model`.
 """
 
 from __future__ import annotations

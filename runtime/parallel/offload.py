@@ -58,8 +58,8 @@ def _tell_apart(attention: Any) -> None:
 
 @cache
 def _offloading(kind: Any) -> Any:
-    """A class that tells attention that offloads from other attention of its kind: where torch.compile stops
-    at a call, it looks at the class of what is called alone, and would stop in the other layers, too."""
+    """A class that tells attention that offloads from other attention of its kind. Where torch.compile stops
+    at a call, it looks at the class of the callee alone, and would stop in the other layers, too."""
     return type(f"Offloading{kind.__name__}", (kind,), {})
 
 

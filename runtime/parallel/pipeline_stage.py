@@ -25,8 +25,8 @@ class LeanStage(PipelineStage):
     """PyTorch's stage, whose receive buffers live from the receive to the use.
 
     Before 2.15, PyTorch allocates a buffer for the input and one for the gradient of every microbatch of a
-    step, and keeps them for good: with many microbatches, more than all other activations. It also keeps
-    the outputs of every microbatch of an evaluation, logits included, to its end.
+    step, and keeps them for good. With many microbatches they take more than all other activations. It also
+    keeps the outputs of every microbatch of an evaluation, logits included, to its end.
     """
 
     documents: Documents | None = None

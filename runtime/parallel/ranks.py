@@ -64,8 +64,8 @@ def is_alone() -> bool:
 def end_with_agent() -> None:
     """Watch the torchrun that started this rank and die with it, however it dies.
 
-    torchrun puts each rank into a session of its own; when it is killed it ends none of them, and they
-    would go on to write into the folders of the job that takes their place.
+    torchrun puts each rank into a session of its own, and ends none of them when it is killed. They would go
+    on to write into the folders of the job that takes their place.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return

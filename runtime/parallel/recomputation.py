@@ -238,7 +238,7 @@ class _Inputs(torch.autograd.Function):
 class _Call:
     """One call of `function`, of which the autograd graph keeps the inputs only.
 
-    Tensors that backward needs are numbered in the order in which the function saves them; the same order
+    Tensors that backward needs are numbered in the order in which the function saves them. The same order
     finds them when it runs again, which takes a function that does the same on every run.
     """
 

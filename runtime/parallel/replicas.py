@@ -1,7 +1,7 @@
 """Parameters that several data- or context-parallel ranks hold whole (ZeRO 0): what says so.
 
-They are distributed tensors with one more dimension of the mesh in front, over which nothing is split: so the
-optimizer, checkpoints and the norm of the gradient know that others hold the same.
+They are distributed tensors with one more dimension of the mesh in front, over which nothing is split. So the
+optimizer, checkpoints and the norm of the gradient know that other ranks hold the same.
 """
 
 from __future__ import annotations

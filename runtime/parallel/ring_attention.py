@@ -57,12 +57,11 @@ def _ring() -> ModuleType:
 def ring_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Causal attention of this rank's two chunks of queries while keys and values go round the ranks.
 
-    Ring attention (arXiv:2310.01889) with the chunks of `local_positions`: in each of cp rounds a rank
-    attends to the keys of one rank, without any that the mask would hide wholly, while the next ones
-    travel; results are merged by their log-sum-exps in fp32. Only the K key/value heads travel. A rank
-    sends (cp - 1) 2 B K s H elements forward. Backward sends as many again, and cp times 2 B K s H fp32
-    elements: the gradients, which go round to their owners. Backward keeps what plain attention does on s
-    tokens.
+    Ring attention (arXiv:2310.01889) with the chunks of `local_positions`. In each of cp rounds a rank
+    attends to the keys of one rank, while the next keys travel; keys that the mask would hide wholly are
+    skipped. Results are merged by their log-sum-exps in fp32. Only the K key/value heads travel. A rank sends
+    (cp - 1) 2 B K s H elements forward. Backward sends as many again, and cp times 2 B K s H fp32 elements:
+    the gradients, which go round to their owners. Backward keeps what plain attention does on s tokens.
 
     Args:
         q_BNsH: tokens of chunk i, then of chunk 2 cp - 1 - i on rank i of `group`.

@@ -42,12 +42,12 @@ def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     a small layer. A linear layer multiplies with its attribute `product`, torch.nn.functional.linear unless
     another number format has replaced it.
 
-    With sequence parallelism, norms and residuals hold S/tp tokens (arXiv:2205.05198, section 4.2.2);
-    activations between stages are split the same way, and gradients of parameters that every rank holds
-    whole are sums that are still to be made.
+    With sequence parallelism, norms and residuals hold S/tp tokens (arXiv:2205.05198, section 4.2.2).
+    Activations between stages are split the same way. Gradients of parameters that every rank holds whole are
+    sums that are still to be made.
 
-    With fewer key/value heads than ranks, each rank stores its share of the rows of one head and gathers the
-    rest from the ranks that share the head, in every forward pass. These rows are far fewer than the
+    With fewer key/value heads than ranks, each rank stores its share of the rows of one head. In every
+    forward pass it gathers the rest from the ranks that share the head. These rows are far fewer than the
     activations, and nothing is stored twice.
 
     MTP modules project their two inputs by a matrix that every rank holds whole.

@@ -1,11 +1,11 @@
 """Parameters that compute where none is split over data-parallel ranks, beside those that the optimizer sees.
 
-FSDP2 keeps the two apart as well, and what is computed is the same to the bit; but where nothing is split,
-its hooks around every layer are host time for nothing. Copies in 16 bits are there while a step computes, and
-take no memory while the optimizer works; those in fp32 share that of the parameters.
+FSDP2 keeps the two apart as well, and computes the same to the bit. But where nothing is split, its hooks
+around every layer are host time for nothing. Copies in 16 bits are there while a step computes, and take no
+memory while the optimizer works; those in fp32 share that of the parameters.
 
-Where other ranks hold the same parameters, gradients of a layer add up in one buffer, which the last backward
-pass of a step sums over these ranks as soon as the layer is done, while it goes on with the layers before.
+Where other ranks hold the same parameters, gradients of a layer add up in one buffer. The last backward pass
+of a step sums it over these ranks as soon as the layer is done, while it goes on with the layers before.
 """
 
 from __future__ import annotations

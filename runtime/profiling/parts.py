@@ -76,10 +76,10 @@ def _work_kind(name: str) -> str:
 def step_parts(events: Sequence[Event]) -> StepParts | None:
     """The mean of the steps that `events` hold; None where they hold none.
 
-    Host operators say it where there are no kernels of a device: what an operator takes without those that
-    it calls is of its kind, and what no operator takes is Python or, where it is long and a message is under
-    way, a wait. On a device, kernels are of the kind that their name says; those of collectives count as far
-    as no other kernel runs meanwhile.
+    Host operators tell it where there are no kernels of a device. The seconds of an operator without the
+    operators that it calls are of its kind. Seconds of no operator are Python or, where they are long and a
+    message is under way, a wait. On a device, kernels are of the kind that their name says; those of
+    collectives count as far as no other kernel runs meanwhile.
     """
     steps = [event for event in events if event.name == STEP_RANGE and not event.on_device]
     if not steps:

@@ -17,8 +17,8 @@ class LossScale:
     """The factor of the loss that keeps small gradients from vanishing in fp16.
 
     A step whose gradient overflows changes nothing but the scale. A dynamic scale follows Megatron-LM's
-    DynamicGradScaler: it halves at the overflow number `hysteresis` and at each one after that, and doubles
-    after `window` steps in a row without; only then are overflows counted anew.
+    DynamicGradScaler. It halves at the overflow number `hysteresis` and at each one after that, and doubles
+    after `window` steps in a row without an overflow. Only then are overflows counted anew.
     """
 
     value: float

@@ -9,7 +9,7 @@ tokens (a microbatch or a sequence) of which expert i was chosen for n_i:
 The objective is the mean token loss, plus for every layer the coefficients times the means of aux over the
 units and of z over the tokens of the global batch. What is reported as loss leaves both out.
 
-A microbatch is the same set of sequences for every layout with the same micro_batch_size; the aux loss of
+A microbatch is the same set of sequences for every layout with the same micro_batch_size. The aux loss of
 sequences (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20) does not depend on the layout at all. Where
 experts have biases, n_i counts what the scores alone would choose, as there.
 """

@@ -1,9 +1,9 @@
 """Pods of Kubernetes and nodes of PAI DLC: one process in each, which starts the ranks of its node.
 
 Kubeflow's operator for PyTorchJob and PAI DLC set WORLD_SIZE to the number of pods and RANK to that of this
-pod, which torchrun's own variables of these names are not; Kubeflow's trainer, and its operator where devices
-are told, set torchrun's PET_* variables. Of a plain indexed Job, and of a JobSet, Kubernetes only says
-JOB_COMPLETION_INDEX; the file says NNODES and MASTER_ADDR.
+pod. torchrun's own variables of these names have other meanings. Kubeflow's trainer, and its operator where
+devices are told, set torchrun's PET_* variables. Of a plain indexed Job, and of a JobSet, Kubernetes only
+says JOB_COMPLETION_INDEX; the file says NNODES and MASTER_ADDR.
 
 Sources: kubeflow/training-operator, pkg/controller.v1/pytorch/envvar.go and elastic.go; PAI, "Built-in
 environment variables".

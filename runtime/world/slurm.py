@@ -61,8 +61,9 @@ def is_step(environment: Environment) -> bool:
     """Whether srun started this process: a batch script and the shell of salloc have variables of Slurm too.
 
     Slurm numbers the tasks of srun (SLURM_PROCID) and the batch script, which it marks as such and which
-    belongs to no step; what salloc runs has no number, or that of a special step. Of `srun --pty bash`, with
-    as many tasks as GPUs are to be had, the first task alone is a shell, and the others end at once.
+    belongs to no step. A program of salloc has no number, or the number of a special step. Of `srun --pty
+    bash`, with as many tasks as GPUs are to be had, the first task alone is a shell, and the others end at
+    once.
     """
     if "SLURM_PROCID" not in environment:
         return False

@@ -14,7 +14,7 @@ COMPILER = "torch._inductor.compile_fx"
 """Each of the many ranks that compile layers would take more than a second to import it."""
 
 WORK = [f"tests.support.ranks.{path.stem}" for path in sorted(Path(__file__).parent.glob("ranks/[a-z]*.py"))]
-"""What ranks of tests do. Each of the thousands of ranks would take a tenth of a second to import it."""
+"""Modules that ranks of tests run; each of thousands of ranks would take 0.1 s to import them."""
 
 
 PRELOADED = rank_pool.preloaded(COMPILER, *WORK)
