@@ -1,7 +1,8 @@
 """Run a module of this installation: `python .../runtime/entry.py MODULE ARGUMENTS`.
 
-What `python -m MODULE` runs may be of the working directory, and so may all that it imports: a user's folder
-with a `runtime` or a `typing.py` of its own. A file that is named by its path looks there for nothing.
+The module of `python -m MODULE` may be of the working directory, and so may all of its imports: a user's
+folder may have a `runtime` or a `typing.py` of its own. A file that is named by its path looks there for
+nothing.
 """
 
 import os

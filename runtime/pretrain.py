@@ -89,8 +89,8 @@ def given_plan(job: Job, ranks: Ranks) -> Plan | None:
 def plan_of_job(job: Job, ranks: Ranks, given: Plan | None, previous: PreviousRun | None = None) -> Plan:
     """The `given` plan, or the best one for the ranks that exist.
 
-    A job that goes on, from `previous` or after a failure, is planned anew where the given plan is for other
-    ranks, and keeps its global batch.
+    A job that goes on, from `previous` or after a failure, keeps its global batch. It is planned anew where
+    the given plan is for other ranks.
     """
     for name in ("world_size", "local_world_size"):
         asked, started = getattr(job.cluster, name), getattr(ranks, name)

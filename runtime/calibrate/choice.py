@@ -52,8 +52,8 @@ def small_problem(spec: ModelSpec, device: Device, ranks: Ranks) -> SearchResult
 def in_turns(models: Sequence[tuple[ModelSpec, LayoutTable]]) -> Iterator[tuple[ModelSpec, Layout]]:
     """Layouts of several models in turns, those first that have most in them which none before them has.
 
-    What a layout does that another model was measured doing comes after what no model was: they share their
-    constants, and time may end before all is measured.
+    Features that were measured with another model come after features that no model has: models share their
+    constants, and time may end first.
     """
     left = [_Left(spec, table) for spec, table in models]
     told: set[object] = set()

@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files: what was written is what is read, or an error names the file.
 
-`manifest.json` lists the length and the CRC-32 of every other file. They are taken of the bytes that were
-meant to be written, so that what a disk loses or changes later is found; a changed bit always is.
+`manifest.json` lists the length and the CRC-32 of every other file. The checksums are of the bytes that were
+meant to be written, so that later losses and changes of a disk are found. A changed bit is always found.
 """
 
 from __future__ import annotations

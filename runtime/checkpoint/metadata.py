@@ -1,8 +1,8 @@
 """The `.metadata` file of torch.distributed.checkpoint, read without running anything.
 
-PyTorch writes it as a pickle, and a pickle may call whatever it likes when it is loaded. So none is loaded
-here: its few opcodes are read as data, names of classes stay names, and of what is found the one form that
-PyTorch writes is accepted.
+PyTorch writes it as a pickle, and a pickle may call whatever it likes when it is loaded. So no pickle is
+loaded here. Its few opcodes are read as data, names of classes stay names, and only the form that PyTorch
+writes is accepted.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The lock is the system's, of the file `owner.json`, which says who holds it. Some file systems have no locks,
 or know those of their own machine only (Lustre mounted with localflock, NFS with local_lock). So the owner
 also counts up in the file every few seconds, and a record of another machine that goes on counting is heeded.
-Where two began at once all the same, the last to write its record owns the folder, and the other one stops at
-its next save.
+Where two jobs began at once all the same, the last to write its record owns the folder. The other job stops
+at its next save.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class _SummingFileSystem(FileSystem):
 class HostCopies:
     """Host memory that copies of a rank's share of the state are taken into, save after save.
 
-    It is one piece, as large as what this rank writes, and page-locked where there is a GPU, so that a copy
-    takes what the link to the host takes.
+    The buffer is one piece, as large as what this rank writes. It is page-locked where there is a GPU, so
+    that a copy is as fast as the link to the host.
     """
 
     def __init__(self) -> None:

@@ -36,9 +36,9 @@ def normalised_weights(weights: Sequence[float]) -> list[float]:
 class BlendedDataset:
     """Samples of several corpora of one sequence length; `weights` add up to one.
 
-    The choice of the corpus is a recurrence over positions. It is worked out in blocks as far as the
-    positions asked for reach, and of a block that is done only where it began is kept. `size` positions
-    exist; an `endless` blend of endless corpora goes on after them.
+    The choice of the corpus is a recurrence over positions. The recurrence is worked out in blocks, as far as
+    positions are asked for. Of a finished block only its start is kept. `size` positions exist; an `endless`
+    blend of endless corpora goes on after them.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ class IndexedWriter:
 
     With it appears the `record` of the tokenizer that its ids are of, if one is given.
 
-    Until then the tokens lie in a temporary file beside the target, which an error removes, and the numbers
-    of the index in files without a name.
+    Until then the tokens lie in a temporary file beside the target, which an error removes. The numbers of
+    the index lie in files without a name.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, record: Record | None = None) -> None:

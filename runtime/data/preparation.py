@@ -32,8 +32,8 @@ from runtime.processes.pools import default_context
 class EncodedPiece:
     """The documents of a piece under one key, as token ids.
 
-    `tokens` are all ids one after the other; `lengths` the ids of each sequence, none of which is empty;
-    `sequences` how many of them each document has.
+    `tokens` are all ids one after the other; `lengths` the ids of each sequence, none of which is empty.
+    `sequences` are the numbers of sequences of each document.
     """
 
     tokens: npt.NDArray[np.integer]

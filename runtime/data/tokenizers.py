@@ -90,8 +90,8 @@ class ByteTokenizer:
 class BPETokenizer:
     """A tokenizer of the `tokenizers` library.
 
-    Of one with GPT-2's rules, `is_gpt2`, long texts are encoded in parts: the library takes some hundred
-    bytes of memory for each token of a text that it encodes.
+    With GPT-2's rules (`is_gpt2`) long texts are encoded in parts: the library takes some hundred bytes of
+    memory for each token of a text.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Passes of microbatches that do the same to memory, of which the first few are run.
 
-A stage of a pipeline does the same to memory in each microbatch, but for the first ones, which make
-gradients, and the last one, whose gradients are reduced. So two microbatches in the middle are run and
+A stage of a pipeline does the same to memory in each microbatch. The exceptions are the first ones, which
+make gradients, and the last one, whose gradients are reduced. So two microbatches in the middle are run and
 compared. Of those that follow, the changes of memory are repeated in their order. Only what a pass returns is
 made.
 

@@ -1,6 +1,6 @@
 """Dry runs that were made before: a file for each rank, in the user's cache.
 
-A file is of one rank of one job under one state of the code: a name is a digest of all that a dry run can
+A file is of one rank of one job under one state of the code. Its name is a digest of all that a dry run can
 depend on. Comments are no part of it.
 """
 

@@ -5,7 +5,7 @@ an operation returns follows from the shapes, strides, formats and devices of it
 arguments. It is noted here the first time. After that, fake tensors of the same kind are made several times
 faster than `FakeTensorMode` makes them from its own cache. That cache heeds much that the runtime's tensors
 never have (symbolic sizes, sparse layouts, constants). Compilers ask for the same operations again and again
-while they follow a layer, take it apart and derive its backward: they are answered from here too.
+while they follow a layer, take it apart and derive its backward. They are answered from here too.
 """
 
 from __future__ import annotations

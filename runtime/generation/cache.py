@@ -2,7 +2,7 @@
 
 A model is given caches from outside: the core of each attention, or all of a latent one, is replaced. Every
 row of a batch has its own length. Prompts go through together, filled up at their end with tokens that no
-earlier one sees; then each row's tokens are written behind its own prompt, over what filled it up.
+earlier token sees. Then each row's tokens are written behind its own prompt, over the filling.
 
 Shapes: B rows, L tokens that the cache has room for, N and K query and key/value heads of this rank, H head
 size, C and R the latent and the rotary part of latent attention.

@@ -8,8 +8,8 @@ from runtime.settings.checks import check_plan, check_training
 
 
 def check_plan_of_job(plan: Plan, job: Job, world_size: int) -> None:
-    """Raise `InputError` for a plan that the runtime cannot execute on `world_size` ranks, for flags that
-    contradict it, and for a checkpoint to load that is of another model.
+    """Raise `InputError` for a plan that the runtime cannot execute on `world_size` ranks, or that flags
+    contradict. A checkpoint to load that is of another model is refused too.
     """
     check_plan(plan, world_size)
     check_training(plan, job.training, job.data)

@@ -182,8 +182,8 @@ def node_command(
 ) -> list[str]:
     """The torchrun that starts this node's ranks.
 
-    A fixed number of nodes of known numbers have ranks in this order; others are numbered as they meet, as
-    are those that may start again.
+    A fixed number of nodes of known numbers have ranks in this order. Other nodes are numbered as they meet,
+    as are nodes that may start again.
     """
     words = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", f"--rdzv-id={nodes.run_id}"]
     if nodes.is_elastic or nodes.node is None or restarts:

@@ -27,7 +27,7 @@ class TrialSeries:
     untried: tuple[tuple[Plan, Expected], ...]
     """The most promising first."""
     regret: float | None
-    """Share by which the best of the others may be faster than what is kept, 19 times of 20; None where
+    """Share by which the best of the other plans may be faster than the kept one, 19 times of 20. None where
     the objective is not time."""
 
     @property

@@ -79,8 +79,8 @@ class MlflowRun:
 
 
 class Trackers:
-    """All services of a run. Each has a thread of its own, so that none holds the run up; one that fails or
-    does not answer is told once, and the run goes on without it."""
+    """All services of a run. Each service has a thread of its own, so that none holds the run up. A service
+    that fails or does not answer is told once, and the run goes on without it."""
 
     def __init__(self, starts: Mapping[str, Callable[[], Tracker]]) -> None:
         self.running = {name: _Service(name, start) for name, start in starts.items()}

@@ -149,8 +149,8 @@ def scan_backward(
     left_nXcH: Tensor,
     kept_nX11: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """All of the gradients of new values [n, X, c, Z], and of the states before each chunk and after the last
-    one [n + 1, X, H, Z], given those of what else reads them. Three kernels for each chunk."""
+    """Whole gradients of new values [n, X, c, Z], and of the states before each chunk and after the last one
+    [n + 1, X, H, Z], from the gradients of their other readers. Three kernels for each chunk."""
     values = to_new_nXcZ.clone(memory_format=torch.contiguous_format)
     states = torch.cat((to_states_nXHZ, to_last_XHZ.unsqueeze(0)))
     reads_nXHc = reads_nXcH.mT

@@ -30,9 +30,9 @@ SMALLEST_SUM = 1e-20
 class Router(nn.Module):
     """Chooses the experts of each token: [B, S, D] -> weights [B, S, k] and numbers of experts [B, S, k].
 
-    Computes in fp32. Of a sequence that fills an expert beyond its capacity, the smallest weights are
-    dropped: their weight is zero, and their expert has the number E. The weights of a token's other experts
-    stay as they are.
+    Computes in fp32. Where a sequence fills an expert beyond its capacity, the smallest weights are dropped:
+    their weight is zero, and their expert has the number E. The weights of a token's other experts stay as
+    they are.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

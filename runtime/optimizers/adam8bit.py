@@ -89,7 +89,7 @@ def moment_values(moment: Tensor) -> Tensor:
 def store_moment(moment: Tensor, numbers: Tensor) -> None:
     """Write fp32 `numbers` into a moment; those that were read from one of 8 bits become the same again.
 
-    torchao scales a block by its largest magnitude. The codes of signed values reach 1 but not -1, so a block
+    torchao scales a block by its largest magnitude. The codes of signed values reach 1 but not -1. A block
     whose largest value is negative would be scaled anew by less, and lose a little each time. The scale that
     a block had is its largest value over that value's code, but for rounding. The candidates are tried, and
     the best one is taken for each block.

@@ -59,8 +59,8 @@ class Muon:
     """Muon for the matrices of the layers, `rest` for all other parameters.
 
     Momentum is element-wise and stays on the shards. To be made orthogonal, the update of one matrix after
-    the other is gathered in `dtype` by the ranks that share it; each computes the whole and keeps its part.
-    PyTorch's Muon does so in bf16.
+    the other is gathered in `dtype` by the ranks that share it. Each rank computes the whole and keeps its
+    part. PyTorch's Muon does so in bf16.
     """
 
     def __init__(

@@ -6,9 +6,9 @@ alike share one pair of compiled functions. So only the first layer is called as
 guards. The others run the code that it was compiled to, each with its own parameters, and gradients go right
 into the sums of their layer. What is computed, kept for backward and freed is the same, in the same order.
 
-The pair is that of AOTAutograd's node. Once its backward is compiled, one pass finds it, the next sees that
-all layers are given the same but for their input and parameters, and those after run the chain. Layers that
-are not given the same are called one by one.
+The pair is that of AOTAutograd's node. Once its backward is compiled, one pass finds it. The next pass sees
+that all layers are given the same but for their input and parameters, and later passes run the chain. Layers
+that are not given the same are called one by one.
 """
 
 from __future__ import annotations

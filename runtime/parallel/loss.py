@@ -41,8 +41,8 @@ class Vocabulary(NamedTuple):
 
 
 Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Logits [T, V], which it may write over, targets [T] and a factor [] -> the sum of the losses, without the
-factor, and its gradient for the logits, with it."""
+"""A function of logits [T, V], which it may write over, targets [T] and a factor []. It gives the sum of the
+losses, without the factor, and the gradient for the logits, with the factor."""
 
 
 def eager_scores(
@@ -249,8 +249,8 @@ class TokenLoss:
         self.factors: Tensor | None = None
         """Factors of the losses at each depth, [1 + depths], where passes read them on the device."""
         self.further_losses: Tensor | None = None
-        """This rank's part of the mean loss of each depth in the running step, times `scale`, [depths]; the
-        trainer sets it to zero where there are any."""
+        """This rank's part of the mean loss of each depth in the running step, times `scale`, [depths]. The
+        trainer sets it to zero where there are depths."""
 
     def stay(self) -> None:
         """Keep what changes from step to step at one place on the device from now on."""

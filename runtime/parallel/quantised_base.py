@@ -23,8 +23,8 @@ from runtime.parallel.mesh import Grid
 class BaseWeight(NF4Weight):
     """This rank's part of a frozen matrix.
 
-    Its numbers are those that the whole matrix would have, whatever the ranks: no block is split, and ranks
-    that share a group of scales agree on the largest.
+    The numbers are those of the whole matrix, whatever the ranks: no block is split, and ranks that share a
+    group of scales agree on the largest.
 
     Args:
         parameter: what it takes the place of.

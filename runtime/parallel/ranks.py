@@ -100,8 +100,8 @@ def start_process_group(ranks: Ranks, device: torch.device, timeout_minutes: flo
 def wait_for_ranks(device: torch.device) -> None:
     """Wait until all ranks are here.
 
-    PyTorch asks to be told on which GPU; to bind it to the process group would open all groups' communicators
-    at the start instead of those that are used.
+    PyTorch asks to be told on which GPU. A GPU bound to the process group would open all groups'
+    communicators at the start instead of the ones in use.
     """
     dist.barrier(device_ids=[device.index] if is_accelerator(device) else None)
 

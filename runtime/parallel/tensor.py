@@ -52,8 +52,8 @@ def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
 
     MTP modules project their two inputs by a matrix that every rank holds whole.
 
-    Experts choose among the tokens that a rank holds alone: without sequence parallelism a rank takes its
-    slice of them before, and all gather the results. `runtime.parallel.expert` splits the experts.
+    Experts choose among the tokens that a rank holds alone. Without sequence parallelism a rank takes its
+    slice of the tokens before, and all gather the results. `runtime.parallel.expert` splits the experts.
     """
     mesh = grid.mesh["tp"]
     region = _Region(mesh, mesh.get_group(), grid.tp_rank, layout.tensor_parallel, layout.sequence_parallel)

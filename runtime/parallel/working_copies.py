@@ -29,8 +29,8 @@ from runtime.parallel.local_tensors import as_distributed, local_part
 from runtime.parallel.replicas import gradient_spec, group_of, is_split, without_replicas
 
 KEEPS_WIDE = is_at_least("2.15")
-"""FSDP2 adds up what autograd gives in more than 16 bits, as it does for norms, without rounding it, but for
-parameters that are distributed tensors."""
+"""FSDP2 adds up autograd's gradients of more than 16 bits, such as norms have, without rounding. Parameters
+that are distributed tensors are the exception."""
 
 
 class GradientSums:

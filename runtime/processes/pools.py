@@ -17,8 +17,8 @@ from typing import Any
 def _among_pythons_own() -> Iterator[None]:
     """Work in the folder of Python's own library meanwhile.
 
-    A spawned Python looks for modules where it is started, until it has been told this one's path; then it
-    goes to where this one is.
+    A spawned Python looks for modules where it is started, until it has been told this process's path; then
+    it goes to this process's folder.
     """
     before = Path.cwd()
     os.chdir(Path(os.__file__).parent)

@@ -11,7 +11,7 @@ from planner.history.step_parts import TERMS, StepParts
 NS = 1e-9
 
 SHORTEST_WAIT_NS = 200_000
-"""Nanoseconds without an operation from which on a CPU rank waits for others, where a message is on its way:
+"""Nanoseconds without an operation from which on a CPU rank counts as waiting, where a message is on its way.
 Python between two operators takes a tenth of that."""
 
 OPTIMIZER_RANGE = "planner: optimizer"

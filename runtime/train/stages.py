@@ -97,8 +97,8 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
 
 
 def _mark_tables(stage: Transformer) -> None:
-    """Let compilers know that tables of positions stay where they are: what they keep for backward depends on
-    it, and of modules that FSDP2 wraps they know it of parameters alone."""
+    """Let compilers know that tables of positions stay where they are, on which the tensors that they keep
+    for backward depend. In modules that FSDP2 wraps they know it of parameters alone."""
     import torch._dynamo
 
     mark: Any = torch._dynamo.mark_static_address
@@ -168,8 +168,8 @@ def _compile_within_experts(block: Block) -> None:
 
 
 def _compile(block: Block, in_two: bool, has_compiled_within: bool = False) -> None:
-    """Compile a layer; of one with experts, all but what depends on how many rows an expert gets, and of
-    attention that goes through a sequence in steps all but these."""
+    """Compile a layer. Code that depends on the rows of an expert, and steps of attention that goes through a
+    sequence in steps, are left out."""
     if block.attention.core.steps:
         steps = block.attention.core
         plain_steps: Any = torch.compiler.disable(steps.forward)  # type: ignore[no-untyped-call]

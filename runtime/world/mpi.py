@@ -41,8 +41,8 @@ LAUNCHERS = (
 def mpi_task(environment: Environment) -> Task | None:
     """The process of mpirun that this one is; None where it is none, or the only one.
 
-    And where a launcher does not say how many of them are on this node: that is for Slurm, which sets such
-    variables too, or for `check_lonely`.
+    None, too, where a launcher does not say how many processes are on this node: that is for Slurm, which
+    sets such variables too, or for `check_lonely`.
     """
     for names in LAUNCHERS:
         count = number(environment, names.size)
