@@ -4,11 +4,11 @@ python -m benchmarks.brute_force [--questions N] [--seed S] [--layouts N] [--jso
 
 A question is a model, devices (an odd or prime number of them too), nodes, a batch or the most that it may
 be, an engine and now and then pins. Layouts are drawn from all degrees at random, and from the neighbours of
-the first plan. Those are held against it that break no rule, that agree with the pins and that fit by
-`planner.evaluate`; rules that leave out what is said to be no better do not count. A layout beats the first
-plan by more than 2 % of its tokens per second, which is less than the estimates are sure of, or by fitting
-where the search says that none does. Those that are a thousandth to 2 % faster are listed too.
-Layouts that offload are drawn where the search offloads, or where it finds none that fits.
+the first plan. Layouts that break no rule, that agree with the pins and that fit by `planner.evaluate` are
+held against it. Rules that remove layouts which are no better do not count. A layout beats the first plan by
+more than 2 % of its tokens per second, which is less than the estimates' error, or by fitting where the
+search says that none does. Those that are a thousandth to 2 % faster are listed too. Layouts that offload are
+drawn where the search offloads, or where it finds none that fits.
 """
 
 from __future__ import annotations

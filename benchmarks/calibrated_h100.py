@@ -3,9 +3,9 @@
 python -m benchmarks.calibrated_h100 --rows bundled_h100.csv --kernels micro_h100_kernels.csv
     [--draws N] [--json]
 
-`planner calibrate` as it would run on that machine, without the machine: measured kernels stand for those
-that it times, ten rows for the steps that it runs, and the other rows are priced with what comes out. It
-starts from constants that have seen no row of the file. Which ten is drawn, several times: `--draws`.
+`planner calibrate` as it would run on that machine, without the machine. Measured kernels stand for those
+that it times, and ten rows for the steps that it runs. The other rows are priced with the result. It starts
+from constants that have seen no row of the file. Which ten is drawn, several times: `--draws`.
 """
 
 from __future__ import annotations

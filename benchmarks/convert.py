@@ -1,7 +1,8 @@
 """Memory and speed of `planner convert`: `python -m benchmarks.convert --gigabytes 4`.
 
-Writes a Hugging Face model of random bf16 weights with the tensors of a Llama, converts it there and back in
-processes of their own, compares every tensor, and prints what each process held at most beyond its imports.
+Writes a Hugging Face model of random bf16 weights with the tensors of a Llama, and converts it there and back
+in processes of their own. Compares every tensor, and prints the largest memory of each process beyond its
+imports.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 python -m benchmarks.data [--megabytes N] [--workers W ...] [--compress gz|zst] [--json]
 
 The text is Python's standard library, one document a file, repeated to N megabytes, as JSON lines. The
-library encodes the same texts in as many processes, one thread each, in batches of the same size: what it
-does with texts that are in memory already, without reading, parsing or writing. Speeds are megabytes of text
-(UTF-8) in a second of one core, all processes added up: others may use the machine meanwhile, and cores that
-share caches slow each other down.
+library encodes the same texts in as many processes, one thread each, in batches of the same size. Its texts
+are in memory already, without reading, parsing or writing. Speeds are megabytes of text (UTF-8) in a second
+of one core, all processes added up: others may use the machine meanwhile, and cores that share caches slow
+each other down.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Faults drawn by lot, for `planted_faults`: `python -m benchmarks.drawn_faults --seed 1 -o LIST.yaml`.
 
 A list that somebody writes has the faults that somebody thinks of. This program takes every place of the
-modules that compute numbers where one change leaves a program that still runs (a sign, a factor, a border, an
-axis, a mask, a reduction, a gradient), and draws from all of them. What says nothing about numbers is left
-out by rule: checks of arguments, messages, names and paths.
+modules that compute numbers where one change leaves a program that still runs, and draws from all of them. A
+change is one of a sign, a factor, a border, an axis, a mask, a reduction or a gradient. What says nothing
+about numbers is left out by rule: checks of arguments, messages, names and paths.
 
 Some changes leave every result as it is. `drawn_faults_equal.yaml` names those that were drawn, each with the
 reason; the next one of the draw takes the place of each.

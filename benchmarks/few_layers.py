@@ -2,9 +2,9 @@
 
 python -m benchmarks.few_layers [--examples N] [--seed S] [--json]
 
-Each example is a model of 10 to 22 layers (GPT-2 or Llama, perhaps with experts or latent attention, windows,
-sinks, Gated DeltaNet, scores with caps or MTP modules), a legal layout of up to 64
-ranks, one of its pipeline ranks, and layers that are compiled or not. Only those are taken of which a dry run
+Each example is a model of 10 to 22 layers, a legal layout of up to 64 ranks, one of its pipeline ranks, and
+layers that are compiled or not. The models are GPT-2 or Llama, perhaps with experts or latent attention,
+windows, sinks, Gated DeltaNet, scores with caps or MTP modules. Only those are taken of which a dry run
 leaves layers out.
 """
 

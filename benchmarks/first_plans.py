@@ -2,14 +2,14 @@
 
 python -m benchmarks.first_plans [--plans N] [--seed S] [--processes N] [--json]
 
-Each job is a model of the catalogue, a number of devices of one kind, and a batch. Of its first plan the
-pipeline ranks that may be the fullest are traced, with compiled layers where the runtime compiles: the one
-that the estimate says is fullest, the first and the last. A plan is refused when the tensors of a rank, with
-what the plan adds for the driver, the communicators and the allocator, are more than the device has.
+Each job is a model of the catalogue, a number of devices of one kind, and a batch. The pipeline ranks of its
+first plan that may be the fullest are traced: the one that the estimate says is fullest, the first and the
+last. Layers are compiled where the runtime compiles. A plan is refused when the bytes of a rank are more than
+the device has: its tensors, and what the plan adds for the driver, the communicators and the allocator.
 
-What the search rejects by its estimates of memory is held against it: of the `SHOWN` fastest plans with
-`MORE` of the memory, those that the estimates say are too big and that are more than `SLOWER` faster are
-traced, the fastest first, `--rivals` of a job at most. They are compared with the fastest
+Plans that the search rejects by its estimates of memory are held against it. The candidates are the `SHOWN`
+fastest plans with `MORE` of the memory that the estimates say are too big and that are more than `SLOWER`
+faster. They are traced, the fastest first, `--rivals` of a job at most. They are compared with the fastest
 plan that fits.
 """
 

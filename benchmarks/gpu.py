@@ -1,11 +1,11 @@
 """Speed of one GPU beside compiled transformers, all rows in one go: `python -m benchmarks.gpu [--json]`.
 
-Each row is a training step of a model, cut to the layers that fit, by the runtime and by plain PyTorch around
-the transformers library's model (whole-model torch.compile, autocast to bf16, fused AdamW, the same batch),
-each in a process of its own. First the layers of all rows are compiled, at the same time, which fills the
-compiler's caches. Then come the runtime's rows, those that matter most first; what has not begun after
-`--minutes` is left out and named. Without a GPU the same runs to its end on the CPU with small shapes, whose
-speed says nothing: it shows that the command works.
+Each row is a training step of a model, cut to the layers that fit, by two contestants, each in a process of
+its own. These are the runtime, and plain PyTorch around the transformers library's model (whole-model
+torch.compile, autocast to bf16, fused AdamW, the same batch). First the layers of all rows are compiled, at
+the same time, which fills the compiler's caches. Then come the runtime's rows, those that matter most first;
+what has not begun after `--minutes` is left out and named. Without a GPU the same runs to its end on the CPU
+with small shapes, whose speed says nothing: it shows that the command works.
 """
 
 from __future__ import annotations

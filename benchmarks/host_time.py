@@ -1,12 +1,12 @@
 """Host time of a layer and microbatch: `python -m benchmarks.host_time [--only TEXT] [--json]`.
 
-Tensors are of next to no size, so that what is left is what the host does for each layer, forward and
-backward: on a GPU that is fast enough, a small model waits for it. Models of two depths train the same
-microbatches; the difference of their times is that of the layers between. Time is that of the processor in
-the training thread alone: waiting for other ranks, and what else runs on the machine, do not count.
+Tensors are of next to no size, so that the host's time for each layer is left, forward and backward. On a GPU
+that is fast enough, a small model waits for it. Models of two depths train the same microbatches; the
+difference of their times is that of the layers between. Time is that of the processor in the training thread
+alone: waiting for other ranks, and what else runs on the machine, do not count.
 
-Beside each layout stands plain PyTorch around the same layers: a loop with autocast on one rank, DDP for
-ZeRO 0, FSDP2 for ZeRO 1 to 3, and PyTorch's own tensor parallelism. Compiled, the loop and DDP have one graph
+Beside each layout stands plain PyTorch around the same layers: a loop with autocast on one rank, DDP for ZeRO
+0, and FSDP2 for ZeRO 1 to 3. Tensor parallelism is PyTorch's own. Compiled, the loop and DDP have one graph
 for the whole model, FSDP2 and tensor parallelism one a layer, which is how each is used.
 """
 

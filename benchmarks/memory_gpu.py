@@ -82,8 +82,8 @@ def planned(case: Case, device: str) -> Plan:
 
 
 def compare(case: Case, device: str, compiled: bool, room: float) -> dict[str, Any]:
-    """Peaks of a case in bytes: traced and planned with the libraries' workspaces, and where the GPU has room
-    for it measured, of tensors (allocated) and of what the allocator holds (reserved).
+    """Peaks of a case in bytes: traced and planned with the libraries' workspaces, and measured where the GPU
+    has room for it. Measured are tensors (allocated) and the memory that the allocator holds (reserved).
 
     Args:
         room: bytes of the GPU.

@@ -4,9 +4,9 @@ python -m benchmarks.memory_h100 --rows bundled_h100.csv [--json]
 
 Rows are steps of this package's runtime, in the columns of `benchmarks.calibration.measurements`: a catalogue
 model cut to some layers, on one device. They were measured under PyTorch 2.11, before the output matrix and
-the loss became one operation over chunks of tokens, and before layers with experts became one graph. What
-both did then is traced in the place of what they do now; closed forms are of the runtime as it is, and get
-what it takes less since then added.
+the loss became one operation over chunks of tokens, and before layers with experts became one graph. The
+traced layers and loss are those of that time. Closed forms are of today's runtime, with the bytes added that
+it has saved since then.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.page_time 3
 
-Each question goes to a running `planner web` as the page's script sends it, up to the last byte of the
-answer, and to a process `planner suggest --json`, by turns. The page also gets figures, files and HTML; the
-command also starts Python. Drawing in a browser is in neither.
+Each question goes, by turns, to a running `planner web` and to a process `planner suggest --json`. The page's
+script sends it, and the time ends with the last byte of the answer. The page also gets figures, files and
+HTML; the command also starts Python. Drawing in a browser is in neither.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Public files with a line that decides a fact removed or changed: does a verdict still rest on it?
 
-A line decides a field where it alone of all lines of the job's files has both a name of the field and the
-value that was read off by hand. It is removed, given another value, or given one that only a run would know.
+A line decides a field where it alone, of all lines of the job's files, has both a name of the field and the
+value read off by hand. It is removed, given another value, or given one that only a run would know.
 """
 
 from __future__ import annotations

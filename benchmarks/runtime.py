@@ -3,8 +3,8 @@
 python -m benchmarks.runtime [--layout tp=2]... [--rounds N] [--json] [--against PATH [--pairs N]]
 
 All contestants live in the same two processes and take turns, so that what else the machine does meets all.
-With `--against`, the checkout of another commit at PATH and this one take turns as whole processes, and DDP,
-which is the same in both, says what the machine did meanwhile: speeds are compared as multiples of DDP's.
+With `--against`, the checkout of another commit at PATH and this one take turns as whole processes. DDP is
+the same in both, and tells the machine's own changes: speeds are compared as multiples of DDP's.
 """
 
 from __future__ import annotations

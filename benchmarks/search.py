@@ -105,8 +105,8 @@ def _pricing(result: SearchResult) -> float:
 
 
 def _process(command: list[str]) -> tuple[float, float, float, float]:
-    """Seconds of a process and of the search in it, the least of several; and how many times as long it takes
-    as importing `LIBRARIES`, by the clock and on the processor, the median of several pairs."""
+    """Seconds of a process and of the search in it, the least of several. Also the ratio of its time to that
+    of importing `LIBRARIES`, by the clock and on the processor, the median of several pairs."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     whole, first = [], []
     ratios: list[tuple[float, float]] = []

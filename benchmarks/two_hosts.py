@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces with addresses of their own and a link that can be shaped.
 
 `python -m benchmarks.two_hosts` needs root and the command ip. It runs a job of two ranks on each host to its
-end, kills one host and brings it back, and slows the link between them 100 times: the plan that follows from
+end, kills one host and brings it back, and slows the link between them 100 times. The plan that follows from
 the measured link is then run beside the one that was best before.
 """
 

@@ -45,7 +45,7 @@ def fit_layers(found: TimeFit, measurements: Sequence[Measurement]) -> tuple[Mea
     """Factors of the layers' times, one a shape, that bring its rows nearest to their measured step times.
 
     Least squares of the logarithms of each shape's rows, then shrunk towards 1 by n / (n + `DOUBT`) for n
-    rows: the error of a single row need not be its layers'.
+    rows. The error of a single row need not be that of its layers.
     """
     alike: dict[Shape, list[int]] = defaultdict(list)
     for row, measurement in enumerate(measurements):

@@ -26,8 +26,9 @@ OTHER_MEMORY = 0.08
 def published_device(cell: str, known: Mapping[str, Any]) -> Device:
     """The device that a cell names.
 
-    It may be a name of `known` (measurements.yaml, `gpus`), a name or alias of the catalogue in about any
-    spelling, the path of a YAML file, or fields in braces: `{like: h100, memory_bandwidth: 2.4e+12}`.
+    The text may be a name of `known` (measurements.yaml, `gpus`), a name or alias of the catalogue in about
+    any spelling, or the path of a YAML file. It may also be fields in braces: `{like: h100, memory_bandwidth:
+    2.4e+12}`.
 
     Raises:
         Unusable: nothing in the catalogue is called like that.

@@ -32,8 +32,9 @@ def published_model(row: Mapping[str, str], known: Mapping[str, Any]) -> tuple[M
 
     The name may be that of a YAML file, or fields in braces. A model of the catalogue whose sizes no column
     contradicts is that one, with the row's layers, and so is a mixture of experts whose shape the columns
-    cannot hold. Of others the columns tell the sizes and the name the architecture: what `known`
-    has of its beginning, a model of the catalogue, which also fills blanks, or else the proportions of sizes.
+    cannot hold. The columns of other models tell the sizes, and the name tells the architecture. The name may
+    begin as one in `known` or a model of the catalogue, which also fills blanks; else the proportions of
+    sizes decide.
 
     Raises:
         Unusable: a size or the architecture is not published.

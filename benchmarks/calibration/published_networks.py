@@ -29,11 +29,11 @@ def job_collectives(
 ) -> tuple[MeasuredCollective, ...]:
     """The collectives that a job timed on its own devices before it trained, where the notes print them.
 
-    An all-reduce is printed as bus bandwidth; the others as half of the message over its time, which
-    2 (n - 1) / n turns into bus bandwidth (in one node all three then agree). A message of
+    An all-reduce is printed as bus bandwidth. The others are printed as half of the message over its time,
+    which 2 (n - 1) / n turns into bus bandwidth (in one node all three then agree). A message of
     `known["message_bytes"]` takes longer the more nodes there are, at 64 of them seven times as long as at
-    one, while training moves ten times as much in a fraction of the time that this rate would take: beyond
-    `known["bus_bandwidth"]` it is latency.
+    one. Training moves ten times as much in a fraction of the time that this rate would take. Time beyond
+    `known["bus_bandwidth"]` is therefore latency.
     """
     seen = PRINTED.search(notes)
     if seen is None or not all(map(float, seen.groups())) or world == 1:

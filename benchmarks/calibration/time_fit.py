@@ -1,9 +1,9 @@
 """Fitting an engine's constants for one device architecture to measured step times.
 
-Few constants, each with what is known of it beforehand, and residuals in log space: a step that is 10 %
-too long counts as much as one that is 10 % too short, whatever it takes. Rows that nothing explains must not
-bend the constants: from where a convex loss leads (soft L1), Cauchy's goes on, for which large residuals
-count less and less.
+Few constants, each with its prior knowledge, and residuals in log space. A step that is 10 % too long counts
+as much as one that is 10 % too short, however long it takes. Rows that nothing explains must not bend the
+constants: from where a convex loss leads (soft L1), Cauchy's goes on, for which large residuals count less
+and less.
 """
 
 from __future__ import annotations

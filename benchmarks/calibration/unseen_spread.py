@@ -76,11 +76,11 @@ Key = tuple[str, str]
 def spreads(found: Sequence[UnseenSource]) -> dict[Key, dict[str, float]]:
     """Fields of `Spread` for each engine and architecture that `found` has rows of.
 
-    Rows of one recipe, the same model in the same format on the same device, are wrong together, at
-    whatever scale and in whatever layout: those of a source weigh as much as one row. Rows of a stage of
-    ZeRO that the engine does not plan for tell nothing of the ranges of its plans. What is off by more for
-    the same cause tells the causes apart; the width of the whole step is then what `COVERAGE` of the rows
-    need besides (`weighted_quantile`).
+    Rows of one recipe, the same model in the same format on the same device, are wrong together, at whatever
+    scale and in whatever layout. Such rows of a source weigh as much as one row. Rows of a stage of ZeRO that
+    the engine does not plan for tell nothing of the ranges of its plans. What is off by more for the same
+    cause tells the causes apart; the width of the whole step is then what `COVERAGE` of the rows need besides
+    (`weighted_quantile`).
     """
     groups: defaultdict[Key, list[_Row]] = defaultdict(list)
     for one in found:
