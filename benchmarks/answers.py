@@ -1,4 +1,4 @@
-"""Whether a change leaves the planner's answers as they are: varied questions, and what is said to them.
+"""Answers to varied questions before and after a change that is to leave them as they are.
 
 python -m benchmarks.answers --save before.json          # of the tree as it was
 python -m benchmarks.answers --against before.json       # of the changed one: names what differs

@@ -111,7 +111,7 @@ def blocks(ranks: list[int], reach: int) -> list[list[int]]:
 
 def ring_bandwidth(found: Cluster, size: int, stride: int) -> float:
     """Every group passes a byte along its ring: from rank to rank of an island, from island to island of a
-    node, and from node to node, where all members of the part that the ring leaves send their share."""
+    node, and from node to node. All members of the part that the ring leaves send their share."""
     drawn = Drawn(found)
     for ranks in members(found.world_size, size, stride):
         homes = blocks(ranks, drawn.home)

@@ -1,9 +1,10 @@
 """Some six hundred wrong inputs and how each must end: `python -m tests.fuzz.bad_inputs`.
 
-The inputs are data, in bad_inputs.yaml. Each is typed in an empty folder, most of them in a fork of this
-process and some in a process of their own; some as an ordinary user, where this is root's. It must end with
-its exit code and one line on stderr that names what is wrong, without a traceback, in a few times what
-`planner --version` takes here and now, execute nothing, and leave neither a file nor a process behind.
+The inputs are data, in bad_inputs.yaml. Each input is typed in an empty folder, most of them in a fork of
+this process and some in a process of their own. Some are typed as an ordinary user, where this process is
+root's. An input must end with its exit code and one line on stderr that names the fault, without a traceback,
+in a few times what `planner --version` takes here and now. It must execute nothing, and leave neither a file
+nor a process behind.
 """
 
 from __future__ import annotations

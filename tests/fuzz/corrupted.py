@@ -1,11 +1,11 @@
 """Corrupted files must be refused in one line: `python -m tests.fuzz --inputs 5000 --seed 1`.
 
-Plan files, config.json, YAML of models and devices, network tables, scripts and configurations of other
-software (which may run, open and write nothing), `.idx` and `.bin`, and the files of a checkpoint are
-corrupted one at a time and read. What is read must come out as it was written, as other values
-that are valid (where nothing tells a changed number from a meant one), or as one line of `InputError`; never
-as another exception or a hang, and never as other values where checksums guard them. Then some hundred files
-are read that were made to do harm (`tests.fuzz.hostile`), of which nothing may be run.
+Files of many kinds are corrupted one at a time and read: plan files, config.json, YAML of models and devices,
+network tables, `.idx` and `.bin`, and the files of a checkpoint. So are scripts and configurations of other
+software, which may run, open and write nothing. A value that is read must be as it was written, or end in one
+line of `InputError`. Other valid values may come out only where nothing tells a changed number from a meant
+one, and never where checksums guard them. No other exception may come out, and no hang. Then some hundred
+files are read that were made to do harm (`tests.fuzz.hostile`), of which nothing may be run.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def check_gradients(
 ) -> None:
     """Assert that every gradient is the expected one up to a rounding that grows with every layer passed.
 
-    The bound is on the norm of the difference over the norm of the gradient; what a softmax cancels (key
-    biases) has no gradient but rounding and is compared with the norm of the query's.
+    The bound is on the norm of the difference over the norm of the gradient. Key biases, which a softmax
+    cancels, have no gradient but rounding, and are compared with the norm of the query's.
     """
     for name, gradient in found.items():
         is_copy = name.startswith("further_embedding") or (name == "head.weight" and spec.tied)

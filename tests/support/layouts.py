@@ -35,7 +35,7 @@ GLOBAL_BATCH_SIZE = 8
 def parse_layout(text: str, spec: ModelSpec) -> Layout:
     """A layout from `tp=2,pp=2`-style text; what is not said is 1, 0 or the even split.
 
-    A schedule of several chunks means two pipeline ranks of two chunks, and the batch is the least from 8
+    A schedule of several chunks means two pipeline ranks of two chunks. The batch is the least from 8
     sequences on that the schedule runs, unless other numbers are given. Data-parallel ranks are as many as
     the experts need besides the others.
     """
