@@ -39,7 +39,13 @@ CHOICES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("recompute", "recompute_modules", "recompute_method", "recompute_num_layers"),
         ("offload_activations",),
     ),
-    "sharding": (("zero_stage",), ("sequence_parallel",), ("zero_replicas",), ("offload_optimizer",)),
+    "sharding": (
+        ("zero_stage",),
+        ("sequence_parallel",),
+        ("zero_replicas",),
+        ("offload_optimizer",),
+        ("cuda_graphs",),
+    ),
 }
 """Groups of columns of which each counts as one doubling where any of its columns differs."""
 

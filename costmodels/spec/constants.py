@@ -153,6 +153,9 @@ class HostConstants(Constants):
     kernel_gaps: NonNegative = 0.0
     """Seconds that one layer's forward pass loses between its kernels, however large they are; backward
     loses twice as much."""
+    graph_gaps: NonNegative = 0.0
+    """Seconds between the kernels of one layer's forward pass that a CUDA graph of it takes away, however
+    large the kernels are; twice as many of the backward pass."""
     backward: Positive = 1.0
     """Host time of a layer's backward pass, relative to its forward pass."""
     sharpness: Annotated[float, Field(ge=1)] = 8.0

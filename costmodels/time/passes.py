@@ -231,7 +231,14 @@ class _Unit:
         merges = (self.groups["cp"].size - 1) * work.merge_bytes * self.stream
         # What is gathered is put in the order of the sequence, and its gradients back in that of the ranks.
         merges = merges + 2 * work.gathered_bytes / self.rates.bandwidth
-        return _Pair(forward + merges, backward + merges)
+        forward, backward = forward + merges, backward + merges
+        if not self.table.cuda_graphs.any():
+            return _Pair(forward, backward)
+        # Rates of kernels that are launched one by one hold the gaps between them: half is work at least.
+        gaps = self.engine.host.graph_gaps * self.table.cuda_graphs * self.repeats
+        return _Pair(
+            forward - np.minimum(gaps, forward / 2), backward - np.minimum(BACKWARD_GEMM * gaps, backward / 2)
+        )
 
     @cached_property
     def tensor(self) -> _Pair:

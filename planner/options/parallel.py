@@ -195,7 +195,8 @@ class ParallelOptions(AcceptedFlags):
     cuda_graphs: bool = flag(
         False,
         "Launch forward and backward of a microbatch as one CUDA graph: small layers wait for the host no "
-        "longer. Without pipeline stages, ZeRO, exchanges of experts or rings.",
+        "longer. Without pipeline stages, ZeRO, exchanges of experts or rings. Where no graph holds a "
+        "collective the search decides, unless a pin does (cuda_graphs=false).",
     )
     engine: str | None = flag(
         None,

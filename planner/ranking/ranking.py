@@ -20,8 +20,9 @@ from planner.solve.bounds import floor_of
 from planner.solve.concatenation import concatenate_prices, without_repeats
 from planner.solve.fit import Fit, fit
 from planner.solve.further import further_space, lists_plain_alone
+from planner.solve.graphs import graph_solutions
 from planner.solve.offload import offload_space, overfull_host, solved_within_host, within_host
-from planner.solve.solutions import solutions, worth_of_further
+from planner.solve.solutions import solutions, worth_among, worth_of_further
 from planner.space.grid import Space
 
 
@@ -74,7 +75,8 @@ def _ranked(
         added += _recomputing(problem, overfull, [prices, *added], plain_alone=False)
     for one in pinned:
         added += _further(one, space, found, [prices, *added])
-    added = without_repeats(added)
+    graphs = graph_solutions(problem, [prices, *added], worth_among(problem.objective, [prices, *added]))
+    added = without_repeats([*added, *([] if graphs is None else [graphs])])
     if len(rows) < len(every):
         first = first_prices(problem.objective, prices)
         rows, prices = rows[first], prices.take(first)

@@ -94,7 +94,7 @@ class GraphedPass:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise InputError(
-                f"--cuda-graphs: a pass cannot be captured ({reason}); leave the flag out"
+                f"--cuda-graphs: a pass cannot be captured ({reason}); give --pin cuda_graphs=false"
             ) from error
 
         def replay() -> Tensor:
