@@ -66,3 +66,10 @@ def test_jobs_that_rule_graphs_out_get_none() -> None:
     assert not suggest(rules=[rule]).layout.cuda_graphs
     with pytest.raises(InputError, match="none"):
         suggest(rules=[rule], pin=["mbs=8", "cuda_graphs"])
+
+
+def test_kinds_that_have_run_on_no_gpu_get_graphs_by_a_pin_alone() -> None:
+    experts = resolve_model("qwen3-30b-a3b").model_copy(update={"layers": 2, "experts": 8})
+    for other in ({"precision": "fp16"}, {"model": experts}):
+        assert not suggest(**other, prefer="fastest").layout.cuda_graphs
+        assert suggest(**other, pin=["mbs=8", "cuda_graphs"]).layout.cuda_graphs
