@@ -45,6 +45,8 @@ class Complexity(Record):
     recompute_some_layers: Points
     offload_activations: Points
     offload_optimizer: Points
+    cuda_graphs: Points
+    cuda_graphs_of_several_devices: Points
     not_power_of_two: Points
     uneven_stages: Points
     outside_node: dict[str, Points]

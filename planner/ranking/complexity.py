@@ -47,6 +47,8 @@ def points_of(known: Complexity, table: LayoutTable, cluster: Cluster, engine: E
     points += known.recompute_some_layers * (some & (table.recompute > 0))
     points += known.offload_activations * table.offload_activations
     points += known.offload_optimizer * table.offload_optimizer
+    points += known.cuda_graphs * table.cuda_graphs
+    points += known.cuda_graphs_of_several_devices * (table.cuda_graphs & (cluster.world_size > 1))
     for name in DEGREES:
         points += known.not_power_of_two * ~_is_power_of_two(getattr(table, name))
     points += known.uneven_stages * np.array([_is_moved(split) for split in table.splits])[table.split]

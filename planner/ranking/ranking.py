@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from costmodels.errors import InputError
 from costmodels.pricing import Prices, price
 from costmodels.spec.table import Floats
 from planner.objective import logarithms
@@ -20,9 +21,9 @@ from planner.solve.bounds import floor_of
 from planner.solve.concatenation import concatenate_prices, without_repeats
 from planner.solve.fit import Fit, fit
 from planner.solve.further import further_space, lists_plain_alone
-from planner.solve.graphs import graph_solutions
+from planner.solve.graphs import graph_problem, with_worthy_graphs
 from planner.solve.offload import offload_space, overfull_host, solved_within_host, within_host
-from planner.solve.solutions import solutions, worth_among, worth_of_further
+from planner.solve.solutions import solutions, worth_of_further
 from planner.space.grid import Space
 
 
@@ -75,8 +76,7 @@ def _ranked(
         added += _recomputing(problem, overfull, [prices, *added], plain_alone=False)
     for one in pinned:
         added += _further(one, space, found, [prices, *added])
-    graphs = graph_solutions(problem, [prices, *added], worth_among(problem.objective, [prices, *added]))
-    added = without_repeats([*added, *([] if graphs is None else [graphs])])
+    added = without_repeats([*added, *_with_graphs(problem, started)])
     if len(rows) < len(every):
         first = first_prices(problem.objective, prices)
         rows, prices = rows[first], prices.take(first)
@@ -103,6 +103,22 @@ def _ranked(
         solutions=more,
         listed=Listed(space, found.peaks),
     )
+
+
+def _with_graphs(problem: Problem, started: float) -> list[Prices]:
+    """Prices of layouts whose CUDA graphs are worth it (`planner.solve.graphs`), by a search of their own."""
+    pinned = graph_problem(problem)
+    if pinned is None:
+        return []
+    try:
+        space = pinned.space()
+    except InputError:
+        # Pins that the world size cannot have together.
+        return []
+    if not len(space.table):
+        return []
+    found = with_worthy_graphs(problem, _ranked(pinned, [pinned], space, started).ranking.prices)
+    return [found] if len(found) else []
 
 
 def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -> list[Prices]:
