@@ -109,7 +109,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def same_tensors(one: Path, other: Path) -> bool:
-    """Whether two models have the same tensors, to the bit."""
+    """Return whether two models have the same tensors, to the bit."""
     first, second = HuggingFaceModel(one), HuggingFaceModel(other)
     if first.tensors.keys() != second.tensors.keys():
         return False

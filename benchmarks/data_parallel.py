@@ -111,7 +111,7 @@ def measure(pool: WorkerPool, jobs: Sequence[Job], batches: list[Tokens], rounds
 
 
 def has_horovod() -> bool:
-    """Whether Horovod can be imported."""
+    """Return whether Horovod can be imported."""
     return find_spec("horovod") is not None
 
 

@@ -319,7 +319,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """Whether an operand is a text, a path or a type, by its name."""
+    """Return whether an operand is a text, a path or a type, by its name."""
     for one in ast.walk(node):
         if isinstance(one, ast.JoinedStr) or (isinstance(one, ast.Constant) and isinstance(one.value, str)):
             return True
@@ -330,7 +330,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _is_silent(node: ast.AST) -> bool:
-    """Whether nothing below a node computes a number."""
+    """Return whether nothing below a node computes a number."""
     if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr | ast.arguments):
         return True
     if isinstance(node, ast.Call):

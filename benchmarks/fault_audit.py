@@ -1,4 +1,4 @@
-"""Whether a run that was killed again and again did what one that was left alone does."""
+"""An audit of a run that was killed again and again, against a run that was left alone."""
 
 from __future__ import annotations
 

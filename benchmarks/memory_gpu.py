@@ -42,7 +42,7 @@ class Case:
 
     @property
     def forms(self) -> Sequence[bool]:
-        """Whether its layers are compiled: both, but for schedules that split backward, which never are."""
+        """Forms of the layers, True for compiled ones; schedules that split backward never compile."""
         return (False,) if "schedule=zbv" in self.pins else (True, False)
 
 

@@ -1,4 +1,4 @@
-"""Whether the tests find faults in the runtime: `python -m benchmarks.planted_faults`.
+"""The share of faults in the runtime that tests find: `python -m benchmarks.planted_faults`.
 
 The faults are data, in the lists of the folder planted_faults: a text in a file of `runtime`, what takes its
 place, and tests that should notice, the likeliest first. Each fault is planted in a copy of this tree, and

@@ -94,7 +94,7 @@ class Row:
 
     @property
     def is_known(self) -> bool:
-        """Whether the files were read far enough for a verdict."""
+        """True if the files were read far enough for a verdict."""
         return not isinstance(self.answer, str) and self.answer.legal is not None
 
 
@@ -175,7 +175,7 @@ def compared(job: Job, answer: Check | str, software: str = "") -> tuple[Field, 
 
 
 def same(name: str, fact: object, value: object) -> bool:
-    """Whether a value is the one of a fact, parameters to a hundredth."""
+    """Return whether a value is the one of a fact, parameters to a hundredth."""
     if name == "parameters":
         assert isinstance(fact, (int, float)) and isinstance(value, (int, float))
         return abs(value - fact) <= NEAR * fact

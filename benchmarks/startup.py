@@ -76,7 +76,7 @@ def timed(ranks: int, rounds: int, folder: Path, say: Callable[[str], None]) -> 
     torchrun = torchrun_command(ranks, [*JOB, *batch])
     first_step_s(
         [*launch, "--log-dir", str(folder / "first")]
-    )  # Which prepares the corpus, and fills caches.
+    )  # The first run prepares the corpus, and fills caches.
     found: dict[str, list[float]] = {name: [] for name in (*BASELINES, "launch", "torchrun")}
     for number in range(rounds):
         for method in BASELINES:

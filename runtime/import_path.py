@@ -12,7 +12,7 @@ NEEDED_PACKAGES = ("costmodels", "planner")
 
 
 def runs_package(package: str) -> bool:
-    """Whether this Python runs a module of `package`: `python -m package.module`."""
+    """Return whether this Python runs a module of `package`: `python -m package.module`."""
     words = sys.orig_argv
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
     return module.partition(".")[0] == package

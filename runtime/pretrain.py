@@ -324,7 +324,7 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
 
 
 def is_question(job: Job) -> bool:
-    """Whether the flags ask for a plan of several ranks, and no launcher has started this as one of them."""
+    """True if the flags ask for a plan of several ranks, and no launcher has started this as one of them."""
     ranks = job.cluster.world_size
     if ranks is None or ranks < 2 or job.run.plan is not None or not is_alone():
         return False
@@ -376,7 +376,7 @@ def _leave(code: int = 0) -> NoReturn:
 
 
 def _is_first() -> bool:
-    """Whether this rank speaks for all: a job refuses its input on every rank, but says so once."""
+    """Return whether this rank speaks for all: a job refuses its input on every rank, but says so once."""
     return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
 
 

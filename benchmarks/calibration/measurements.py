@@ -274,7 +274,7 @@ def _engines(
 
 
 def _runs_recipe(row: Mapping[str, str], recipe: Mapping[str, Any]) -> bool:
-    """Whether a recipe of `measurements.yaml` is about the model, the GPU and the release of a row."""
+    """Return whether a recipe of `measurements.yaml` is about the model, the GPU and the release of a row."""
     release, model = note_value(row, "release") or "", row.get("model_name", "").lower()
     return (
         model.startswith(tuple(recipe.get("models", ("",))))

@@ -27,7 +27,7 @@ def number(row: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         raise Unusable(f"{name} is no number") from None
     if value != value:
-        return None  # How other programs write a blank.
+        return None  # Other programs write a blank so.
     if value and not 1 / LARGEST < abs(value) < LARGEST:
         raise Unusable(f"{name} is out of range")
     return value

@@ -14,7 +14,7 @@ PEAKS = ("allocated", "reserved", "device")
 
 
 def tells_memory_alone(row: Mapping[str, str], known: Mapping[str, Any]) -> bool:
-    """Whether the memory of a row counts and its time does not, by its `row_status`.
+    """Return whether the memory of a row counts and its time does not, by its `row_status`.
 
     Args:
         known: `measurements.yaml`.
@@ -65,5 +65,5 @@ def published_memory(row: Mapping[str, str], known: Mapping[str, Any], unit: flo
 
 
 def has_peak(memory: Mapping[str, Any]) -> bool:
-    """Whether there is a peak of a whole step in what `published_memory` found."""
+    """Return whether there is a peak of a whole step in what `published_memory` found."""
     return any(memory[f"{kind}_bytes"] for kind in PEAKS)

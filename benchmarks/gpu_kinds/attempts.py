@@ -74,7 +74,7 @@ class Machine:
     threads: int
     """Threads of each process: to compute on a CPU, and to compile."""
     compiles: bool = False
-    """Whether layers are compiled on a CPU, too."""
+    """True if layers are compiled on a CPU, too."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Result:
     said: str = ""
     """The reason why the attempt failed."""
     refused: bool = False
-    """Whether a command would not begin: with what it was given, or on this device."""
+    """True if a command would not begin: with what it was given, or on this device."""
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     """Norms of the gradients."""

@@ -33,7 +33,7 @@ class Kind(Record):
 
     @property
     def is_planned(self) -> bool:
-        """Whether its layout is that of its plan."""
+        """True if the kind runs the layout of its plan."""
         return not any(command.startswith("alone ") for command in self.do)
 
     def missing(self, capability: tuple[int, int] | None) -> str:

@@ -33,7 +33,7 @@ class Row:
 
     @property
     def is_right(self) -> bool:
-        """Whether the job ran, with the losses that it is to have; what this device cannot do counts too."""
+        """True if the job ran, with the losses that it is to have; what this device cannot do counts too."""
         if self.first is None:
             return self.not_run.startswith("needs")
         return self.first.ran and not self.differs
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether losses or norms are further off than rounding explains."""
+        """True if losses or norms are further off than rounding explains."""
         found = self.difference
         # A loss that is not a number is within no tolerance.
         return found is not None and not (found[0] <= self.kind.loss and found[1] <= self.kind.norm)

@@ -24,7 +24,7 @@ SHORTEST = 128
 def cut_to_size(spec: ModelSpec, device: Device, ranks: Ranks) -> ModelSpec:
     """The model with few layers, and sequences so short that a step takes no longer than it may."""
     if len(spec.mlp_pattern) or len(spec.attention_pattern) > 1:
-        keep = spec.layers  # What differs by layer keeps its order.
+        keep = spec.layers  # Layers that differ keep their order.
     else:
         keep = min(spec.layers, max(LAYERS, spec.dense_layers + 1))
     small = spec.model_copy(update={"layers": keep, "published_parameters": 0})
@@ -77,7 +77,7 @@ class _Left:
         self.several = False
 
     def has_more_than(self, told: set[object]) -> bool:
-        """Whether some layout has a feature that is neither in `told` nor was seen with this model."""
+        """Return whether some layout has a feature that is neither in `told` nor was seen with this model."""
         return any(signs - self.seen - told for signs in self.signs.values())
 
     def take(self, told: set[object]) -> tuple[Layout, frozenset[object]]:

@@ -48,7 +48,7 @@ def measure_kernels(
     resident = _resident_bytes(device)
 
     def late(share: float) -> bool:
-        """Whether this share of the time is over, by the first rank's clock."""
+        """Return whether this share of the time is over, by the first rank's clock."""
         over = torch.tensor(float(time.perf_counter() - started > share * budget_s), device=device)
         if dist.get_world_size() > 1:
             dist.broadcast(over, 0)

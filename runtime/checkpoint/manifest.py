@@ -146,7 +146,7 @@ def verify(folder: str | Path) -> Manifest:
 
 
 def has_all_files(folder: Path) -> bool:
-    """Whether all files of a checkpoint are there with their lengths; their contents are not read."""
+    """Return whether all files of a checkpoint are there with their lengths; their contents are not read."""
     try:
         files = read_manifest(folder).files
         return all((folder / name).stat().st_size == record.bytes for name, record in files.items())
@@ -162,7 +162,7 @@ def reader_lock(folder: Path) -> Iterator[None]:
 
 
 def has_reader(folder: Path) -> bool:
-    """Whether somebody reads the checkpoint in `folder` now."""
+    """Return whether somebody reads the checkpoint in `folder` now."""
     try:
         with _locked(folder, exclusive=True):
             return False

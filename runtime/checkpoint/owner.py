@@ -229,7 +229,7 @@ def _read(path: Path, token: str | None = None) -> Record | None:
 
 
 def _counts_on(path: Path, told: Record) -> bool:
-    """Whether the owner that a file tells of is alive."""
+    """Return whether the owner that a file tells of is alive."""
     end = time.monotonic() + WATCH_S
     while time.monotonic() < end:
         time.sleep(min(BEAT_S, WATCH_S) / 4)

@@ -49,7 +49,7 @@ class Change(NamedTuple):
     """A change of memory."""
 
     forward: bool
-    """Whether the forward pass of the microbatch made the block; otherwise its backward pass did."""
+    """True if the forward pass of the microbatch made the block; otherwise its backward pass did."""
     block: int
     """The number of the block among the blocks of that pass."""
     delta: int
@@ -78,7 +78,7 @@ class Pass(NamedTuple):
         return {*range(self.blocks)} - returned
 
     def is_like(self, other: Pass) -> bool:
-        """Whether two passes have the same effect, which is one that can be repeated."""
+        """Return whether two passes have the same effect, which is one that can be repeated."""
         own, others = (
             (self.blocks, self.changes, self.returned),
             (other.blocks, other.changes, other.returned),

@@ -33,7 +33,7 @@ class Proof:
 
     @property
     def fits(self) -> bool:
-        """Whether the devices of all ranks have their bytes."""
+        """True if the devices of all ranks have their bytes."""
         return fits(self.plan, self.fullest)
 
     def describe(self) -> str:
@@ -63,7 +63,7 @@ class Proof:
 
 
 def needs_proof(plan: Plan) -> bool:
-    """Whether the upper end of a plan's range comes near the memory of a device."""
+    """Return whether the upper end of a plan's range comes near the memory of a device."""
     return plan.estimate.peak_memory_bytes > NEEDS_PROOF * plan.cluster.memory_bytes
 
 
@@ -78,7 +78,7 @@ def needed_bytes(plan: Plan, trace: MemoryTrace) -> float:
 
 
 def fits(plan: Plan, trace: MemoryTrace) -> bool:
-    """Whether a device of the plan has the bytes that a traced rank needs."""
+    """Return whether a device of the plan has the bytes that a traced rank needs."""
     return needed_bytes(plan, trace) <= plan.cluster.memory_bytes
 
 

@@ -157,7 +157,7 @@ def _micro_batches(layout: Layout) -> tuple[int, ...]:
 
 
 def stands_in(here: Device, plan: Plan) -> bool:
-    """Whether a device runs what a plan is for: of the same maker and kind, with the plan's number format."""
+    """True if a device runs what a plan is for: of the same maker and kind, with the plan's number format."""
     meant = plan.cluster.device
     alike = (here.vendor, here.kind) == (meant.vendor, meant.kind) and meant.kind != "cpu"
     return here.name == meant.name or (alike and plan.layout.precision in here.peak_flops)

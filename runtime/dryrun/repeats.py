@@ -85,10 +85,10 @@ _known: dict[Key, Result | None] = {}
 """Results by the operator and its arguments; None for what has to be asked for each time."""
 
 _eligible: dict[Any, bool] = {}
-"""Whether the results of an operator follow from its arguments."""
+"""True if the results of an operator follow from its arguments."""
 
 _shows: dict[Any, bool] = {}
-"""Whether an operator always returns a view of its operand."""
+"""True if an operator always returns a view of its operand."""
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -323,7 +323,7 @@ def _made_of(mode: FakeTensorMode, operands: Sequence[Tensor], tensor: Any) -> R
 
 
 def _is_alike(tensor: Any, other: Any) -> bool:
-    """Whether two tensors differ in nothing but their memory."""
+    """Return whether two tensors differ in nothing but their memory."""
     keys = [torch._C._dispatch_key_set(x) for x in (tensor, other)]
     return (
         keys[0] == keys[1]

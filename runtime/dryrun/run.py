@@ -335,7 +335,7 @@ def isolated_pipeline() -> Iterator[None]:
 
 
 def _is_released(of_stage: Any, _: object) -> tuple[bool, str]:
-    """Whether a stage lets go of an output once it is sent, and if not, why.
+    """True if a stage lets go of an output once it is sent, and the reason if it does not.
 
     PyTorch's answer for plain tensors; it keeps those of other classes, of which fake ones are.
     """

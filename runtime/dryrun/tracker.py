@@ -81,7 +81,7 @@ class Tracker(TorchDispatchMode):
         self.on_gpu = on_gpu
         self.blocks: list[Block] = []
         self.alive: dict[int, tuple[int, Any]] = {}
-        """By the address of a storage's owner: number of its block, and a reference that tells its end."""
+        """Live storages by the address of their owner: the block, and a reference that tells its end."""
         self.numbers: list[int] = []
         self.deltas: list[int] = []
         self.labels: list[str] = []
@@ -276,7 +276,7 @@ def kind_of(block: Block) -> Kind:
 
 
 def is_wrapper(kind: type) -> bool:
-    """Whether tensors of this class hold others, which do the work."""
+    """Return whether tensors of this class hold others, which do the work."""
     return hasattr(kind, "__tensor_flatten__")
 
 
@@ -304,5 +304,5 @@ def without_cache(tensor: Any) -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Whether a compiler is at work, whose fake tensors stand for nothing."""
+    """Return whether a compiler is at work, whose fake tensors stand for nothing."""
     return CompileContext.try_get() is not None

@@ -36,7 +36,7 @@ class Request(enum.IntEnum):
 
     @property
     def stops(self) -> bool:
-        """Whether the run ends."""
+        """True if the run ends."""
         return self >= Request.STOP_IN_TIME
 
 

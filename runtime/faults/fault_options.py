@@ -66,7 +66,7 @@ class FaultOptions:
 
     @property
     def judges_steps(self) -> bool:
-        """Whether steps are judged by their loss and gradient norm; reading these waits for the device."""
+        """True if steps are judged by their loss and gradient norm; reading these waits for the device."""
         return not self.no_check_for_nan_in_loss_and_grad or self.skip_grad_norm_above is not None
 
     def hang_timeout(self, timeout_minutes: float) -> float:

@@ -93,14 +93,14 @@ def leave_out(seconds: float) -> None:
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether the thread whose innermost frame this is waits for other ranks, as far as Python knows."""
+    """True if the thread whose innermost frame this is waits for other ranks, as far as Python knows."""
     while frame is not None and frame.f_code.co_filename.endswith(_DISPATCH):
         frame = frame.f_back
     return frame is not None and any(part in frame.f_code.co_filename for part in _WAITING)
 
 
 def is_main_waiting() -> bool:
-    """Whether this rank's training thread waits for other ranks."""
+    """Return whether this rank's training thread waits for other ranks."""
     return _current.activity.operation in MEETINGS or is_waiting(main_frame())
 
 

@@ -63,7 +63,7 @@ class Sampler:
 
 
 def has_enough_samples(work: Sequence[Work]) -> bool:
-    """Whether the ranks have been looked at often enough; the same answer on all of them."""
+    """Return whether the ranks have been looked at often enough; the same answer on all of them."""
     return min(rank.samples for rank in work) >= FEWEST_SAMPLES
 
 

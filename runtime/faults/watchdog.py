@@ -59,7 +59,7 @@ class Beat(NamedTuple):
         return float(self.words["age"]) + self.silent_s
 
     def is_over(self, timeout_s: float) -> bool:
-        """Whether the rank hangs, or waits for one that does."""
+        """Return whether the rank hangs, or waits for one that does."""
         patience = PATIENCE if str(self.words["doing"]).startswith(FILE_WORK) else 1
         return self.silent_s > timeout_s or self.stuck_s > patience * timeout_s
 
@@ -116,7 +116,7 @@ class Watchdog:
         self.beat_s = min(max(hang_timeout_s / 10, SHORTEST_BEAT_S), LONGEST_BEAT_S)
         self.watches = hang_timeout_s > 0 and rank in (0, world_size - 1)
         self.heard: dict[int, tuple[int, float]] = {}
-        """By rank: the number of its last beat, and when it came."""
+        """Last beats by rank: the number of the beat, and the time at which it came."""
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -133,14 +133,14 @@ class Watchdog:
         self.thread.join(LOOK_PERIOD_S)
 
     def is_over(self) -> bool:
-        """Whether a rank has already said why the job ends."""
+        """Return whether a rank has already said why the job ends."""
         try:
             return bool(self.store.check(["verdict"]))
         except RuntimeError:
             return False
 
     def first_to(self, what: str) -> bool:
-        """Whether this rank is the first to report `what`; rank 0 is where the store is gone."""
+        """Return whether this rank is the first to report `what`; rank 0 is where the store is gone."""
         try:
             return bool(self.store.add(what, 1) == 1)
         except RuntimeError:

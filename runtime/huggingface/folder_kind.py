@@ -37,7 +37,7 @@ def model_folder(given: str) -> str:
 
 
 def is_hugging_face(folder: str | Path) -> bool:
-    """Whether a folder holds a Hugging Face model rather than checkpoints.
+    """Return whether a folder holds a Hugging Face model rather than checkpoints.
 
     Raises `InputError` where it holds both: a file that was added must not change how the others are read.
     """

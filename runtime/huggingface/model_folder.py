@@ -200,7 +200,7 @@ class HuggingFaceModel:
             )
 
     def _has_factors(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether there is a scale for each block of a matrix of fp8."""
+        """Return whether there is a scale for each block of a matrix of fp8."""
         factors = self.tensors.get(name + SCALE_SUFFIX)
         if factors is None or len(shape) != len(self.block):
             return False

@@ -39,7 +39,7 @@ class Packed(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is a scale for each block."""
+        """True if there is a scale for each block."""
         return self.scales.shape == self.blocks.shape[:-1] and self.blocks.shape[-1] == BLOCK_BYTES
 
     def read(self) -> Tensor:

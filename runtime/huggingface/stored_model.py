@@ -148,7 +148,7 @@ def open_stored(
 
 
 def has_adapters(folder: str | Path, iteration: int | None = None) -> bool:
-    """Whether a folder of checkpoints holds adapters; no where it holds no checkpoint."""
+    """Return whether a folder of checkpoints holds adapters; no where it holds no checkpoint."""
     root = expanded(folder)
     found = checkpoint.iteration_to_load(root, iteration)
     if found is None:

@@ -88,7 +88,7 @@ def keep_micro_batch(
 
 
 def counts_micro_batches(training: TrainingOptions) -> bool:
-    """Whether losses depend on the size of the microbatch."""
+    """Return whether losses depend on the size of the microbatch."""
     return training.moe_router_load_balancing_type == "aux_loss" and training.moe_aux_loss_coeff > 0
 
 

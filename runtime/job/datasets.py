@@ -159,6 +159,6 @@ def _boundaries(
 
 
 def _hides_prompts(datasets: Datasets) -> bool:
-    """Whether some of the files store prompts that are not predicted."""
+    """Return whether some of the files store prompts that are not predicted."""
     records = map(read_record, datasets.indexed)
     return any(record is not None and record.hides_prompts for record in records)

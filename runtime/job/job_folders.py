@@ -71,7 +71,7 @@ def iteration_of(output: OutputOptions) -> int | None:
 
 
 def begins_anew(output: OutputOptions, iteration: int) -> bool:
-    """Whether a run that loads the checkpoint of `iteration` takes its weights only."""
+    """Return whether a run that loads the checkpoint of `iteration` takes its weights only."""
     assert output.load is not None
     run = checkpoint.read_run(checkpoint.iteration_folder(output.load, iteration))
     return output.finetune or run.run_state().get("weights_only") is True

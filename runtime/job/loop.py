@@ -82,7 +82,7 @@ class Loop:
         self.profiled_s: list[float] = []
         """Seconds of the steps since the last log line that were profiled, which takes time of its own."""
         self.profiler_bytes = 0
-        """By how much profiled steps have raised the peak of a process: their events."""
+        """Bytes by which the events of profiled steps have raised the peak of a process."""
         self.evaluated_at = -1
         self.slow_ranks = SlowRanks(running_watchdog(), trainer, job.faults.straggler_factor)
         self.samples = self._sample_log()
@@ -336,7 +336,7 @@ class Loop:
         output = self.job.output
         if output.save is None:
             return None
-        from runtime.checkpoint import Saver  # What writes tensors, which only runs that save need.
+        from runtime.checkpoint import Saver  # Writers of tensors, which only runs that save need.
 
         return Saver(
             output.save,

@@ -19,7 +19,7 @@ class Prediction:
     high: float
 
     def holds(self, measured: float) -> bool:
-        """Whether a measurement is in the range."""
+        """Return whether a measurement is in the range."""
         return self.low <= measured <= self.high
 
 

@@ -13,7 +13,7 @@ def continuation(job: Job) -> Job:
 
 
 def has_saved(job: Job) -> bool:
-    """Whether there is a checkpoint in the folder that a job saves in."""
+    """Return whether there is a checkpoint in the folder that a job saves in."""
     from runtime import checkpoint
 
     return job.output.save is not None and checkpoint.latest_iteration(job.output.save) is not None

@@ -93,7 +93,7 @@ def _also_needed(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _has_one_thread() -> bool:
-    """Whether no thread but this one may hold a lock, which would never open in a forked process."""
+    """Return whether no thread but this one may hold a lock, which would never open in a forked process."""
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 

@@ -111,7 +111,7 @@ class LaunchOptions(RunOptions):
 
     @property
     def traces_memory(self) -> bool | None:
-        """Whether memory is traced before ranks start; None where that depends on the plan."""
+        """True if memory is traced before ranks start; None where that depends on the plan."""
         return self.dry_run if self.dry_run or self.no_dry_run else None
 
 

@@ -77,7 +77,7 @@ def local_configuration(job: Job, options: LaunchOptions, warm: WarmRanks | None
 
 
 def forks_ranks(plan: Plan) -> bool:
-    """Whether the ranks of a plan are forked from one process, not started by torchrun one by one."""
+    """Return whether the ranks of a plan are forked from one process, not started by torchrun one by one."""
     return CAN_FORK and plan.cluster.device.kind == "cpu"
 
 

@@ -45,7 +45,7 @@ class Nodes:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether nodes may come and go."""
+        """True if nodes may come and go."""
         return self.least != self.most
 
     def describe(self) -> str:

@@ -290,7 +290,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _has_ended(process: subprocess.Popen[str]) -> bool:
-    """Whether a child has ended; the system keeps its number until it is waited for."""
+    """Return whether a child has ended; the system keeps its number until it is waited for."""
     flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
     try:
         return os.waitid(os.P_PID, process.pid, flags) is not None

@@ -50,5 +50,5 @@ def add_adapters(block: nn.Module, spec: ModelSpec, mlp: MlpKind) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return name.endswith((DOWN, UP))

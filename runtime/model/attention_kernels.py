@@ -23,7 +23,7 @@ FLASH_CAPABILITY = (8, 0)
 
 
 def takes_flash(q: Tensor) -> bool:
-    """Whether PyTorch's CUDA flash kernel takes `q`; it runs grouped queries without copies of keys."""
+    """True if PyTorch's CUDA flash kernel takes `q`; it runs grouped queries without copies of keys."""
     if q.device.type != "cuda" or q.dtype not in FLASH_DTYPES or q.shape[-1] > FLASH_HEAD_SIZE:
         return False
     # Without a GPU these are fake tensors, which stand for ones on a GPU of today.

@@ -63,7 +63,7 @@ class Router(nn.Module):
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         logits_BSE = self.logits(x_BSD)
         scores_BSE = logits_BSE.softmax(-1) if self.options.score == "softmax" else logits_BSE.sigmoid()
-        # Where the weights are normalised over the chosen experts, logits choose, as in Megatron-LM.
+        # Logits choose where weights are normalised over the chosen experts, as in Megatron-LM.
         late = self.options.score == "softmax" and self.options.normalised and self.expert_bias is None
         chosen_BSk = self.choose((logits_BSE if late else scores_BSE).detach())
         weights_BSk = scores_BSE.gather(-1, chosen_BSk)

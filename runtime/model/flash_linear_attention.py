@@ -37,7 +37,7 @@ def chunked_kernel() -> Callable[..., Any] | None:
 
 
 def takes(v: Tensor) -> bool:
-    """Whether a kernel that is there runs on these values: of a CUDA device, in 16 bits, with memory."""
+    """True if a kernel that is there runs on these values: of a CUDA device, in 16 bits, with memory."""
     return v.device.type == "cuda" and v.dtype in NARROW and not isinstance(v, FakeTensor)
 
 

@@ -19,11 +19,11 @@ class Reach(NamedTuple):
     """Scores x become cap tanh(x / cap); 0 for as they are."""
 
     def is_everything(self, keys: int) -> bool:
-        """Whether tokens of a sequence of `keys` see all before them by plain scores."""
+        """Return whether tokens of a sequence of `keys` see all before them by plain scores."""
         return not (self.softcap or self.binds(keys))
 
     def binds(self, keys: int) -> bool:
-        """Whether tokens of a sequence of `keys` do not see all before them."""
+        """Return whether tokens of a sequence of `keys` do not see all before them."""
         return 0 < max(self.window, self.chunk) < keys
 
     def mask(

@@ -203,14 +203,14 @@ def major_of(device: torch.device) -> int:
 
 
 def _leaves_garbage(device: torch.device) -> bool:
-    """Whether grouped GEMMs of `device` may not write the gradients of weights without rows."""
+    """Return whether grouped GEMMs of `device` may not write the gradients of weights without rows."""
     if device.type != "cuda":
         return False
     return torch.version.hip is not None or major_of(device) >= BLACKWELL
 
 
 def takes_grouped(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
-    """Whether PyTorch's grouped GEMM takes rows and weights of these widths, without a loop of its own.
+    """True if PyTorch's grouped GEMM takes rows and weights of these widths, without a loop of its own.
 
     CUDA kernels are made for bf16 on Hopper and data-centre Blackwell; elsewhere PyTorch asks the device for
     the sizes of groups in every GEMM.

@@ -25,7 +25,7 @@ SLOT = "momentum_buffer"
 
 
 def is_orthogonalised(owned: ParameterShard) -> bool:
-    """Whether Muon updates a parameter: a matrix of the layers, or of an expert; Adam has the rest."""
+    """Return whether Muon updates a parameter: a matrix of the layers, or of an expert; Adam has the rest."""
     is_layer = owned.name.startswith(("layers.", "mtp."))
     return is_layer and has_matrices(owned.name, owned.parameter.shape)
 

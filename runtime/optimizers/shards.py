@@ -46,7 +46,7 @@ class ParameterShard:
 
     @property
     def decayed(self) -> bool:
-        """Whether weight decay applies."""
+        """True if weight decay applies."""
         return is_decayed(self.name, self.parameter)
 
 

@@ -31,7 +31,7 @@ def accelerator_count() -> int:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether a device has memory and streams of its own, beside the host's."""
+    """Return whether a device has memory and streams of its own, beside the host's."""
     return device.type not in ("cpu", "meta")
 
 

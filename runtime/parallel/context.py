@@ -59,7 +59,7 @@ def local_positions(spec: ModelSpec, layout: Layout, cp_rank: int) -> Tensor:
 
 
 def uses_ring(layout: Layout) -> bool:
-    """Whether keys and values go round the ranks."""
+    """Return whether keys and values go round the ranks."""
     return layout.context_parallel > 1 and layout.context_parallel_form == "ring"
 
 

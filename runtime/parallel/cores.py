@@ -35,7 +35,7 @@ def keep_to_own_cores(device: torch.device) -> None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if _started_on or ranks == 1 or device.type != "cpu" or not hasattr(os, "sched_setaffinity"):
         return
-    available_cores()  # Which goes on to answer for the machine.
+    available_cores()  # The cached answer goes on to be that of the machine.
     _started_on.update(os.sched_getaffinity(0))
     os.sched_setaffinity(0, own_cores(_started_on, int(os.environ["LOCAL_RANK"]), ranks))
 

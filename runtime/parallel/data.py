@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 def needs_data_parallel(layout: Layout, grid: Grid) -> bool:
-    """Whether ranks share parameters or gradients, or the host keeps them.
+    """Return whether ranks share parameters or gradients, or the host keeps them.
 
     Tensor-parallel ranks too hold copies of the same experts, unless these are spread over them.
     """
@@ -42,7 +42,7 @@ def needs_data_parallel(layout: Layout, grid: Grid) -> bool:
 
 
 def wraps_stages(layout: Layout) -> bool:
-    """Whether FSDP2 wraps the stages: it splits parameters, or the host keeps them.
+    """Return whether FSDP2 wraps the stages: it splits parameters, or the host keeps them.
 
     Where ranks hold all of them, `runtime.parallel.working_copies` reduces their gradients.
     """

@@ -63,7 +63,7 @@ class Float8Gather:
 
 
 def _is_narrow(linear: nn.Linear) -> bool:
-    """Whether a layer multiplies in 8 bits by the weight as it is gathered.
+    """Return whether a layer multiplies in 8 bits by the weight as it is gathered.
 
     Weights whose rows tensor-parallel ranks join first are joined in 16 bits.
     """

@@ -223,13 +223,13 @@ def _sources(layer: _Layer, arguments: list[Any], x: Tensor) -> list[Source]:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same view of the same memory."""
+    """Return whether two tensors are the same view of the same memory."""
     places = [(memory_of(x), x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (one, other)]
     return places[0] == places[1]
 
 
 def _is_plain(function: Any) -> bool:
-    """Whether a function of AOTAutograd only calls its pair: it has one output, and changes nothing itself.
+    """True if a function of AOTAutograd only calls its pair: it has one output, and changes nothing itself.
 
     Counts of routers are added by the pair to their buffers, which are inputs like parameters.
     """

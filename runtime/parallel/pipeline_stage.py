@@ -128,7 +128,7 @@ class LeanStage(PipelineStage):
             own.fwd_cache[fwd_chunk_id] = ((), [])
 
     def _is_local(self, stage: int) -> bool:
-        """Whether this rank holds `stage` too, as at the bottom of a V."""
+        """Return whether this rank holds `stage` too, as at the bottom of a V."""
         return self.stage_index_to_group_rank[stage] == self.group_rank
 
 

@@ -57,7 +57,7 @@ class Ranks:
 
 
 def is_alone() -> bool:
-    """Whether no launcher said that this process is one of several ranks."""
+    """Return whether no launcher said that this process is one of several ranks."""
     return "RANK" not in os.environ and "WORLD_SIZE" not in os.environ
 
 
@@ -118,7 +118,7 @@ def leave_process_group(device: torch.device) -> None:
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank went away; gloo's errors have no type of their own."""
+    """True if a collective failed because another rank went away; gloo's errors have no type of their own."""
     texts = ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting", "Connection closed")
     return isinstance(error, dist.DistError) or any(text in str(error) for text in texts)
 

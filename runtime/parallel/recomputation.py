@@ -75,7 +75,7 @@ def recompute(stage: Transformer, layout: Layout) -> None:
 
 
 def recomputes_units(layout: Layout) -> bool:
-    """Whether several layers are recomputed at a time."""
+    """Return whether several layers are recomputed at a time."""
     uniform = layout.recompute == "full" and layout.recompute_method == "uniform"
     return uniform and layout.recompute_num_layers > 1
 
@@ -101,7 +101,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is neither a parameter nor a wrapper of others, as distributed tensors are."""
+    """Return whether `tensor` is neither a parameter nor a wrapper of others, as distributed tensors are."""
     return not isinstance(tensor, nn.Parameter) and not is_traceable_wrapper_subclass(tensor)
 
 
@@ -196,7 +196,7 @@ def _drop_outputs(module: Block | MixtureOfExperts) -> None:
 
 
 def is_recomputing() -> bool:
-    """Whether a forward function runs again in backward: counts of a forward pass must not count twice."""
+    """True if a forward function runs again in backward: counts of a forward pass must not count twice."""
     # Only backward runs forward functions a second time, in compiled layers too.
     return torch._C._current_graph_task_id() != -1
 

@@ -51,7 +51,7 @@ def group_of(parameter: Tensor) -> dist.ProcessGroup | None:
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether ranks split a parameter, or the computation with it."""
+    """Return whether ranks split a parameter, or the computation with it."""
     return isinstance(parameter, DTensor) and parameter.device_mesh.ndim > (group_of(parameter) is not None)
 
 

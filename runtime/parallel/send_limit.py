@@ -29,7 +29,7 @@ Message = tuple[str, int, int]
 
 
 def keeps_messages() -> bool:
-    """Whether this version of PyTorch keeps messages until an action awaits their send."""
+    """Return whether this version of PyTorch keeps messages until an action awaits their send."""
     return hasattr(_schedules, "_add_wait_send_budget")
 
 

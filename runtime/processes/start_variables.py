@@ -19,10 +19,10 @@ SUMMARY_VARIABLE = "PLANNER_SUMMARY"
 
 
 def is_restarted() -> bool:
-    """Whether this job was started again after a failure."""
+    """Return whether this job was started again after a failure."""
     return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS_VARIABLES)
 
 
 def is_elastic() -> bool:
-    """Whether the number of this job's ranks may change from start to start."""
+    """Return whether the number of this job's ranks may change from start to start."""
     return bool(os.environ.get(ELASTIC_VARIABLE))

@@ -113,7 +113,7 @@ class ProfileWindow:
         self._open: Any = None
 
     def holds(self, iteration: int) -> bool:
-        """Whether an iteration is profiled."""
+        """Return whether an iteration is profiled."""
         return self.first is not None and self.first <= iteration < self.first + STEPS
 
     @contextmanager

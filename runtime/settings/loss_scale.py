@@ -34,7 +34,7 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether an overflow can make the scale smaller."""
+        """True if an overflow can make the scale smaller."""
         return self.dynamic and self.value > self.minimum
 
     def update(self, overflow: bool) -> None:

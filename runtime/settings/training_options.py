@@ -253,7 +253,7 @@ class TrainingOptions:
             )
 
     def compiles(self, layout: Layout, on_gpu: bool) -> bool:
-        """Whether the layers are compiled: by default on GPUs, where the schedule can run compiled layers.
+        """True if the layers are compiled: by default on GPUs, where the schedule can run compiled layers.
 
         Raises:
             InputError: compilation is asked for with a schedule that splits backward.
@@ -361,7 +361,7 @@ class DataOptions:
 
     @property
     def heeds_stream(self) -> bool:
-        """Whether the boundaries of documents matter in the stream that samples are cut from."""
+        """True if the boundaries of documents matter in the stream that samples are cut from."""
         return self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
 
 

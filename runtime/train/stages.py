@@ -108,7 +108,7 @@ def _mark_tables(stage: Transformer) -> None:
 
 
 def compiles_in_two(layout: Layout) -> bool:
-    """Whether a layer is compiled in two parts: before the core of attention, and after it.
+    """Return whether a layer is compiled in two parts: before the core of attention, and after it.
 
     A ring of keys and values cannot be compiled. Attention that offloads its activations is not compiled at
     all, and a layout with such layers leaves it to the compiler where to stop.
@@ -117,14 +117,14 @@ def compiles_in_two(layout: Layout) -> bool:
 
 
 def _is_one_graph(block: Block) -> bool:
-    """Whether a compiler takes all of a layer, if its attention is not a ring."""
+    """Return whether a compiler takes all of a layer, if its attention is not a ring."""
     return not (
         block.attention.core.steps or (isinstance(block.mlp, MixtureOfExperts) and not block.mlp.is_whole)
     )
 
 
 def _is_whole(mixture: MixtureOfExperts, spec: ModelSpec, number: int, layout: Layout, grid: Grid) -> bool:
-    """Whether a compiler takes all of the layer that a mixture belongs to."""
+    """Return whether a compiler takes all of the layer that a mixture belongs to."""
     dtype, kind = DTYPES[layout.precision], spec.layer_kind(min(number, spec.layers - 1))
     if not experts_are_whole(spec.with_attention(kind.attention), layout):
         return False

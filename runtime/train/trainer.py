@@ -173,7 +173,7 @@ class Trainer:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _is_skipped(self, loss: Tensor, norm: Tensor) -> bool:
-        """Whether to skip this step; loss and norm are those of all ranks, so all decide alike.
+        """Return whether to skip this step; loss and norm are those of all ranks, so all decide alike.
 
         In fp16 a finite loss whose gradient overflows is no fault while the loss scale can fall.
         """
@@ -231,7 +231,7 @@ class Trainer:
 
     @property
     def _hides_targets(self) -> bool:
-        """Whether some tokens may not be predicted."""
+        """True if some tokens may not be predicted."""
         return self.boundaries is not None and (
             self.boundaries.eod_mask_loss or self.boundaries.hides_prompts
         )

@@ -22,7 +22,7 @@ def address_towards(host: str) -> str | None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether an address, or the one of a name, is of this machine: a socket can be bound to it."""
+    """Return whether an address, or the one of a name, is of this machine: a socket can be bound to it."""
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

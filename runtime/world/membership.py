@@ -104,7 +104,7 @@ def network_variables(environment: Environment, address: str) -> dict[str, str]:
 
 
 def _is_joined(environment: Environment) -> bool:
-    """Whether the ranks that torchrun or a user's own variables tell of are the whole job.
+    """Return whether the ranks that torchrun or a user's own variables tell of are the whole job.
 
     Several torchruns that found each other are one job. A torchrun that found none may have lost the others,
     but only if it was to look for them.
@@ -136,7 +136,7 @@ def _check_ranks(environment: Environment) -> None:
 
 
 def _looked_for_others(environment: Environment) -> bool:
-    """Whether the torchrun of this rank was to meet other torchruns, whether or not it has found one.
+    """Return whether the torchrun of this rank was to meet other torchruns, whether or not it has found one.
 
     The job has an id then, which people choose; torchrun's own ids are "none", and random with --standalone.
     """

@@ -58,7 +58,7 @@ def slurm_task(environment: Environment) -> Task | None:
 
 
 def is_step(environment: Environment) -> bool:
-    """Whether srun started this process: a batch script and the shell of salloc have variables of Slurm too.
+    """True if srun started this process: a batch script and the shell of salloc have variables of Slurm too.
 
     Slurm numbers the tasks of srun (SLURM_PROCID) and the batch script, which it marks as such and which
     belongs to no step. A program of salloc has no number, or the number of a special step. Of `srun --pty

@@ -182,7 +182,7 @@ OVERLAPS = """(id) => {
         || other.bottom <= one.top;
     return [true, !apart];
 }"""
-"""Whether the toolbar of a figure is shown, and whether it covers the legend."""
+"""A script that tells whether the toolbar of a figure is shown, and whether it covers the legend."""
 
 
 @pytest.mark.slow

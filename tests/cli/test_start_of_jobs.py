@@ -45,7 +45,7 @@ def refused(answer: tuple[int, str, str], *parts: str) -> None:
     code, _, err = answer
     *before, line = err.splitlines()
     assert code == 2 and line.startswith("planner: error: ")
-    assert all(told.startswith("planner: ") for told in before)  # What was going on until then.
+    assert all(told.startswith("planner: ") for told in before)  # Phases until then.
     for part in parts:
         assert part in line
 

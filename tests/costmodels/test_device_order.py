@@ -30,7 +30,7 @@ def covers(better: Link, lesser: Link) -> bool:
 
 
 def dominates(better: Device, lesser: Device) -> bool:
-    """Whether `better` is of the same vendor and at least as good in every figure that takes time."""
+    """Return whether `better` is of the same vendor and at least as good in every figure that takes time."""
     return (
         better.vendor == lesser.vendor
         and all(better.peak_flops.get(kind, 0) >= peak for kind, peak in lesser.peak_flops.items())

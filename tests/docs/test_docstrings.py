@@ -21,7 +21,7 @@ NEEDED = {"planner.ranking.result": ["pandas"], "planner.report.figures": ["plot
 
 
 def is_run(line: str) -> bool:
-    """Whether a line of code is an example that can be tried here."""
+    """Return whether a line of code is an example that can be tried here."""
     return line.lstrip().startswith(">>> ") and "+SKIP" not in line
 
 

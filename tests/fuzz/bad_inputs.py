@@ -75,7 +75,7 @@ class Case:
     cwd: str = ""
     """`gone`: its folder is removed before it starts."""
     user: bool = False
-    """Whether an ordinary user types the input, who may not read every folder."""
+    """True if an ordinary user types the input, who may not read every folder."""
 
     @property
     def title(self) -> str:
@@ -83,7 +83,7 @@ class Case:
         return shlex.join(self.words)
 
     def needs(self, name: str) -> bool:
-        """Whether it names one of the valid inputs."""
+        """Return whether the case names the valid input `name`."""
         return any("{" + name + "}" in word for word in self.words)
 
 

@@ -105,7 +105,7 @@ def judge(load: Callable[[], Any], original: Any, checked: bool) -> tuple[str, s
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal; NaN equals itself."""
+    """Return whether two values are equal; NaN equals itself."""
     return bool(one == other) or repr(one) == repr(other)
 
 

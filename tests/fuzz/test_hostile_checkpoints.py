@@ -79,7 +79,7 @@ def test_hostile_files_run_nothing_and_end_in_one_line(tmp_path: Path) -> None:
 
 
 def one_line_refuses(err: str) -> bool:
-    """Whether what a command says ends with one line of an error, after what it was at."""
+    """Return whether an output ends with one line of an error, after the phases of the command."""
     *phases, error = err.splitlines()
     return error.startswith("planner: error: ") and not any("rror" in line for line in phases)
 

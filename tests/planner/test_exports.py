@@ -141,7 +141,7 @@ def test_what_is_written_is_legal_and_costs_what_was_priced(
     plan = data.draw(plans(ENGINES[target]))
     export = export_plan(plan, to=target)
     if any(not text.startswith("model ") for text in export.inexpressible):
-        return  # What is written is another job.
+        return  # The written job is another one.
     said = {text.partition("=")[0] for text in export.in_script} & IN_SCRIPT.keys()
     define = {name: str(value) for one in said for name, value in IN_SCRIPT[one](plan.layout).items()}
     reading = read_again(export, plan, tmp_path, define)

@@ -45,7 +45,7 @@ def installed(name: str, why: str = "") -> Any:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there, and no stand-in of it."""
+    """Return whether a package is there, and no stand-in of it."""
     module = sys.modules.get(package)
     return not isinstance(module, MagicMock) and importlib.util.find_spec(package) is not None
 

@@ -34,7 +34,7 @@ def keys(prices: Prices, objective: str) -> list[tuple[float, float]]:
 
 
 def in_order(found: list[tuple[float, float]]) -> bool:
-    """Whether each is least first, up to rounding errors."""
+    """Return whether the pairs are in ascending order, up to rounding errors."""
     small = 1e-8
     return all(
         sooner[0] < later[0] - small or (sooner[0] <= later[0] + small and sooner[1] <= later[1] + small)

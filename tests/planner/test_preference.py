@@ -52,7 +52,7 @@ PROBLEMS: list[tuple[ModelSpec, dict[str, Any]]] = [
 
 
 def keys(result, prices):
-    """Whether rows leave too little memory, and their points, as one number each: written out once more."""
+    """Order of rows, one number each, written out: by points, rows with too little free memory last."""
     problem = result.problem
     limit = problem.cluster.memory_bytes
     short = prices.peak_memory_bytes > limit - min(2 * GIB, 0.03 * limit)

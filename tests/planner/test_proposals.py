@@ -31,7 +31,7 @@ QUESTIONS: list[tuple[ModelSpec, dict[str, Any]]] = [
 
 
 def fits(model: ModelSpec, job: dict[str, Any]) -> bool:
-    """Whether a search of everything finds a plan."""
+    """Return whether a search of everything finds a plan."""
     try:
         return search(model, **job).feasible > 0
     except InputError:

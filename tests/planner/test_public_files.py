@@ -422,7 +422,7 @@ def test_attention_and_mlp_of_gpt_neox_may_be_beside_each_other(tmp_path: Path) 
 def test_layers_of_gpt_neox_without_full_attention_are_not_known(
     tmp_path: Path, kinds: str, named: str | None
 ) -> None:
-    heads = 12 if named == "mamba" else 8  # Which Mamba's layers ignore.
+    heads = 12 if named == "mamba" else 8  # Mamba's layers ignore heads.
     config = (
         f"{{pipe_parallel_size: 1, model_parallel_size: 1, num_layers: 4, hidden_size: 512,\n"
         f"num_attention_heads: {heads}, seq_length: 512, max_position_embeddings: 512, norm: layernorm,\n"

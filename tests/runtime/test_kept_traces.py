@@ -99,7 +99,7 @@ class Doubling:
 
 COMMENTED = """
 # A module.
-LIMIT = 3  # What it is.
+LIMIT = 3  # The limit.
 
 
 

@@ -44,7 +44,7 @@ class Example(NamedTuple):
     rank: int
     """The pipeline rank."""
     compiled: bool
-    """Whether layers are compiled."""
+    """True if layers are compiled."""
 
     def describe(self) -> str:
         """In one line."""

@@ -38,13 +38,13 @@ class Operand(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether the memory begins at a multiple of 16 bytes, and so does each row of it."""
+        """True if the memory begins at a multiple of 16 bytes, and so does each row of it."""
         steps = [self.offset, *(stride for stride in self.strides if stride != 1)]
         return not any(step * self.dtype.itemsize % ALIGNMENT_BYTES for step in steps)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether elements follow each other, the last dimension fastest."""
+        """True if elements follow each other, the last dimension fastest."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -261,7 +261,7 @@ def launches_of(graph: fx.GraphModule) -> list[Launch]:
 
 
 def _starts_kernel(node: Any) -> bool:
-    """Whether a node of the schedule is more than a name for a part of another one's result."""
+    """Return whether a node of the schedule is more than a name for a part of another one's result."""
     from torch._inductor import ir
 
     return not (node.is_template() is None or isinstance(node.node, (ir.MultiOutput, ir.NopKernel)))

@@ -74,7 +74,7 @@ class HubServer:
         if name in errors:
             status, code = errors[name]
             return status, {"X-Error-Code": code} if code else {}, b""
-        if name == "private":  # What the Hub says of all that a stranger may not see.
+        if name == "private":  # The Hub's answer on all that a stranger may not see.
             return 401, {"X-Error-Message": "Invalid username or password."}, b""
         if revision not in ("main", "v2", COMMIT):
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""

@@ -15,7 +15,7 @@ VERSION_3 = 0x20080522
 
 
 def is_ordinary() -> bool:
-    """Whether this process may do what its user may, and no more."""
+    """Return whether this process may do what its user may, and no more."""
     return os.geteuid() != 0
 
 
@@ -50,5 +50,5 @@ def as_ordinary_user(work: Callable[[], None]) -> int:
 
 
 def can_be_ordinary() -> bool:
-    """Whether this process is an ordinary user's, or can have a child that is."""
+    """Return whether this process is an ordinary user's, or can have a child that is."""
     return is_ordinary() or (sys.platform == "linux" and as_ordinary_user(lambda: None) == 0)

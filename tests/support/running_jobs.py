@@ -43,7 +43,7 @@ class RunningJob:
         return running
 
     def has_ended(self) -> bool:
-        """Whether the launcher has ended."""
+        """Return whether the launcher has ended."""
         if isinstance(self.process, subprocess.Popen):
             return self.process.poll() is not None
         return not self.process.is_alive()
@@ -79,7 +79,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """Return whether a process runs; one that has ended and waits for its parent does not."""
     if sys.platform == "linux":
         with suppress(OSError):
             state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]

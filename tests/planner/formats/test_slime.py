@@ -70,7 +70,7 @@ def test_rollouts_and_lengths_of_samples_are_not_known(tmp_path: Path) -> None:
     assert read.legal is None
     assert set(read.unknown) == {"--colocate", "--seq-length", "--use-dynamic-batch-size", ""}
     assert read.reading.objective == "rewards"
-    assert read.layout.tensor_parallel == 2  # What is written is read all the same.
+    assert read.layout.tensor_parallel == 2  # Written values are read all the same.
 
 
 def test_steps_of_a_rollout_make_the_batch(tmp_path: Path) -> None:

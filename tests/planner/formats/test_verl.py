@@ -103,7 +103,7 @@ torchrun --nnodes=1 --nproc_per_node=$1 -m verl.trainer.fsdp_sft_trainer \\
 
 
 def test_the_trainer_of_given_answers_has_no_rollouts(tmp_path: Path) -> None:
-    assert written(tmp_path, {"run.sh": ANSWERS}).unknown == ("",)  # How many devices it has.
+    assert written(tmp_path, {"run.sh": ANSWERS}).unknown == ("",)  # The number of devices.
     read = written(tmp_path, {"run.sh": ANSWERS}, define={"1": "8"})
     assert read.legal and read.shown == "tp=1 pp=1 dp=8 zero=3 mbs=2 x 16 recompute=full"
     assert read.reading.model == with_seq(load_model("qwen3-8b"), 2048)

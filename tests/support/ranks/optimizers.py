@@ -252,7 +252,7 @@ def resumed_losses(
 def overflowing_step(
     spec: ModelSpec, layout: Layout, options: TrainingOptions
 ) -> tuple[bool, list[str], float]:
-    """Whether a step was skipped whose gradient overflows, what it changed, and the loss after another."""
+    """A step whose gradient overflows: whether it was skipped, its changes, and the loss after another."""
     with torch.compiler.set_stance("force_eager"):
         trainer = Trainer(spec, layout, options, CPU)
         trainer.train_step(batch_of(spec, layout, 0)[trainer.rows])
