@@ -1,1 +1,1 @@
-"""How a person talks to the planner: typer commands and rich tables, no logic of their own."""
+"""The command line of the planner: typer commands and rich tables, without logic of their own."""

@@ -24,7 +24,7 @@ WIDTH = 20
 
 @dataclass(frozen=True)
 class RanksOptions:
-    """How many ranks measure."""
+    """The ranks that measure."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"world_size": "Calibration"}
 

@@ -31,7 +31,7 @@ WIDE_COLUMNS = 150
 
 @dataclass(frozen=True)
 class Output:
-    """How a catalogue is printed."""
+    """The format in which a catalogue is printed."""
 
     json: bool = flag(False, "Print JSON with all fields and sources.")
 
@@ -74,7 +74,7 @@ def models(output: Output) -> None:
 
 
 def _besides(spec: ModelSpec) -> Iterator[str]:
-    """What the weights of a model have besides, and what is priced of it and not trained."""
+    """Lines on the MTP modules of a model, and on its parts that are priced but not trained."""
     if spec.mtp_layers:
         count = f"{spec.mtp_layers} module" + "s" * (spec.mtp_layers > 1)
         yield f"{spec.name}: {count} for multi-token prediction besides, with --mtp-num-layers"
@@ -84,7 +84,7 @@ def _besides(spec: ModelSpec) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class DevicesOutput(Output):
-    """How devices are printed."""
+    """The format in which devices are printed."""
 
     template: bool = flag(False, "Print a YAML file to fill in, for a device that is not in the catalogue.")
 

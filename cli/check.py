@@ -20,7 +20,7 @@ from planner.plan import Plan
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is read, and what is printed."""
+    """The files to read and the output to print."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"define": "Files", "json": "Output"}
 

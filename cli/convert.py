@@ -19,7 +19,7 @@ MOST_NAMES = 3
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What is converted, and how it is written."""
+    """The model to convert and the format to write."""
 
     input: str = flag(
         "",

@@ -19,7 +19,7 @@ from planner.options.flags import argument, flag, flag_groups
 
 @dataclass(frozen=True)
 class ConvertConfigOptions:
-    """What is read, and what is written."""
+    """The files to read and the file to write."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"define": "Files", "to": "Output"}
 

@@ -81,7 +81,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How text becomes token ids."""
+    """The tokenizer that turns text into token ids."""
 
     tokenizer_type: str | None = flag(
         None,
@@ -119,7 +119,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Output:
-    """What is written, and by how many processes."""
+    """The files to write, and the processes that write them."""
 
     output_prefix: str = flag(
         "",

@@ -1,4 +1,4 @@
-"""What of a configuration of other software is not done here, or not so, as one table."""
+"""A table of settings of another software's configuration that this package ignores or treats differently."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ SHORT_HEADINGS = {
 
 @dataclass(frozen=True)
 class DryRunOptions:
-    """What is traced and how it is shown."""
+    """The ranks to trace and the format of the result."""
 
-    SECTIONS: ClassVar[dict[str, str]] = {"plan": "What is traced"}
+    SECTIONS: ClassVar[dict[str, str]] = {"plan": "Trace"}
 
     plan: str | None = flag(None, "Plan file to trace instead of planning.", metavar="FILE")
     stage: int | None = flag(None, "Trace this pipeline rank only.")

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is to be explained."""
+    """The plan, the layouts and the changes to explain."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"plan": "Questions"}
 

@@ -1,4 +1,4 @@
-"""What commands say of flags that change nothing of what they do."""
+"""Notes of commands on flags that have no effect on their answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `planner launch` says at the end of a job: what is kept, how to go on, how it ran."""
+"""Lines that end `planner launch`: the last checkpoint, the command that resumes, and measured figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runtime.logs.console import say
 
 @dataclass(frozen=True)
 class JobEnd:
-    """What the end of a job is told with."""
+    """The job and the plan that the last lines of `planner launch` tell about."""
 
     plan: Plan
     job: Job
@@ -91,7 +91,7 @@ def print_outcome(outcome: Outcome, log_dir: Path) -> None:
 
 
 def prediction_lines(plan: Plan, iterations: int) -> Iterator[str]:
-    """What the plan promises of a run of so many iterations."""
+    """Lines with the predicted step time, run time and memory of a run of so many iterations."""
     step, peak, estimate = predicted_step(plan), predicted_peak(plan), plan.estimate
     run = timedelta(seconds=round(step.value * iterations))
     one = f"{in_seconds(step.value)} a step ({seconds_range(step)})"

@@ -52,7 +52,7 @@ from runtime.settings.checks import check_host
 from runtime.settings.plan_notes import expert_balance_notes
 
 TRIES_FILE = "tries.json"
-"""What --try has measured, in the folder of the run."""
+"""The file of `--try` measurements in the folder of the run."""
 
 
 @flag_groups(**groups_of(Job, but=("run",)), options=LaunchOptions, trial=TrialOptions)

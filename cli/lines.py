@@ -27,7 +27,7 @@ FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE")
 """Variables with which Rich draws styles on what is no terminal, or the other way round."""
 
 BLOCKS = "█▓░"
-"""What bars are drawn with, besides letters: one column wide each, as ASCII is."""
+"""The block characters of bars; each is one column wide, as ASCII characters are."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Screen:
 
     @cached_property
     def console(self) -> Console:
-        """What draws."""
+        """The console that draws."""
         return console()
 
     @property

@@ -66,8 +66,8 @@ def main() -> None:
             app = make_app(COMMANDS, sys.argv[1:])
     finally:
         if first:
-            # What modules hold stays to the end: to look through it for garbage, again and again, takes a
-            # fifth of a short command.
+            # Objects of modules live until the end: searching them for garbage again and again takes a fifth
+            # of a short command.
             gc.freeze()
             gc.enable()
             atexit.register(_let_go)

@@ -19,7 +19,7 @@ from planner.plan import Plan
 from runtime.logs.metrics_file import read_metrics
 
 PLAN_FILE = "plan.json"
-"""What `planner launch` writes beside the metrics of a run."""
+"""The file of the plan, which `planner launch` writes beside the metrics of a run."""
 
 
 def report(

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Which rank is run, and how it is shown."""
+    """The rank to run and the format of the result."""
 
-    SECTIONS: ClassVar[dict[str, str]] = {"plan": "What is run"}
+    SECTIONS: ClassVar[dict[str, str]] = {"plan": "Profile"}
 
     plan: str | None = flag(None, "Plan file of `planner suggest --save`.", metavar="FILE")
     rank: int = flag(0, "Rank to run.")

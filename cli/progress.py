@@ -1,4 +1,4 @@
-"""What a training job shows while it runs: Megatron-LM's lines, or on a terminal short ones."""
+"""Lines that a training job shows while it runs: those of Megatron-LM, or short ones on a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG_LINE = re.compile(r" (?:\[[^]]*\]|(validation|test) loss at) iteration +(\d+
 WIDTH = 80
 
 Key = tuple[str, int]
-"""What a record holds, and its iteration."""
+"""The kind of a record and its iteration."""
 
 MOST_WAITING = 4
 """Lines that wait for a record, which comes by another way; without it they are shown as they are."""
@@ -36,7 +36,7 @@ class Display:
         self.waiting: deque[tuple[Key | None, str]] = deque()
         """Lines to show: the first is one of the log, shown as it is unless its record comes."""
         self.records: dict[Key, dict[str, Any]] = {}
-        """Those whose lines are still to come."""
+        """Records whose lines are still to come."""
 
     def line(self, text: str) -> None:
         """Show a line of the job."""

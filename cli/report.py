@@ -40,7 +40,7 @@ MOST_RANKS = 6
 
 
 def print_details(screen: Console, result: SearchResult, rows: Sequence[DistinctPlan]) -> None:
-    """Why the winner won, its parts of the step, its memory, and what was rejected."""
+    """Print why the winner won, the parts of its step, its memory, and counts of rejected layouts."""
     screen.print()
     _print_winner(screen, rows[0].plan)
     if result.rejected:

@@ -32,7 +32,7 @@ USERS = {
 
 @dataclass(frozen=True)
 class ScriptOptions:
-    """What is written, and for whom."""
+    """The file to write and the scheduler that reads it."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"to": "Job file"}
 

@@ -1,4 +1,4 @@
-"""What `planner suggest` prints of several world sizes: their best plans, and time against cost."""
+"""The answer of `planner suggest` for several world sizes: the best plan of each, and time against cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command is at while it answers nothing yet, from its first second on."""
+"""A status line that says what a command does until its answer is ready."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Status:
 
 
 def _is_terminal(stream: object) -> bool:
-    """Whether lines of `stream` can be taken back."""
+    """Return whether lines of `stream` can be overwritten."""
     import os
 
     isatty = getattr(stream, "isatty", None)

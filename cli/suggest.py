@@ -33,7 +33,7 @@ from runtime.settings.job_rules import job_rules, reachable_batch
 
 @dataclass(frozen=True)
 class Output:
-    """What is printed and written."""
+    """The answer to print and the files to write."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"verbose": "Output"}
 

@@ -29,7 +29,7 @@ SCREEN = 23
 LONGEST_BAR, SHORTEST_BAR = 40, 8
 
 LETTERS = "#=."
-"""What bars are drawn with where there are no `BLOCKS`: in full, as far as is likely, and up to the end."""
+"""Characters of bars where `BLOCKS` cannot be printed: full, likely, and up to the end of the range."""
 
 MORE = "--verbose shows the ranking and the memory of each rank, --json everything"
 
@@ -261,7 +261,7 @@ def _gives_the_fastest(result: SearchResult, fastest: Plan) -> str:
 
 
 def _of_kinds(plan: Plan) -> Iterator[str]:
-    """Which pipeline ranks each kind of node runs, and how long they wait, where there are two kinds."""
+    """A line for each of two kinds of nodes: its pipeline ranks, their layers and their idle share."""
     if not plan.cluster.parts:
         return
     idle, layout = idle_shares(plan), plan.layout

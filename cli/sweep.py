@@ -33,7 +33,7 @@ DEFAULT_PLANS = 3
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What is measured, and where it is kept."""
+    """The layouts to measure and the files that keep the measurements."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"models": "Sweep"}
 

@@ -21,7 +21,7 @@ CELLS = 2
 """Columns of a forward pass at least; where a whole step would take more, its middle is left out."""
 
 GAP = " ... "
-"""What stands for the middle of a step that is not drawn."""
+"""The mark for the middle of a step that is not drawn."""
 
 BACKWARD = ("white on green", "black on bright_green")
 
@@ -112,7 +112,7 @@ def timeline_lines(found: Timeline, ranks: list[int], width: int) -> list[Text]:
 
 
 def _cells(events: list[Event], start_s: float, scale: float, width: int) -> Text:
-    """What a rank does in the `width` columns of `scale` seconds from `start_s` on."""
+    """The passes of a rank in `width` columns of `scale` seconds each, from `start_s` on."""
     from rich.text import Text
 
     line = Text()

@@ -9,7 +9,7 @@ from runtime.settings.checks import RESTARTS, TIMEOUT
 
 @dataclass(frozen=True)
 class JobFlags:
-    """What only a job that runs needs."""
+    """Flags that only a running job needs."""
 
     distributed_timeout_minutes: float | None = flag(
         None, "Minutes after which a collective is an error.", within=TIMEOUT

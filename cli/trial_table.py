@@ -20,7 +20,7 @@ BEST_NAMES: dict[Objective, str] = {
     "cost": "fastest",
     "memory": "lowest peak",
 }
-"""What the table of trials says of the plan that is kept, by its objective."""
+"""Words for the plan that is kept in the table of trials, by objective."""
 
 
 def best_plan(

@@ -1,4 +1,4 @@
-"""What a command is at, shown on a terminal when its answer takes more than a second."""
+"""A line on the terminal that says what a command does, once its answer takes more than a second."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def web(
     from planner.web.workers import Workers
 
     opened = listening(host, port)
-    # What a cache holds may be private: strangers see it only where whoever serves them says so.
+    # A cache may hold private models: strangers see it only where whoever serves them says so.
     followed = cast(HubUse, hub or ("cached" if host in LOOPBACK else "never"))
     app = question_app(host, Workers(workers), followed)
     print(f"planner: {address(opened)} (Ctrl-C ends it)", file=sys.stderr, flush=True)
