@@ -1,4 +1,4 @@
-"""What a layout costs: pure functions on arrays, in seconds and bytes. Never imports torch."""
+"""The cost of a layout: pure functions on arrays, in seconds and bytes. The package never imports torch."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What a package offers by its own name, imported when it is asked for: no question needs all of it."""
+"""Names that a package offers, each imported when it is asked for: no question needs all of them."""
 
 from __future__ import annotations
 

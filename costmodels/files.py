@@ -106,7 +106,7 @@ def name_beside(target: Path) -> Path:
 
 
 def _is_written_through(target: Path) -> bool:
-    """Whether a link, a pipe or a device lies at a path, which stays when it is written to."""
+    """Return whether a link, a pipe or a device lies at a path; it stays when it is written to."""
     try:
         mode = os.lstat(target).st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -1,11 +1,11 @@
-"""How sure the order of two estimates is: the chance that what is said to be slower is the faster one.
+"""The chance that two estimates are in the wrong order: that the slower plan by estimate is the faster one.
 
-Estimates of one job err together, and what two of them differ by errs by what their layouts differ in. The
-published sweeps tell how much: of their pairs, what was measured lies around what was predicted by so much
-for each doubling of a degree, and for each other choice that differs. Widths add in squares, and grow with
-the range of the estimates: where nobody has measured an engine on a device, its order is less sure too.
-The distribution is Cauchy's: most pairs lie near what is predicted, and a few, of jobs whose network was not
-well, far from it.
+Estimates of one job err together, so the error of their ratio comes from the choices in which the two layouts
+differ. The published sweeps tell the size of that error: a width for each doubling of a degree, and for each
+other choice that differs. Widths are combined as root-sum-square. They grow with the range of the estimates,
+as the order is less sure where nobody has measured an engine on a device. The distribution is Cauchy's. Most
+pairs lie near the prediction, and a few lie far from it, of jobs whose network was slow.
+
 `python -m benchmarks.order` fits the numbers, and tells how often the order was right.
 """
 
@@ -60,7 +60,7 @@ USUAL_RANGE = 0.1
 
 @dataclass(frozen=True)
 class OrderWidths:
-    """What the published pairs tell of the order of two estimates."""
+    """Errors of the order of two estimates, as fitted to published pairs."""
 
     widths: Mapping[str, float]
     """Width of each of `KINDS` as a natural logarithm, for the first doubling."""

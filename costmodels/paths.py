@@ -18,12 +18,12 @@ Result = TypeVar("Result")
 
 
 def exists(path: str | Path) -> bool:
-    """Whether anything lies at a path; a link that leads nowhere does not."""
+    """Return whether anything lies at a path; a link that leads nowhere does not."""
     return _mode(path) is not None
 
 
 def is_visible(path: str | Path) -> bool:
-    """Whether anything lies at a path that may be looked at: for what is done without where it may not."""
+    """Return whether anything lies at a path; False for a path that may not be looked at."""
     try:
         return exists(path)
     except InputError:
@@ -31,19 +31,19 @@ def is_visible(path: str | Path) -> bool:
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether a regular file lies at a path."""
+    """Return whether a regular file lies at a path."""
     mode = _mode(path)
     return mode is not None and stat.S_ISREG(mode)
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether a folder lies at a path."""
+    """Return whether a folder lies at a path."""
     mode = _mode(path)
     return mode is not None and stat.S_ISDIR(mode)
 
 
 def entries(folder: str | Path) -> list[Path]:
-    """What lies in a folder, by name."""
+    """The contents of a folder, by name."""
     return seen(folder, lambda: sorted(Path(folder).iterdir()))
 
 
@@ -80,7 +80,7 @@ def resolved(path: str | Path) -> Path:
 
 
 def seen(path: str | Path, look: Callable[[], Result]) -> Result:
-    """What `look` finds out about a path.
+    """The answer of `look` about a path.
 
     Raises `InputError`, which names the path, where the system does not tell: a folder that may not be
     searched, a name of more bytes than names have, a circle of links, a disk that fails.

@@ -33,7 +33,7 @@ def installed_version() -> str:
 
 
 def is_at_least(version: str) -> bool:
-    """Whether the PyTorch that is installed is of this minor version, or of a later one."""
+    """Return whether the installed PyTorch is of this minor version or a later one."""
     found = installed_version()
     return bool(found) and parsed_version(found) >= parsed_version(version)
 

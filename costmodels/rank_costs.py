@@ -59,7 +59,7 @@ class RankCosts:
     def with_ranks(self, ranks: Ranks) -> RankCosts:
         """The costs of other ranks on the same kinds of nodes."""
         other = replace(self, ranks=ranks)
-        # What does not depend on the ranks is kept.
+        # Arrays that do not depend on the ranks are kept.
         vars(other).update({name: getattr(self, name) for name in ("sites", "codes", "shapes", "sizes")})
         return other
 

@@ -31,8 +31,9 @@ SPREAD_SHARE, MORE = 0.8, 1.6
 """Quantile of the errors that are left which the range holds, and how much wider it is for other models."""
 
 ALONE = 0.3
-"""How much less than on a CPU steps may move what kernels said of an accelerator: ranks of a CPU share their
-cores, which single kernels do not show in full; a kernel of an accelerator has it for itself."""
+"""Width of the constants that steps fit on an accelerator, as a share of the width on a CPU. Ranks of a CPU
+share its cores, which measurements of single kernels do not show; a kernel of an accelerator has the whole
+device."""
 
 UPDATE_BYTES = 28.0
 """Bytes that Adam's update of one parameter reads and writes (`costmodels.layers.optimizer.UPDATES`)."""
@@ -106,10 +107,10 @@ def batches_of(steps: Sequence[StepTime]) -> list[Batch]:
 
 
 def prices(batch: Batch, device: Device, engine: Engine, ranks: int) -> Prices:
-    """What the model says of the layouts of a batch, pipelines simulated.
+    """Prices of the layouts of a batch, pipelines simulated.
 
     Args:
-        ranks: on one node.
+        ranks: ranks of one node.
     """
     world = int(batch.table.layout(0).world_size)
     cluster = Cluster(
@@ -258,7 +259,7 @@ def _line(moved: Floats, seconds: Floats) -> tuple[float, float]:
 
 
 def _knowledge(device: Device, engine: Engine, steps: Sequence[StepTime]) -> dict[str, Knowledge]:
-    """What is known of the constants that steps tell, which are those of what some step does."""
+    """Prior ranges of the constants that the measured steps depend on."""
     layouts = [step.layout for step in steps]
     host, network = engine.host, engine.network
 

@@ -1,4 +1,4 @@
-"""What is measured of one machine's devices, for `costmodels.calibration.machine_fit`."""
+"""Measurements of one machine's devices, for `costmodels.calibration.machine_fit`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepTime(Record):
 
 
 class Measurements(Record):
-    """What some ranks of one machine measured, all of them at once."""
+    """Measurements of some ranks of one machine, all taken at once."""
 
     ranks: Count
     nodes: Count = 1

@@ -19,7 +19,7 @@ STEPS, TRIES = 10, 5
 
 
 class Knowledge(NamedTuple):
-    """What is known of a constant before it is fitted; it is above zero."""
+    """The prior of a constant, which is above zero: its value before the fit, its width and its bounds."""
 
     start: float
     within: float

@@ -30,7 +30,7 @@ LONGEST_CALL = 10.0
 
 
 class Machine(Record):
-    """What tells one machine from another."""
+    """The properties that tell one machine from another."""
 
     host: Name
     processor: Name
@@ -121,7 +121,7 @@ def own_file(device: str) -> Path:
 
 
 def is_device_file(name: str) -> bool:
-    """Whether a user means such a file."""
+    """Return whether a user's device is the name of a file of measured devices (JSON)."""
     return name.lower().endswith(".json")
 
 

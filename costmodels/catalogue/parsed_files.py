@@ -24,7 +24,7 @@ DIGEST_BYTES = 4
 
 
 def parsed_file(file: Path, parse: Callable[[str, str], dict[str, Any]]) -> dict[str, Any]:
-    """What `parse` makes of a file's text and name, or made of it before."""
+    """The value that `parse` returns for a file's text and name, kept beside the file for the next call."""
     status = file.stat()
     key = status.st_size, status.st_mtime_ns
     kept = Path(cache_from_source(str(file))).with_suffix(file.suffix)
@@ -33,7 +33,7 @@ def parsed_file(file: Path, parse: Callable[[str, str], dict[str, Any]]) -> dict
         return found[1]
     content = parse(file.read_text(encoding="utf-8"), file.name)
     if not sys.dont_write_bytecode:
-        # What is not a plain value, such as a date, is parsed each time.
+        # A value that is not plain, such as a date, is parsed each time.
         with contextlib.suppress(ValueError):
             values = marshal.dumps((key, content))
             write_cached(kept, _digest(values) + values, quietly=True)

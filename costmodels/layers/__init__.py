@@ -1,1 +1,1 @@
-"""What one layer, the embedding and the head do: sizes, operators, and the state of their parameters."""
+"""The work and the size of one layer, the embedding and the head: operators, parameters and their state."""

@@ -1,4 +1,4 @@
-"""Which linear layers of a block can have low-rank adapters, and how tensor parallelism splits them."""
+"""Linear layers of a block that can have low-rank adapters, and their split by tensor parallelism."""
 
 from typing import Literal, NamedTuple
 
@@ -17,7 +17,7 @@ class LinearLayer(NamedTuple):
     inputs: int
     outputs: int
     split: Literal["columns", "rows", "whole"]
-    """What of it tensor-parallel ranks share: outputs and B, inputs and A, or nothing."""
+    """The dimension that tensor-parallel ranks split: outputs (and B), inputs (and A), or none."""
 
     def sides(self, tensor_parallel: Floats | float = 1.0) -> tuple[Floats | float, Floats | float]:
         """Inputs and outputs on one rank."""

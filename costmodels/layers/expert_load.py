@@ -1,10 +1,10 @@
-"""How unevenly tokens choose experts where nobody measured it: what natural routing does to the fullest rank.
+"""The load of the fullest expert-parallel rank under natural routing, where nobody measured it.
 
-The load of an expert over the mean is taken as normal, as wide as if tokens chose their experts by chance and
-were few: experts / top_k - 1 over the number of choices is its variance. A router is worth as many choices as
-balancing leaves, and a sequence, whose subject prefers some experts, as many more; those that are routed
-together average out. A rank has the mean of its experts, and the fullest of several ranks the expected
-largest of as many normal numbers (Blom 1958).
+The load of an expert over the mean is taken as a normal number. Its variance is experts / top_k - 1 over the
+number of independent choices, which is far below the number of tokens. A balanced router is worth `OF_ROUTER`
+choices. Each sequence of the batch is worth `OF_SEQUENCE` more, as its subject prefers some experts;
+sequences that are routed together average out. A rank has the mean load of its experts. The fullest of
+several ranks has the expected largest of as many normal numbers (Blom 1958).
 """
 
 from __future__ import annotations

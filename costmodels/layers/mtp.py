@@ -1,4 +1,5 @@
-"""What a multi-token prediction module does besides its layer and the head (DeepSeek-V3, section 2.2)."""
+"""The work and the size of a multi-token prediction module beyond its layer and the head (DeepSeek-V3,
+section 2.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one layer of one microbatch does on one device: GEMMs, attention, bytes, collectives.
+"""Operators of one layer for one microbatch on one device: GEMMs, attention, bytes, collectives.
 
 Shapes are those of Megatron-LM (Narayanan et al., arXiv:2104.04473, section 2.3; Korthikanti et al.,
 arXiv:2205.05198, section 4). All functions take a `LayoutTable` of n rows; sizes are per row.
@@ -391,7 +391,7 @@ def _adapters(
     for layer in adapted:
         inputs, outputs = layer.sides(tp.astype(np.float64))
         gemms += [Gemm(t, inputs * one, rank, one), Gemm(t, rank, outputs * one, one)]
-        # What an adapter gives is scaled and added; so are gradients of the output, and of the input.
+        # The output of an adapter is scaled and added; so are gradients of the output, and of the input.
         forward = forward + 3 * e * t * outputs
         backward = backward + e * t * (2 * outputs + 3 * inputs)
     launches = ADAPTER_KERNELS * len(adapted)

@@ -1,4 +1,4 @@
-"""What optimizers keep and do for each parameter."""
+"""State and memory traffic of optimizers, in bytes of each parameter."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -45,11 +45,11 @@ UPDATES: dict[Optimizer, Update] = {
 
 
 def has_matrices(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter of a layer is a matrix, or a stack of them, whose updates Muon makes orthogonal.
+    """Return whether a parameter of a layer is a matrix, or a stack of matrices, that Muon makes orthogonal.
 
-    Adam has the others: vectors and stacks of biases, and what has two sides and is no matrix. Such are gates
-    of one output [1, D], whose updates would only be scaled. So are the kernels [C, 4] of convolutions of one
-    channel each, which Megatron-LM stores as [C, 1, 4] and counts with the vectors.
+    Adam updates the other parameters: vectors, stacks of biases, and tensors of two dimensions that are no
+    matrix. Such are gates of one output [1, D], whose updates would only be scaled. So are the kernels [C, 4]
+    of convolutions of one channel each, which Megatron-LM stores as [C, 1, 4] and counts with the vectors.
     """
     return len(shape) > 1 and min(shape[-2:]) > 1 and not name.endswith(("bias", "_conv"))
 
@@ -87,7 +87,7 @@ class Matrix(NamedTuple):
     inputs: int
     number: int
     splits_outputs: bool
-    """Whether tensor-parallel ranks split the outputs; they split the inputs elsewhere."""
+    """True where tensor-parallel ranks split the outputs; otherwise they split the inputs."""
 
     @property
     def parameters(self) -> int:

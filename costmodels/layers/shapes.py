@@ -32,7 +32,7 @@ def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
 
 
 def compiles_experts(model: ModelSpec) -> bool:
-    """Whether the bundled runtime lets compilers take experts with their layer, as far as models go.
+    """Return whether a model allows the bundled runtime to compile experts together with their layer.
 
     A limited capacity makes sizes depend on what routers choose, and gradients of biases are sums of rows,
     which compilers make in ways of their own.
@@ -41,7 +41,7 @@ def compiles_experts(model: ModelSpec) -> bool:
 
 
 def experts_are_whole(model: ModelSpec, layout: Layout) -> bool:
-    """Whether the bundled runtime compiles layers with experts as one graph each.
+    """Return whether the bundled runtime compiles layers with experts as one graph each.
 
     No size in one depends on what routers choose, as long as one kernel makes the GEMMs of all experts;
     nothing wraps the experts apart, nothing in attention needs a graph of its own, and no backward pass runs

@@ -38,7 +38,7 @@ class KeptInputs(NamedTuple):
     """Inputs of matrices that backward needs: of those that train, and of those with adapters."""
 
     heads: bool
-    """Whether the inputs are queries, keys and values."""
+    """True where the inputs are queries, keys and values."""
     up: bool
     down: bool
     adapted_up: int = 0
@@ -46,7 +46,7 @@ class KeptInputs(NamedTuple):
 
 
 def kept_inputs(model: ModelSpec, mlp: MlpKind) -> KeptInputs:
-    """Which inputs a layer keeps for gradients of weights; a frozen matrix needs none."""
+    """The inputs that a layer keeps for weight gradients; a frozen matrix needs none."""
     if model.lora is None:
         return KeptInputs(True, True, True)
     names = {layer.module.rpartition(".")[2] for layer in adapted_layers(model, mlp)}
@@ -74,17 +74,17 @@ class _Layer(NamedTuple):
 
     @property
     def moe(self) -> bool:
-        """Whether its MLP is routed experts."""
+        """True where the MLP of the layer is routed experts."""
         return self.mlp == "experts"
 
     @property
     def scores(self) -> bool:
-        """Whether attention computes scores of pairs of tokens."""
+        """True where attention computes scores of pairs of tokens."""
         return self.model.attention_pattern[0] not in ("linear", "none")
 
     @property
     def dropout(self) -> bool:
-        """Whether masks of dropout are kept; models with RMS norms, which came later, have none."""
+        """True where dropout masks are kept; models with RMS norms, which came later, have none."""
         return self.engine.activations.dropout and self.model.norm == "layernorm"
 
     @property
@@ -233,7 +233,7 @@ def _norms(layer: _Layer) -> Floats:
     if model.parallel_residual:
         # Both norms have one input.
         norms = norms - e * residual
-    # What hyper-connections mix, before attention and before the MLP.
+    # Inputs of the hyper-connections' mixing, before attention and before the MLP.
     streams = model.residual_streams
     return norms + 2 * e * streams * residual * (streams > 1)
 
@@ -250,7 +250,7 @@ def _attention(layer: _Layer) -> tuple[Floats, Floats]:
     # Queries and keys before their norms too, and before their positions.
     before = int(model.qk_norm) + int(engine.activations.keeps_unrotated and model.position == "rope")
     if kind == "linear":
-        # What the convolution took, and the output before its norm and gate.
+        # The input of the convolution, and the output before its norm and gate.
         assert model.linear_attention is not None
         kept = kept + e * t * (model.linear_attention.conv_size + values) / tp
     elif before:
@@ -426,7 +426,7 @@ def _with_inner_gradients(layer: _Layer, parts: _Parts, again: Floats) -> Floats
         gone = parts.activations + parts.mlp_input * np.ones(len(table))
         working = np.where(layer.rings, np.maximum(working, again + passing - gone), working)
     if moe:
-        # When gradients of all of a layer's experts are there, what the experts kept has gone.
+        # Once the gradients of all experts of a layer are there, the activations of the experts are freed.
         gone = parts.activations + e * h * parts.rows
         working = np.maximum(working, again + e * _expert_weights(model, table) - gone)
     return working

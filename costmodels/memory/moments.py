@@ -1,4 +1,4 @@
-"""Which moment of a step is the fullest: gradients appear while activations of microbatches go.
+"""The fullest moment of a step: gradients appear while activations of microbatches go.
 
 PyTorch makes the gradients of a stage in its first backward pass, layer by layer from the last one. Before
 that pass all activations in flight are there without gradients. Engines with a buffer of gradients have both

@@ -1,4 +1,4 @@
-"""How far the tensors of a step may be off by closed forms, as a share of them, by the kind of layout.
+"""The relative error of closed forms for the tensors of a step, by the kind of layout.
 
 `python -m benchmarks.closed_memory` fits the shares to dry runs. A layout of several kinds has the widest.
 """
@@ -23,7 +23,7 @@ EXACT_OPTIMIZERS = tuple(OPTIMIZERS.index(name) for name in ("adam", "sgd", "muo
 
 
 def kinds_of_model(model: ModelSpec) -> dict[str, bool]:
-    """Which kinds a model is of."""
+    """Membership of a model in each kind of models, by the name of the kind."""
     attention = set(model.attention_pattern)
     return {
         "further_tokens": model.mtp_depths > 0,

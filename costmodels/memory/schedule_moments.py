@@ -1,9 +1,9 @@
-"""What is alive together on a rank of several stages, moment by moment of its schedule.
+"""Tensors that a rank of several stages holds together, at each moment of its schedule.
 
-At no moment is everything at its most: gradients appear as activations go, those of weights may come later
-than those of inputs, and stages are gathered and let go. The order of passes is run through once for each
-schedule, pipeline and number of microbatches. A few moments are left, of which none holds less of everything
-than another.
+Not everything is largest at the same moment. Gradients appear as activations go, weight gradients may come
+later than input gradients, and stages are gathered and let go. The order of passes is run through once for
+each schedule, pipeline and number of microbatches. It leaves a few moments, none of which holds less of
+everything than another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDS = 4
 
 
 class Alive(NamedTuple):
-    """What a rank has at its fullest moment, in units of one stage, or bytes of such units; [n, k] each."""
+    """Tensors of a rank at its fullest moment, in units of one stage, or bytes of such units; [n, k] each."""
 
     flights: Floats
     """Microbatches between forward and the end of backward, over all stages."""
@@ -59,10 +59,10 @@ def played(table: LayoutTable, ranks: Ranks) -> Bools:
 
 
 def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools) -> Alive:
-    """What ranks have together at the moment that is the fullest, [n, k]; zero where they are not `played`.
+    """Contents of each rank at its fullest moment, [n, k]; zero for ranks that are not `played`.
 
     Args:
-        sizes: bytes of one of each.
+        sizes: bytes of one unit of each.
         later: rows whose gradients in 16 bits wait until the next backward pass of their stage adds them up.
     """
     rows, columns = np.nonzero(played(table, ranks))
@@ -107,7 +107,7 @@ def moments(
     keeps_whole: bool,
     later: bool,
 ) -> Floats:
-    """What a rank has after its passes, where no other moment has as much of all: [moments, `Alive`].
+    """Contents of a rank after those passes that no other exceeds in everything: [moments, `Alive`].
 
     Args:
         keeps_whole: ranks keep all gradients, and copies of parameters until a stage's last backward pass;

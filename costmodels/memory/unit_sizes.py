@@ -131,7 +131,7 @@ def _mlp_parameters(model: ModelSpec, width: int, degree: Floats) -> Floats:
 
 
 LAYER_ROWS = 9
-"""What `_layer` tells."""
+"""Rows of the result of `_layer`."""
 
 
 def _layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -> Floats:
@@ -248,7 +248,7 @@ def _loss(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Loss:
         return _Loss(logits, logits, e * shown, 0 * shown)
     matrix = e * vocabulary * h / tp
     waiting = 0 * shown if model.lora is not None else matrix
-    # What is not compiled has exponents in fp32 where the compiler reads logits twice.
+    # Without compilation the exponents are in fp32; the compiler reads logits twice instead.
     copy = np.where(table.runs(*SPLIT_BACKWARD), 4 * (e < 4), e)
     chunks = loss_chunks(t.astype(np.int64), table.tensor_parallel)
     kept = e * t * h + waiting

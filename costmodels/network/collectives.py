@@ -165,8 +165,8 @@ class Placement:
 
     @cached_property
     def tells_calls(self) -> bool:
-        """Whether a table tells what calls take in a node, and not only the rate of one collective, whose
-        latency is then a part of the engine's constants."""
+        """True if a table has seconds of calls in a node. A table of one collective's rate alone leaves
+        latency to the engine's constants."""
         return bool(self.cluster.measured) and self.measured("all_reduce").late_within is not None
 
     @cached_property

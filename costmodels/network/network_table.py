@@ -102,8 +102,8 @@ class Rates:
     within: tuple[Floats, Floats] | None
     """Logarithms of the ranks of a group in one node or island, and its bus bandwidth; None if unmeasured."""
     across: tuple[tuple[int, Floats, Floats], ...]
-    """For each number of ranks a node: logarithms of the nodes, and one rank's share of the network; empty
-    if unmeasured."""
+    """Measurements across nodes, an entry for each number of ranks per node: that number, logarithms of the
+    nodes, and one rank's share of the network; empty if unmeasured."""
     late: tuple[Floats, Floats] | None = None
     """Logarithms of the nodes, and a call's latency for each of them; None where no row tells it."""
     late_within: tuple[Floats, Floats] | None = None

@@ -1,11 +1,11 @@
-"""What joins the devices of a cluster: a tree of tiers, its numbers in closed form, and its graph.
+"""Links between the devices of a cluster: a tree of tiers, its bandwidths in closed form, and its graph.
 
-A device reaches its island (NVLink, HCCS) over the fast link, the other islands of its node through the
-host, other nodes over the node's network cards and a leaf switch for each rail (the cards with the same
-place in every node), and other pods over the spine, whose links may be oversubscribed (leaf-spine fabrics
-of NVIDIA's DGX SuperPOD reference architecture; Gangidi et al., "RDMA over Ethernet for distributed AI
-training at Meta scale", SIGCOMM 2024, section 3). Ranks fill nodes in order (`Layout` says which rank is
-where), so every tier joins blocks of neighbouring ranks, and a group is known by its size and stride.
+A device reaches its island (NVLink, HCCS) over the fast link, the other islands of its node through the host,
+other nodes over the node's network cards and a leaf switch for each rail (the cards with the same place in
+every node), and other pods over the spine, whose links may be oversubscribed (leaf-spine fabrics of NVIDIA's
+DGX SuperPOD reference architecture; Gangidi et al., "RDMA over Ethernet for distributed AI training at Meta
+scale", SIGCOMM 2024, section 3). Ranks fill nodes in order (`Layout` says which rank is where), so every tier
+joins blocks of neighbouring ranks, and a group is known by its size and stride.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What pipeline ranks hold: their stages, on nodes of one kind or of two."""
+"""Contents of pipeline ranks: their stages, on nodes of one kind or of two."""

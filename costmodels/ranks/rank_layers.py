@@ -259,7 +259,7 @@ def critical_ranks(
     filled = np.zeros((1 + len(FIELDS), len(found), max(map(len, found), default=1)))
     for index, entries in enumerate(found):
         filled[:, index, : len(entries)] = np.transpose(entries)
-        # What fills up a row must not look like another kind.
+        # The entries that fill up a row must not look like another kind.
         filled[0, index, len(entries) :] = entries[-1][0]
     ranks = Ranks(
         **{

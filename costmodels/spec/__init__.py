@@ -1,1 +1,1 @@
-"""What is priced: models, devices, engines and layouts, and what a price says."""
+"""The vocabulary of a price: models, devices, engines and layouts, and the estimates of a layout."""

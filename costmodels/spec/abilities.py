@@ -100,6 +100,6 @@ class Abilities(Record):
     """Stages that go with an offloaded optimizer."""
 
     def modules_of(self, experts: int) -> tuple[RecomputeModule, ...]:
-        """What selective recomputation computes again in a model with so many experts in a layer."""
+        """Modules that selective recomputation computes again in a model with so many experts in a layer."""
         without = {"activation"} if self.recompute_activation_of_experts and not experts else set()
         return tuple(module for module in self.recompute_modules if module not in without)

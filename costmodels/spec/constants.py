@@ -43,7 +43,7 @@ class GemmConstants(Constants):
     fp8_cast_bytes: NonNegative = 0.0
     """Traffic of casting one element of an operand of an 8-bit GEMM, for each GEMM that reads it."""
     fp8_recipes: dict[Fp8Recipe, RecipeConstants] = Field(default_factory=dict)
-    """What differs by `Layout.fp8_recipe`."""
+    """Constants that depend on `Layout.fp8_recipe`."""
     fused_accumulation: bool = False
     """GEMMs add the gradients of weights to those of earlier microbatches themselves."""
 

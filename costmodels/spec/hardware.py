@@ -58,7 +58,7 @@ class Device(Record):
     name: Name
     vendor: str
     kind: Literal["gpu", "npu", "tpu", "hpu", "neuron", "cpu"] = "gpu"
-    """What engines run on it: GPUs, Ascend NPUs, Google's TPUs, Gaudis, Trainiums, or CPUs."""
+    """The kind of device: GPU, Ascend NPU, Google's TPU, Gaudi, Trainium or CPU."""
     architecture: str = ""
     """Generation of the design, such as `hopper`: what an engine's constants are fitted for. Devices that
     share it differ by their data-sheet values alone; empty for one that no engine knows."""

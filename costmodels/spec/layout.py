@@ -16,7 +16,7 @@ RecomputeModule = Literal["core_attention", "mlp", "norm", "activation"]
 """Modules that selective recomputation computes again in every layer."""
 
 RecomputeMethod = Literal["uniform", "block"]
-"""Which layers recompute (Megatron-LM's `--recompute-method`).
+"""The choice of layers that recompute (Megatron-LM's `--recompute-method`).
 
 uniform: all, and full recomputation keeps one input for every `recompute_num_layers` layers;
 block: the first `recompute_num_layers` of each stage, one by one.
@@ -30,7 +30,7 @@ The last three split backward in gradients of inputs and of weights, which fill 
 
 
 class ScheduleTraits(NamedTuple):
-    """What a schedule needs, and of what kinds its passes are."""
+    """Requirements of a schedule and the kinds of its passes."""
 
     least_chunks: int
     """Model chunks of a rank (`virtual_pipeline_parallel`), at least."""
@@ -65,7 +65,7 @@ IN_ROUNDS = tuple(name for name, traits in SCHEDULE_TRAITS.items() if traits.in_
 """Schedules whose microbatches come in multiples of the pipeline ranks."""
 
 ContextParallelForm = Literal["all_gather", "all_to_all", "ring"]
-"""How attention reaches tokens of other context-parallel ranks.
+"""Communication by which attention reaches tokens of other context-parallel ranks.
 
 all_gather: every rank gathers keys and values (Llama 3, arXiv:2407.21783, section 3.3.2);
 all_to_all: ranks exchange tokens for heads (DeepSpeed-Ulysses, arXiv:2309.14509);
@@ -93,7 +93,7 @@ GATHERS_FP8: tuple[Fp8Recipe, ...] = ("tensorwise",)
 """Recipes whose weights data-parallel ranks can gather in fp8: whatever the rank, they have one scale."""
 
 Optimizer = Literal["adam", "sgd", "adafactor", "muon", "adam8bit", "came"]
-"""Who updates the weights: their states differ in size.
+"""Optimizers of the weights, which differ in the size of their state.
 
 adam: Adam, two moments of each weight; sgd: one, the momentum;
 adafactor: a mean for each row and column (arXiv:1804.04235);
@@ -103,13 +103,13 @@ came: the momentum, and two means for each row and column (arXiv:2307.02047).
 """
 
 MuonMode = Literal["default", "duplicated", "distributed", "blockwise", "layer_sharded"]
-"""How tensor-parallel ranks share the Newton-Schulz steps of Muon: Megatron-LM's `--muon-tp-mode`.
+"""Division of Muon's Newton-Schulz steps among tensor-parallel ranks: Megatron-LM's `--muon-tp-mode`.
 
-default: what the engine does unless it is told;
-duplicated: each gathers the whole matrix, and computes all of it;
-distributed: each computes with its part, and each step sums a square matrix over the ranks;
-blockwise: each takes its part for a matrix, which is another update;
-layer_sharded: each computes whole matrices, of which others send it their parts.
+- default: the engine's own default;
+- duplicated: each rank gathers the whole matrix, and computes all of it;
+- distributed: each rank computes with its part, and each step sums a square matrix over the ranks;
+- blockwise: each rank takes its part for a matrix, which is another update;
+- layer_sharded: each rank computes whole matrices, whose parts the other ranks send.
 """
 
 SHORT_NAMES = {
@@ -158,7 +158,7 @@ class Layout(Record):
     context_parallel: Count = 1
     """Ranks that share the tokens of one sequence."""
     context_parallel_form: ContextParallelForm = "all_gather"
-    """How attention reaches the tokens of other context-parallel ranks."""
+    """Communication by which attention reaches the tokens of other context-parallel ranks."""
     expert_parallel: Count = 1
     """Ranks over which the routed experts of a layer are spread."""
     expert_tensor_parallel: Count = 1
@@ -196,11 +196,11 @@ class Layout(Record):
     fp8_recipe: Fp8Recipe = "default"
     """The scaling recipe of precision fp8."""
     fp8_param_gather: bool = False
-    """Where ZeRO gathers weights of GEMMs in fp8, it does so in fp8 (Megatron-LM's flag of the name)."""
+    """With ZeRO, gather weights of fp8 GEMMs in fp8 (Megatron-LM's flag of the name)."""
     optimizer: Optimizer = "adam"
     """Optimizer that updates the weights."""
     muon_mode: MuonMode = "default"
-    """How tensor-parallel ranks share the Newton-Schulz steps of Muon."""
+    """Division of Muon's Newton-Schulz steps among tensor-parallel ranks."""
     expert_halves: bool = False
     """Dispatch of a microbatch to experts in two parts: one travels while experts compute the other."""
     cuda_graphs: bool = False
@@ -288,7 +288,7 @@ class Layout(Record):
 
     @property
     def gathers_fp8(self) -> bool:
-        """Whether weights are gathered in fp8: shards that wait in host memory are gathered in 16 bits."""
+        """True where weights are gathered in fp8; shards that wait in host memory are gathered in 16 bits."""
         return self.fp8_param_gather and self.zero_stage > 0 and not self.offload_optimizer
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ class ModelSpec(Record):
     name: Name
     layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
     hidden: Count
-    # What is filled in where it is missing: `default` tells type checkers that it may be.
+    # Fields that are filled in where they are missing: `default` tells type checkers that they may be.
     ffn: Count = Field(default=...)
     """Inner width of the dense MLP (of one of the two input matrices when `gated`)."""
     heads: Count
@@ -106,7 +106,7 @@ class ModelSpec(Record):
     qk_norm: bool = False
     """RMS norms of `head_dim` on queries and keys (Qwen 3)."""
     qk_norm_width: Literal["head", "all"] = "head"
-    """What these norms go over: each head, or all heads together (OLMo 2, MiniMax-M2)."""
+    """The values that one norm of `qk_norm` covers: each head, or all heads together (OLMo 2, MiniMax-M2)."""
     qk_norm_weights: bool = True
     """The norms of queries and keys have weights; without weights, they are only in layers with rotary
     positions (Llama 4)."""
@@ -120,7 +120,7 @@ class ModelSpec(Record):
     score_scale: NonNegative = 0.0
     """Factor of scores; 0 for 1 / sqrt(`head_dim`)."""
     score_growth: ScoreGrowth | None = None
-    """How scores grow with positions in layers whose heads positions do not turn (Llama 4)."""
+    """Growth of scores with positions, in layers whose heads have no rotary embedding (Llama 4)."""
     embedding_scale: Positive = 1.0
     residual_scale: Positive = 1.0
     """Factor of what attention and MLP add to the residual (Granite)."""
@@ -274,11 +274,11 @@ class ModelSpec(Record):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers after the leading dense ones are of one kind."""
+        """True if all layers after the leading dense ones are of one kind."""
         return len(self.attention_pattern) == 1 and len(self.mlp_pattern) <= 1
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """What layer number `layer` is made of."""
+        """The kinds of attention and MLP of layer number `layer`."""
         attention = self.attention_pattern[layer % len(self.attention_pattern)]
         if layer < self.dense_layers or not (self.mlp_pattern or self.experts):
             return LayerKind(attention, "dense")
@@ -292,7 +292,7 @@ class ModelSpec(Record):
         return self if same else self.model_copy(update={"attention_pattern": (kind,)})
 
     def reaches_all(self, kind: AttentionKind) -> bool:
-        """Whether the tokens of layers of this kind see all before them."""
+        """Return whether each token of a layer of this kind attends to all tokens before it."""
         return kind not in ("window", "chunk") or self.window >= self.seq
 
     def turned_by(self, kind: AttentionKind) -> tuple[float, RopeScaling | None] | None:
@@ -305,7 +305,7 @@ class ModelSpec(Record):
         return (self.window_rope_theta, None) if own else (self.rope_theta, self.rope_scaling)
 
     def norms_heads(self, kind: AttentionKind) -> bool:
-        """Whether queries and keys have norms in layers of this kind."""
+        """Return whether queries and keys have norms in layers of this kind."""
         return self.qk_norm and (self.qk_norm_weights or self.turned_by(kind) is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""What `ModelSpec` is made of: forms of attention, stretched positions, the choice of experts."""
+"""The parts of a `ModelSpec`: forms of attention, stretched positions, the choice of experts."""
 
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -7,15 +7,21 @@ from pydantic import Field, model_validator
 from costmodels.spec.record import Count, CountOrZero, Fraction, NonNegative, Positive, Record
 
 AttentionKind = Literal["full", "window", "chunk", "linear", "compressed", "sparse", "none"]
-"""What the tokens of a layer attend to: all before them, `window` of them, those of their own chunk of
-`window`, a state of one size, a window and entries of `compressed_attention`, or some of these; "none" where
-a layer has no attention."""
+"""The tokens that a token of a layer attends to.
+
+- full: all tokens before it;
+- window: the last `window` tokens;
+- chunk: tokens of its own chunk of `window`;
+- linear: a state of one size;
+- compressed, sparse: a window and entries of `compressed_attention`, all or some of them;
+- none: the layer has no attention.
+"""
 
 MlpKind = Literal["dense", "experts", "none"]
 
 
 class LayerKind(NamedTuple):
-    """What a layer is made of."""
+    """The kinds of attention and MLP of a layer."""
 
     attention: AttentionKind
     mlp: MlpKind
@@ -60,7 +66,7 @@ def windowed_share(seq: int, window: int) -> float:
 
 
 class CompressedAttention(Record):
-    """What DeepSeek-V4 makes of latent attention (its report, section 2.3); sizes in elements.
+    """Compressed latent attention of DeepSeek-V4 (its report, section 2.3); sizes in elements.
 
     The latents are the one key of all heads, and their value, without a projection back. Beside those of a
     window, layers of kind `compressed` read an entry for every `rate` positions before, and layers of kind
@@ -139,10 +145,10 @@ class MultiTokenPrediction(Record):
 
 
 class RopeScaling(Record):
-    """How rotary frequencies are stretched for sequences longer than those of pre-training.
+    """Stretching of rotary frequencies for sequences longer than those of pre-training.
 
     Words and defaults are those of Hugging Face's `rope_scaling`; a field that its kind does not use is
-    ignored. It costs nothing, and losses depend on it.
+    ignored. Stretching costs no time, and losses depend on it.
     """
 
     kind: str
@@ -221,8 +227,8 @@ class Router(Record):
     """An expert takes in at most ceil(S x top_k / experts x factor) tokens of each sequence of S, those with
     the largest weights; 0 for all (dropless)."""
     loads: tuple[ExpertLoad, ...] = ()
-    """How unevenly experts are used, by growing number of expert-parallel ranks; as natural routing uses them
-    (`costmodels.layers.expert_load`) where it is empty."""
+    """Measured imbalance of experts, by growing number of expert-parallel ranks; natural routing is assumed
+    (`costmodels.layers.expert_load`) where there is none."""
     early: bool = False
     """Routing is that of the first steps, when it is not balanced yet."""
 

@@ -1,4 +1,4 @@
-"""What all records of the vocabulary have in common."""
+"""The base of all records of the vocabulary."""
 
 import math
 from typing import Annotated

@@ -121,7 +121,8 @@ def _in_rounds(
     warm_up = min((chunks - 1) * round_size + hop * (pipeline - 1 - rank), micro_batches * chunks)
     slot = np.arange(micro_batches * chunks)
     chunk = slot // round_size % chunks
-    # When each pass is due: in the steady state a forward, a backward and perhaps weights take turns.
+    # The slot at which each pass is due: in the steady state a forward, a backward and perhaps weights take
+    # turns.
     forward = np.where(slot < warm_up, slot, warm_up + 3 * (slot - warm_up))
     due = [forward, warm_up + 3 * slot + 1]
     kinds, chunk_of = [FORWARD, INPUTS if split else BACKWARD], [chunk, chunks - 1 - chunk]

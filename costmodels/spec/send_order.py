@@ -1,4 +1,4 @@
-"""Which sends and receives of a pipeline's ranks come before which, and which send a rank awaits first."""
+"""The order of sends and receives of a pipeline's ranks, and the send that a rank awaits first."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ Place = tuple[int, int]
 
 
 class SendOrder:
-    """What comes before what, kept for each send and receive as a vector clock.
+    """A partial order of sends and receives, kept for each as a vector clock.
 
-    A send or receive comes after those before it on its rank, and after what it is said to follow. Its clock
-    has the last one of every other rank that comes before it (F. Mattern, "Virtual Time and Global States of
-    Distributed Systems", 1989, section 5); what follows nothing has the clock of the one before it.
+    A send or receive comes after those before it on its rank, and after the one that it is declared to
+    follow. Its clock has the last place of every other rank that comes before it (F. Mattern, "Virtual Time
+    and Global States of Distributed Systems", 1989, section 5). A place that follows none on another rank has
+    the clock of the place before it.
     """
 
     def __init__(self, ranks: int) -> None:
         self.clocks: list[list[Ints]] = [[] for _ in range(ranks)]
-        # What follows a place besides the next one of its rank.
+        # Places that follow a place, besides the next one of its rank.
         self.after: dict[Place, list[Place]] = {}
         self.nothing: Ints = np.full(ranks, -1)
 
@@ -62,7 +63,7 @@ class SendOrder:
         return found
 
     def is_before(self, earlier: Place, later: Place) -> bool:
-        """Whether one comes before the other, or is it."""
+        """Return whether one place comes before the other, or is the same."""
         (one, index), (rank, number) = earlier, later
         return index <= number if one == rank else bool(self.clocks[rank][number][one] >= index)
 
@@ -76,7 +77,7 @@ class SendOrder:
             if rank != source[0] and known[source[0]] >= source[1]:
                 continue
             clock = self._later(known, source)
-            # How far its own rank is, follows from its number.
+            # The own entry of a clock follows from the number of the place.
             clock[rank] = known[rank]
             if clock.tobytes() == known.tobytes():
                 continue
@@ -150,7 +151,7 @@ class ChainOrder(SendOrder):
         return place
 
     def is_before(self, earlier: Place, later: Place) -> bool:
-        """Whether a send of a rank comes before another of a neighbour (`SendOrder.is_before`)."""
+        """Return whether a send of a rank comes before another of a neighbour (`SendOrder.is_before`)."""
         (one, index), (rank, number) = earlier, later
         return self.last[rank][one > rank][number] >= index
 

@@ -219,7 +219,7 @@ class LayoutTable:
 
     @property
     def formats(self) -> dict[str, Any]:
-        """What all rows share but their splits: fields of `Layout`."""
+        """Fields of `Layout` that all rows share, besides their splits."""
         return {name: getattr(self, name) for name in FORMATS}
 
     def with_batch(self, size: int) -> LayoutTable:
@@ -262,7 +262,7 @@ FORMATS = ("precision", "gradient_reduction", "fp8_recipe", "fp8_param_gather", 
 
 
 def shared_fields(layout: Layout) -> tuple[Any, ...]:
-    """What layouts of one table must have alike, in the order of `FORMATS`."""
+    """Values that all layouts of one table must share, in the order of `FORMATS`."""
     return tuple(getattr(layout, name) for name in FORMATS)
 
 

@@ -1,4 +1,4 @@
-"""What models may have that the bundled runtime does not compute: such models are priced, not trained."""
+"""Parts of models that the bundled runtime does not compute: such models are priced, not trained."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARTS: dict[str, Callable[[ModelSpec], bool]] = {
 
 
 def untrained_parts(spec: ModelSpec) -> list[str]:
-    """What the bundled runtime lacks to train a model; empty where it trains it."""
+    """Parts of a model that the bundled runtime lacks; empty where it trains the model."""
     found = [part for part, has in PARTS.items() if has(spec)]
     scaling = spec.rope_scaling
     if spec.position == "rope" and scaling is not None and scaling.kind not in TRAINED_SCALINGS:

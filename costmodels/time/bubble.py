@@ -1,7 +1,8 @@
-"""How long pipelines idle and send, in closed form: what ranks all layouts before some are simulated.
+"""Seconds that pipelines idle and send, in closed form, to rank all layouts before a few are simulated.
 
-Narayanan et al. (arXiv:2104.04473, section 2.2) and the zero-bubble papers, with unequal stages. Equal stages
-take what `costmodels.time.simulation` plays out; the tests hold the forms for unequal ones to it as well.
+The sources are Narayanan et al. (arXiv:2104.04473, section 2.2) and the zero-bubble papers; the forms here
+allow unequal stages. Equal stages take what `costmodels.time.simulation` plays out; tests hold the forms for
+unequal stages to it as well.
 """
 
 from __future__ import annotations

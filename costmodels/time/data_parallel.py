@@ -144,7 +144,7 @@ class _Exchange(NamedTuple):
         policy, copies, stage = engine.memory_policy(table.precision), table.zero_replicas, table.zero_stage
         reduced = reduction_element_bytes(engine, table)
         reductions, gathers = _calls(engine, table)
-        # What shards only hold the state of need not be gathered where it does not change.
+        # Parameters whose optimizer state alone is sharded need no gather where they do not change.
         regathered = (stage == 3) | engine.sharding.fully_sharded
         shards = np.maximum(ranks // copies, 1)
         members = group(cluster, engine, shards, stride)

@@ -229,7 +229,8 @@ class _Unit:
             forward, backward = forward + self.cast * cast_forward, backward + self.cast * cast_backward
         # Each rank adds its attention to that of the ranks before it, in fp32.
         merges = (self.groups["cp"].size - 1) * work.merge_bytes * self.stream
-        # What is gathered is put in the order of the sequence, and its gradients back in that of the ranks.
+        # Gathered keys and values are put in the order of the sequence, and their gradients back in that of
+        # the ranks.
         merges = merges + 2 * work.gathered_bytes / self.rates.bandwidth
         forward, backward = forward + merges, backward + merges
         if not self.table.cuda_graphs.any():
@@ -302,7 +303,7 @@ class _Unit:
         # Each pass hides behind one of the other direction, of another microbatch.
         hides = self.gemm_backward + self.attention.backward + self.elementwise.backward
         hides_back = self.gemm + self.attention.forward + self.elementwise.forward
-        # What hides takes its multiprocessors from what it hides behind.
+        # Hidden dispatch takes its multiprocessors from the GEMMs that it hides behind.
         shown = 1.0 - self.engine.experts.dispatch_cores / self.device.cores
         return _Pair(
             forward - shown * np.minimum(share * forward, hides),
@@ -414,7 +415,7 @@ def _repetition(unit: _Unit) -> _Repetition:
     if alternates.any():
         second = unit.products(work.alternate_gemms) + cast * cast_elements(work.alternate_gemms)[0]
         again = np.where(alternates, second + work.elementwise_forward * unit.stream, again)
-    # What holds weights is computed for the gradients of its inputs, and once more for those of weights.
+    # Operators with weights are computed again for input gradients, and once more for weight gradients.
     again = again + apart * np.where(full | alternates, again, lighter * unit.repeats)
     wholes = full * (1.0 + apart)
     return _Repetition(

@@ -1,9 +1,9 @@
-"""How long a pipeline schedule really takes: every pass of every microbatch, played out.
+"""The duration of a pipeline schedule, by playing out every pass of every microbatch.
 
-Passes are the nodes of a graph. A pass starts when its rank has finished the pass before it and what it
-needs has arrived: a forward pass needs the activations of the stage before, a backward pass the gradients
-of the stage behind, each sent over a link that takes its time. A rank sends its messages one after the
-other: they share its way out. The end of the last pass is the length of the critical path.
+Passes are the nodes of a graph. A pass starts when its rank has finished the pass before it and what it needs
+has arrived: a forward pass needs the activations of the stage before, a backward pass the gradients of the
+stage behind, each sent over a link that takes its time. A rank sends its messages one after the other: they
+share its way out. The end of the last pass is the length of the critical path.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Graph:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """When each pass runs. Arrays of shape [passes], in the order in which the passes could start."""
+    """Start and end of each pass. Arrays of shape [passes], in the order in which the passes could start."""
 
     graph: Graph
     start: Floats
     end: Floats
     arrive: Floats
-    """When the output of each pass is where it is needed."""
+    """Seconds at which the output of each pass reaches the rank that needs it."""
     ranks: int
 
     @property
@@ -128,7 +128,7 @@ def graph(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) ->
     )
     stages, node = pipeline * chunks, np.arange(len(kind))
     forward, backward = kind == FORWARD, (kind == BACKWARD) | (kind == INPUTS)
-    # Where the forward and the backward pass of each stage and microbatch are.
+    # Places of the forward and the backward pass of each stage and microbatch.
     place = np.zeros((2, stages, micro_batches), dtype=np.int64)
     place[0, stage[forward], micro_batch[forward]] = node[forward]
     place[1, stage[backward], micro_batch[backward]] = node[backward]
@@ -138,7 +138,7 @@ def graph(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) ->
     needed = np.full(len(node), -1)
     needed[later] = place[0, stage[later] - 1, micro_batch[later]]
     needed[sooner] = place[1, stage[sooner] + 1, micro_batch[sooner]]
-    # What its own rank computed is there: the orders see to it.
+    # An input that its own rank computed is there: the orders see to it.
     needed[(needed >= 0) & (rank[needed] == rank)] = -1
     target = np.where(forward, np.minimum(stage + 1, stages - 1), np.maximum(stage - 1, 0))
     leaves = (forward | backward) & (rank_of[target] != rank)
@@ -241,7 +241,7 @@ def _pass_seconds(passes: Graph, seconds: StageSeconds) -> Floats:
 def _play(
     schedule: Schedule, pipeline: int, passes: Graph, took: Floats, seconds: StageSeconds
 ) -> tuple[list[float], list[float]]:
-    """When each pass ends, and when its output arrives."""
+    """Seconds at which each pass ends, and at which its output arrives."""
     # The first one stands for passes that need nothing of another rank.
     ends, free = [0.0], [0.0] * pipeline
     add = ends.append

@@ -1,9 +1,12 @@
-"""How far a measured step may lie from its estimate.
+"""The range in which a measured step may lie around its estimate.
 
-Estimates miss by a factor, so a range is step time / e^spread to step time x e^spread; it holds 80 % of the
-measured steps that the calibration did not see. These widen it: what one constant a kernel leaves out
-(`base`), most of all of small matrices (`narrow`), the real state of the network, which beyond a few nodes
-differs between jobs by more than any layout does, the host's launch floor, and the bubble.
+Estimates miss by a factor, so a range is step time / e^spread to step time x e^spread. It holds 80 % of the
+measured steps that the calibration did not see. These widen it:
+
+- effects that one constant a kernel leaves out (`base`), most of all of small matrices (`narrow`);
+- the real state of the network, which beyond a few nodes differs between jobs by more than any layout does;
+- the host's launch floor;
+- the bubble.
 """
 
 from __future__ import annotations
