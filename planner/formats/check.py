@@ -63,7 +63,7 @@ class FlagChange:
 
 @dataclass(frozen=True)
 class Check:
-    """What became of a configuration."""
+    """The result of the check of a configuration."""
 
     reading: Reading
     legal: bool | None
@@ -76,13 +76,13 @@ class Check:
     best: Plan | None
     """The best plan for the same job in the same software; None where nothing fits."""
     changes: tuple[FlagChange, ...]
-    """What changes from the configuration to the best plan."""
+    """Flags that differ between the configuration and the best plan."""
     proposals: tuple[tuple[Proposal, tuple[FlagChange, ...]], ...] = ()
-    """Where the configuration does not fit: changes with which it does, as flags of the files too."""
+    """Changes with which a configuration fits that does not fit as it stands, as flags of the files too."""
 
     @property
     def unknown(self) -> tuple[ConfigProblem, ...]:
-        """What is not known, each with where it would stand and how to give it."""
+        """Facts that the files do not give, each with the key that would give it and a remedy."""
         return tuple(problem for problem in self.problems if problem.severity == "unknown")
 
     @property
@@ -99,7 +99,7 @@ class Check:
 
 
 class CheckKeywords(ClusterKeywords, total=False):
-    """What a check takes besides files: what they do not say, or what is to be taken instead."""
+    """Arguments of a check besides files: facts that the files lack, or values that override theirs."""
 
     world_size: int | None
     """Devices of the job."""
@@ -110,7 +110,7 @@ class CheckKeywords(ClusterKeywords, total=False):
     model: str | Path | None
     """The model, by its name in the catalogue or its file, where no file of the job says it."""
     engine: str | None
-    """Who executes the layout, instead of the software that the files are for."""
+    """The software that executes the layout, instead of the software that the files are for."""
     define: Mapping[str, str] | Iterable[str] | None
     """Variables that a script gets from outside, as a mapping or as `NAME=VALUE`."""
 
@@ -149,7 +149,7 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
             )
         elif message.startswith("precision "):
             runs = reading.precision in load_device(device or usual_device(reading)).peak_flops
-            # What the device does and an engine is not priced with is no fault of the job.
+            # A precision that the device has, but for which the engine is not priced, is no fault of the job.
             severity: Severity = "unknown" if runs else "illegal"
             remedy = "give --engine of one that is" if runs else ""
             problems.add(severity, message, *_places(reading).of("precision"), remedy)
@@ -210,7 +210,7 @@ def name_what_is_missing(reading: Reading, problems: Problems) -> None:
 
 
 def _rests_on_nothing(reading: Reading, problems: Problems) -> bool:
-    """Whether a fact is missing that prices and the best plan rest on."""
+    """Return whether a fact is missing that prices and the best plan depend on."""
     batches = reading.global_batch_size, reading.max_global_batch_size
     return (
         any(problem.severity == "unknown" and not problem.of_price for problem in problems.found)
@@ -264,7 +264,7 @@ def usual_device(reading: Reading) -> str:
 
 
 def _kept(layout: Layout | None) -> dict[str, object]:
-    """What changes numbers, not speed alone, and so stays as it is."""
+    """Fields of the layout that change numerical results, not speed alone, and so stay as they are."""
     if layout is None:
         return {}
     return {
@@ -277,7 +277,7 @@ def _kept(layout: Layout | None) -> dict[str, object]:
 
 
 def breaks_rules(reading: Reading, layout: Layout, problem: Problem, problems: Problems) -> bool:
-    """Whether a configuration is illegal; the rules that it breaks are problems."""
+    """Return whether a configuration is illegal; the rules that it breaks are added to `problems`."""
     model, degrees = problem.model, LayoutTable.one(layout)
     places = _places(reading)
     broken = False
@@ -371,7 +371,7 @@ def _best(
 
 
 def _writer(reading: Reading) -> Callable[[Plan], Mapping[str, str]] | None:
-    """What says a plan's layout in the words of the software; None where nothing does."""
+    """The function that writes a plan's layout in the words of the software; None where there is none."""
     if reading.framework == "nemo":
         return lambda plan: keys_of_flags(TARGETS["megatron"](plan).layout_flags)
     if reading.framework == "mindformers-dynamic":
@@ -401,7 +401,7 @@ def _changes(reading: Reading, plan: Plan | None, best: Plan | None) -> tuple[Fl
     after = write(best)
     before: Mapping[str, str] = {}
     if reading.layout is not None:
-        # Where the layout is illegal it is no plan: its flags stand beside the same model and cluster.
+        # An illegal layout is no plan: its flags stand beside the same model and cluster.
         before = write(plan or best.model_copy(update={"layout": reading.layout}))
     elif reading.chooses_layout:
         before = {flag.name: flag.text for flag in reading.flags if flag.known.role == "layout"}
@@ -415,9 +415,9 @@ def _changes(reading: Reading, plan: Plan | None, best: Plan | None) -> tuple[Fl
 
 
 def _stands(name: str, before: Mapping[str, str], after: Mapping[str, str], texts: Mapping[str, str]) -> bool:
-    """Whether a file already has a flag as it is to be: without effect on the layout that it says now.
+    """Return whether a file already has a flag of the new value that has no effect on its present layout.
 
-    So is `--use-distributed-optimizer` of a single replica.
+    Such a flag is `--use-distributed-optimizer` with a single replica.
     """
     return name not in before and name in texts and texts[name] == after[name]
 

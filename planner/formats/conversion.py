@@ -31,7 +31,7 @@ MEGATRONS = ("megatron", "mindspeed")
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of a configuration."""
+    """The result of the conversion of a configuration."""
 
     reading: Reading
     plan: Plan
@@ -39,9 +39,9 @@ class Conversion:
     export: Export
     """The plan in the words of the other software."""
     text: str
-    """What its file holds: the export, with what is learned where it has words for that."""
+    """The text of the new file: the export, with the flags of training that the software has words for."""
     unconverted: tuple[str, ...]
-    """What is learned and from which data, as flags of Megatron-LM, where the text does not say it."""
+    """Flags of training and data that the text lacks, as flags of Megatron-LM."""
 
 
 @keywords(CheckKeywords)

@@ -348,7 +348,7 @@ def _named_by(command: Source, named: _Part, around: Surroundings) -> Reading | 
 
 
 def _is_megatron(script: Source, around: Surroundings) -> bool:
-    """Whether a script is Megatron-LM's rather than one of Hugging Face's trainer."""
+    """Return whether a script is Megatron-LM's rather than one of Hugging Face's trainer."""
     define = dict(around.define)
     other = hugging_face.find_command(script.text, define, around.beside)
     launch = find_launch(script.text, define, around.beside)
@@ -404,7 +404,7 @@ def _text(file: str | Path) -> str:
 
 
 def _describes_model(file: str, text: str) -> bool:
-    """Whether a file is a Hugging Face config.json, or a model of the planner's own YAML."""
+    """Return whether a file is a Hugging Face config.json, or a model of the planner's own YAML."""
     if file.endswith((".yaml", ".yml")):
         return bool(
             re.search(r"^layers\s*:", text, re.MULTILINE) and re.search(r"^hidden\s*:", text, re.MULTILINE)

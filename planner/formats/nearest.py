@@ -31,7 +31,7 @@ class Inexpressible(InputError):
 
 @dataclass(frozen=True)
 class Nearest:
-    """What is written instead of a plan."""
+    """The job that is written instead of a plan."""
 
     model: ModelSpec
     layout: Layout
@@ -89,7 +89,7 @@ def _model(plan: Plan, export: Export, read: ModelSpec) -> ModelSpec:
 
 
 def differences(plan: Plan, export: Export) -> str:
-    """What the job that is written costs against the plan, in a sentence."""
+    """A sentence on the time and memory of the job that is written, against those of the plan."""
     try:
         job = nearest_job(plan, export)
     except ValueError as error:

@@ -38,7 +38,7 @@ class Pasted(NamedTuple):
     """The words of a command, sorted."""
 
     words: list[str]
-    """What the command itself knows, and what nobody knows."""
+    """Words that the command itself knows, and words that nobody knows."""
     aside: list[str]
     """Flags of Megatron-LM's internals."""
     turned: list[str]
@@ -51,7 +51,7 @@ class PastedCommand(Command):
     turns_samples = True
 
     def sets_aside(self, flag: KnownFlag) -> bool:
-        """Whether the command need not know a flag: only where no result depends on it."""
+        """Return whether the command may ignore a flag: only where no result depends on it."""
         return flag.role in ("harmless", "unpriced") and bool(re.match(INTERNAL, flag.name))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -75,7 +75,7 @@ class PlanningCommand(PastedCommand):
     turns_samples = False
 
     def sets_aside(self, flag: KnownFlag) -> bool:
-        """What bears on no time and no memory, of the frameworks whose commands are pasted."""
+        """Return whether a flag affects neither time nor memory, for frameworks whose commands are pasted."""
         return flag.role in ("harmless", "training") and flag.framework in ("megatron", "mindspeed")
 
 

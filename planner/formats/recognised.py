@@ -18,13 +18,13 @@ class NotReadError(InputError):
 
 
 class Mark(NamedTuple):
-    """What the files of a software have that those of no other one have."""
+    """Keys and texts that only the files of one software have."""
 
     software: str
     keys: tuple[frozenset[str], ...] = ()
-    """Keys that stand in its files together, in each of these ways; `name.` stands for a section."""
+    """Alternative sets of keys that stand in its files together; `name.` stands for a section."""
     text: str = ""
-    """A pattern of what its programs and commands say."""
+    """A pattern that its programs and commands match."""
 
 
 MARKS = (

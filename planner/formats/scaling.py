@@ -26,7 +26,7 @@ class SmallJob:
     model: ModelSpec
     layout: Layout
     changes: tuple[str, ...]
-    """What is otherwise than in the large job, in words."""
+    """Differences from the large job, in words."""
 
 
 def scaled_down(model: ModelSpec, layout: Layout, ranks: int) -> SmallJob:

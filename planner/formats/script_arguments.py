@@ -1,4 +1,4 @@
-"""How training scripts take a plan and flags of training: as flags, or as a file that a flag names."""
+"""Arguments of training scripts for a plan and for flags of training: flags, or a file that a flag names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from planner.formats.facts.flag_catalogue import known_flags
 
 @dataclass(frozen=True)
 class ScriptStart:
-    """How the training script of a software starts."""
+    """The arguments with which the training script of a software starts."""
 
     target: str
-    """What plans are exported to."""
+    """The format to which plans are exported."""
     file_flag: str = ""
     """The flag that names the exported file; empty where the export is flags."""
     suffix: str = ""

@@ -21,7 +21,7 @@ from planner.plan import Plan
 
 
 def _overlaps(plan: Plan) -> bool:
-    """Whether the price of a plan rests on data-parallel communication that hides behind passes."""
+    """Return whether the price of a plan assumes that data-parallel communication hides behind passes."""
     return plan.engine.overlap.data_parallel > 0
 
 
@@ -42,7 +42,7 @@ TARGETS: dict[str, Callable[[Plan], Export]] = {
     "mindformers": lambda plan: export_mindformers(plan.model, plan.layout),
     "accelerate": lambda plan: export_accelerate(plan.model, plan.layout, plan.cluster.nodes),
 }
-"""What writes a plan, by the name of the software."""
+"""Writers of a plan, by the name of the software."""
 
 WORDS_OF = {
     "nemo": "megatron-bridge",

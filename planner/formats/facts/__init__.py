@@ -1,1 +1,2 @@
-"""What files say and where it stands, for all software: keys, flags, launches, and what a job is then."""
+"""Facts that files state, for all software: keys, flags, launches, their lines, and the job that they
+describe."""

@@ -1,4 +1,4 @@
-"""What a caller gives besides files: variables of scripts, flags and keys, and which of them exist."""
+"""Values that a caller gives besides files: variables of scripts, flags and keys; and which of them exist."""
 
 from __future__ import annotations
 
@@ -67,14 +67,15 @@ def with_definitions(entries: Entries, define: Mapping[str, str], known: Collect
 
 
 def is_mentioned(name: str, text: str) -> bool:
-    """Whether a script or a program says a name: an argument by its number, a variable, or a parameter."""
+    """Return whether a script or a program mentions a name: an argument by its number, a variable, or a
+    parameter."""
     if name.isdigit():
         return bool(re.search(rf"\$(?:\{{?{name}\b|\{{?[@*])", text))
     return bool(re.search(rf"(?<![\w-]){re.escape(name)}(?!\w)", text))
 
 
 def _is_flag(name: str, text: str) -> bool:
-    """Whether a script gives a flag of this name, which the definition may have taken out."""
+    """Return whether a script gives a flag of this name, which the definition may have taken out."""
     spelled = re.sub(r"[-_]", "[-_]", re.escape(name.lstrip("-")).replace(r"\-", "-"))
     return bool(re.search(rf"--{spelled}(?![\w-])", text))
 

@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def null(self) -> bool:
-        """Whether it has no value."""
+        """True if the entry has no value."""
         return self.items is None and not self.quoted and self.text in _NULLS
 
 
@@ -264,4 +264,4 @@ PARSERS: dict[str, Callable[[str, str], Entries]] = {
     ".json": json_entries,
     ".toml": toml_entries,
 }
-"""What reads a file, by the end of its name."""
+"""Parsers of files, by the suffix of the file's name."""

@@ -1,4 +1,4 @@
-"""What each flag of Megatron-LM, MindSpeed and llmacc is about, and how many words follow it."""
+"""The flags of Megatron-LM, MindSpeed and llmacc: the role of each, and the number of words that follow it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE = Path(__file__).with_name("megatron_flags.yaml")
 Role = Literal[
     "model", "batch", "layout", "special", "training", "harmless", "unpriced", "unsupported", "unknown"
 ]
-"""What a flag does to the answer; those of the first four say what is priced."""
+"""The effect of a flag on the answer; flags of the first four roles say what is priced."""
 
 OWN_GROUPS: tuple[tuple[Role, type], ...] = (
     ("model", ModelOptions),
@@ -60,7 +60,7 @@ class KnownFlag:
     name: str
     role: Role
     words: str
-    """How many words follow it: none (an empty text), `1`, `+` or `*`."""
+    """The number of words that follow the flag: none (an empty text), `1`, `+` or `*`."""
     framework: str
     """The software that has the flag: `megatron`, `mindspeed` or `llmacc`."""
     about: str = ""

@@ -28,7 +28,7 @@ class KeyTable(NamedTuple):
     """The keys of a software."""
 
     roles: Mapping[str, Role]
-    """What each key does, those by their earlier names too."""
+    """The role of each key, by its present name and by its earlier names."""
     fields: Mapping[str, str]
     """Keys by the field that they give."""
     flags: Mapping[str, str]

@@ -25,7 +25,7 @@ _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
 def known_keys(framework: str) -> Mapping[str, Role]:
-    """What keys of a software do to the answer, by path; `*` in a path stands for anything."""
+    """The role of each key of a software, by path; `*` in a path stands for anything."""
     return key_table(framework).roles
 
 
@@ -65,7 +65,7 @@ class Keyed:
         return path in self.entries and not self.entries[path].null
 
     def under(self, *sections: str) -> bool:
-        """Whether any key lies in one of these sections."""
+        """Return whether any key lies in one of these sections."""
         return any(path.startswith(f"{section}.") for path in self.entries for section in sections)
 
     def first(self, *paths: str) -> Entry | None:
@@ -148,7 +148,7 @@ class Keyed:
                 self._is_unknown(self.entries[flag.name])
 
     def training(self) -> dict[str, str]:
-        """What is learned, as flags of Megatron-LM."""
+        """The settings of training, as flags of Megatron-LM."""
         pairs = {flag: self.text(path) for flag, path in key_table(self.framework).flags.items()}
         return {flag: text for flag, text in pairs.items() if text}
 

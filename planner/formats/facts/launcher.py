@@ -1,4 +1,4 @@
-"""Which command of a script trains, and on how many devices its launcher starts it."""
+"""The command of a script that trains, and the number of devices on which its launcher starts it."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _counted_by(
 
 
 def _counted(own: Word | None, batch: Word | None) -> Word | None:
-    """What the launcher says; where that is no number, what the batch system is told."""
+    """The launcher's count; where it is no number, the count that the batch system is given."""
     return own if count_of(own) is not None or (own is not None and batch is None) else batch
 
 

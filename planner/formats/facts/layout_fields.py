@@ -17,7 +17,7 @@ from planner.formats.facts.reading import Problems
 
 @dataclass(frozen=True)
 class Places:
-    """What degrees are called in a file, and on which line each stands."""
+    """The names of degrees in a file, and the line on which each stands."""
 
     names: Mapping[str, str]
     """Flags or keys by the field of `Layout` or `ModelSpec` that they give."""

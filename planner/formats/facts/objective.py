@@ -113,7 +113,7 @@ _Flags = list[tuple[str, GivenFlag]]
 
 
 def _is_off(flag: GivenFlag) -> bool:
-    """Whether a key has a value that means that it is off; a flag without one is a switch that is on."""
+    """Return whether a key has a value that means off; a flag without a value is a switch that is on."""
     on = flag.name.startswith("-") and not flag.values
     return not on and flag.text.strip().lower() in _OFF
 

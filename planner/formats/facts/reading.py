@@ -19,7 +19,7 @@ too_big: a device has too little memory; note: it runs, and there is something t
 
 
 NEXT_TOKEN = "next token"
-"""What a job learns whose memory and time are priced: the next token of one model, given answers or not."""
+"""The training objective that is priced: the next token of one model, with or without given answers."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Reading:
     layout: Layout | None
     """None where the files do not say one, or none that is consistent."""
     objective: str = NEXT_TOKEN
-    """What is learned (`objective.py`)."""
+    """The training objective (`objective.py`)."""
     program: str = ""
-    """What a command starts, or the name of a recipe; empty where the files have none."""
+    """The program that a command starts, or the name of a recipe; empty where the files have none."""
     chooses_layout: bool = True
     """The files fix a layout; False for tools that look for one themselves."""
     precision: str | None = None
@@ -79,12 +79,12 @@ class Reading:
     names: Mapping[str, str] = field(default_factory=dict)
     """The flags or keys of the software by the field of `Layout` or `ModelSpec` that they give."""
     words: Mapping[str, str] = field(default_factory=dict)
-    """What the file calls the flags or keys in which plans are written for its software."""
+    """Names of flags or keys in this file, by their names in plans for the same software."""
     training: Mapping[str, str] = field(default_factory=dict)
-    """What is learned and from which data, as flags of Megatron-LM, which the runtime takes too, with their
-    values: the empty text for a switch."""
+    """Settings of training and data as flags of Megatron-LM, which the runtime takes too, with their values:
+    the empty text for a switch."""
     assumed: tuple[str, ...] = ()
-    """What is taken for granted because no file says it."""
+    """Assumptions about facts that no file states."""
     problems: tuple[ConfigProblem, ...] = ()
     engine_constants: Mapping[str, Any] = field(default_factory=dict)
     """Constants of the engine that the files decide, by names such as `overlap.expert_parallel`."""
@@ -120,10 +120,10 @@ def in_own_words(reading: Reading, own: Mapping[str, str]) -> Reading:
 
 
 def verdict(problems: Iterable[ConfigProblem]) -> tuple[bool | None, tuple[ConfigProblem, ...]]:
-    """Whether a job is legal, and the problems that count; None where a fact of the job is not known.
+    """The legality of a job and the problems that count; None where a fact of the job is not known.
 
-    All readers pass through here: beside a fact that is not known nothing is illegal but what is wrong by
-    itself, since other faults rest on what was taken in the place of that fact.
+    All readers pass through here. While a fact is not known, only problems that are wrong by themselves make
+    a job illegal: the others rest on the value assumed in the place of that fact.
     """
     found = tuple(problems)
     open_facts = any(problem.severity == "unknown" and not problem.of_price for problem in found)
@@ -160,7 +160,7 @@ class Problems:
 
     @property
     def fatal(self) -> bool:
-        """Whether something keeps a layout from being known or legal."""
+        """True if a problem keeps the layout from being known or legal."""
         return any(
             problem.severity in ("illegal", "unknown") and not problem.of_price for problem in self.found
         )

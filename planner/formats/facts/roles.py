@@ -1,4 +1,4 @@
-"""What flags and keys do to the answer, said of those where somebody should know."""
+"""Problems about flags and keys that the planner does not read, where a reader should know of them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _OFF = ("false", "no", "off", "none", "null", "0", "")
 
 
 def decides(name: str, text: str) -> bool:
-    """Whether a key that nobody knows could decide what is priced, by its name and its value."""
+    """Return whether an unknown key could decide what is priced, by its name and its value."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("-").replace("-", "_")
     off = text.strip().lower() in _OFF
     return not off and bool(_DECIDES.search(words)) and not _ASIDE.search(words)
 
 
 def name_others(given: Iterable[GivenFlag], problems: Problems, unknown: str, file: str = "") -> None:
-    """What is to be said of each flag or key that says nothing to the planner.
+    """Add a problem for each flag or key that the planner does not read.
 
-    One that could decide what is priced makes that not known; the others are notes.
+    A key that could decide what is priced makes the answer unknown; the others are notes.
 
     Args:
-        unknown: what is said of those that nobody knows.
-        file: where they stand, where that is not the file of `problems`.
+        unknown: the text for flags that no list has.
+        file: the file of the flags, where it is not the file of `problems`.
     """
     named = {problem.flag for problem in problems.found}
     for flag in given:

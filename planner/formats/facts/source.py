@@ -1,4 +1,4 @@
-"""What is known of a job besides the file that is read: what the caller says and what other files say."""
+"""The text that is read and the rest of the job: the facts that the caller and other files give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What Hugging Face Accelerate calls degrees of a layout (release 1.15, accelerate/commands/launch.py)."""
+"""Names that Hugging Face Accelerate has for degrees of a layout (release 1.15,
+accelerate/commands/launch.py)."""
 
 from __future__ import annotations
 

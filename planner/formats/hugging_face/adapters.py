@@ -23,7 +23,7 @@ _ALL = ("all", "all-linear", "all_linear")
 
 @dataclass(frozen=True)
 class AdapterDefaults:
-    """What a trainer takes where nothing says it."""
+    """The defaults of a trainer for adapters."""
 
     method: str = "full"
     rank: int | None = None

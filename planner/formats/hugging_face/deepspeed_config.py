@@ -16,7 +16,7 @@ ZERO = "zero_optimization"
 
 
 def recognises(entries: Entries) -> bool:
-    """Whether keys are those of DeepSpeed."""
+    """Return whether keys are those of DeepSpeed."""
     return any(
         path == name or path.startswith(f"{name}.")
         for path in entries
@@ -59,7 +59,7 @@ def zero_stage(keys: Keyed) -> int:
 
 
 def offloads_optimizer(keys: Keyed) -> bool:
-    """Whether the optimizer's states wait in host memory or on NVMe."""
+    """Return whether the optimizer's states wait in host memory or on NVMe."""
     device = keys.text(DEEPSPEED_KEYS["offload_optimizer"]) or "none"
     if device == "nvme":
         keys.add("note", "is priced as the host's memory", DEEPSPEED_KEYS["offload_optimizer"])

@@ -24,7 +24,7 @@ IN_CODE = {
     "expert_parallel": "experts are spread in code, by deepspeed.moe.layer.MoE(ep_size=...)",
     "expert_tensor_parallel": "experts are split in code",
 }
-"""What DeepSpeed has and its file has not, and what it has not at all."""
+"""Reasons why a degree has no key in DeepSpeed's file: it is set in code, or DeepSpeed lacks it."""
 
 USUAL = {"schedule": ("1f1b",), "context_parallel_form": ("all_gather", "all_to_all")}
 """Values that need no words; of degrees that is 1."""

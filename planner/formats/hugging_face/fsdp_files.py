@@ -1,4 +1,4 @@
-"""What keys are accelerate's, or those of a file about FSDP that a trainer's flag names."""
+"""Recognition of keys of accelerate, and of a file about FSDP that a trainer's flag names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from planner.formats.facts.entries import Entries, Entry
 
 
 def is_accelerate(entries: Entries) -> bool:
-    """Whether keys are those of accelerate's YAML, or of its part about FSDP in a file of its own."""
+    """Return whether keys are those of accelerate's YAML, or of its part about FSDP in a file of its own."""
     return (
         "distributed_type" in entries or "fsdp_config.fsdp_sharding_strategy" in entries or is_fsdp(entries)
     )
@@ -22,7 +22,7 @@ FSDP_KEYS = {
 
 
 def is_fsdp(entries: Entries) -> bool:
-    """Whether keys are those of a file that `--fsdp_config` names."""
+    """Return whether keys are those of a file that `--fsdp_config` names."""
     return bool(entries) and {path.partition(".")[0].removeprefix("fsdp_") for path in entries} <= FSDP_KEYS
 
 

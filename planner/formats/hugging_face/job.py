@@ -27,17 +27,17 @@ class Job:
 
     @property
     def distributed(self) -> str:
-        """What accelerate says that the ranks are: `fsdp`, `deepspeed` and the like; empty for nothing."""
+        """The kind of distribution that accelerate names: `fsdp`, `deepspeed` and the like; empty for none."""
         return (self.accelerate.text("distributed_type") or "").lower()
 
     @property
     def uses_deepspeed(self) -> bool:
-        """Whether a flag or accelerate asks for DeepSpeed."""
+        """True if a flag or accelerate asks for DeepSpeed."""
         return self.distributed == "deepspeed" or "--deepspeed" in self.command
 
     @property
     def is_under_fsdp(self) -> bool:
-        """Whether a flag or accelerate asks for FSDP."""
+        """True if a flag or accelerate asks for FSDP."""
         asked = self.distributed == "fsdp" or "--fsdp" in self.command
         return asked or self.accelerate.under("fsdp_config")
 

@@ -1,4 +1,4 @@
-"""What degrees of a layout are called by Hugging Face's trainer, accelerate and DeepSpeed."""
+"""Names that Hugging Face's trainer, accelerate and DeepSpeed have for degrees of a layout."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ SEQUENCE = (
 
 
 def trainer_reader(software: str) -> Callable[[Source, Surroundings], Reading]:
-    """What reads the YAML of a trainer alone."""
+    """A reader of the YAML of a trainer alone."""
     return lambda source, around: read_hugging_face(None, None, None, around, source, software)
 
 
@@ -248,7 +248,7 @@ def _name_unknown_keys(job: Job, problems: Problems) -> None:
 
 
 def _is_zero(job: Job, files: Files) -> bool:
-    """Whether DeepSpeed shards the job's state."""
+    """Return whether DeepSpeed shards the job's state."""
     return files.deepspeed is not None or job.uses_deepspeed
 
 
@@ -369,7 +369,7 @@ def _context(job: Job) -> int:
 
 
 def _training(job: Job) -> dict[str, str]:
-    """What is learned, as flags of Megatron-LM."""
+    """The settings of training, as flags of Megatron-LM."""
     keys = job.command
     style = keys.text("--lr_scheduler_type")
     pairs = {

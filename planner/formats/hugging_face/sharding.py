@@ -1,4 +1,4 @@
-"""How a job of Hugging Face's trainer is sharded: by DeepSpeed, by FSDP, or not at all."""
+"""Sharding of a job of Hugging Face's trainer: by DeepSpeed, by FSDP, or none."""
 
 from __future__ import annotations
 

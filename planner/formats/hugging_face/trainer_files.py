@@ -9,24 +9,24 @@ from planner.formats.facts.key_table import key_table
 
 
 def is_axolotl(entries: Entries) -> bool:
-    """Whether keys are those of axolotl."""
+    """Return whether keys are those of axolotl."""
     marks = {"sequence_len", "micro_batch_size", "adapter", "sample_packing", "val_set_size"}
     return "base_model" in entries and any(mark in entries for mark in marks)
 
 
 def is_llama_factory(entries: Entries) -> bool:
-    """Whether keys are those of LLaMA-Factory."""
+    """Return whether keys are those of LLaMA-Factory."""
     marks = {"finetuning_type", "cutoff_len", "template", "stage"}
     return "model_name_or_path" in entries and len(marks & entries.keys()) > 1
 
 
 def is_trl(entries: Entries) -> bool:
-    """Whether keys are those of TRL's scripts, or of open-r1's, which take the arguments of a trainer."""
+    """Return whether keys are those of TRL's scripts, or of open-r1's, which take the arguments of a trainer."""
     return "model_name_or_path" in entries and "per_device_train_batch_size" in entries
 
 
 def is_open_instruct(entries: Entries) -> bool:
-    """Whether keys are those of open-instruct's own loop (open_instruct/finetune.py)."""
+    """Return whether keys are those of open-instruct's own loop (open_instruct/finetune.py)."""
     marks = {"use_slow_tokenizer", "checkpointing_steps", "dataset_mixer", "dataset_mixer_list"}
     return is_trl(entries) and len(marks & entries.keys()) > 1
 
@@ -37,7 +37,7 @@ SOFTWARE = {
     "open-instruct": is_open_instruct,
     "trl": is_trl,
 }
-"""Which software keys are of; the first that takes them has them."""
+"""Tests for the keys of a software, by its name; the first test that holds decides."""
 
 
 def as_flags(entries: Entries, software: str) -> tuple[Entries, Entries]:

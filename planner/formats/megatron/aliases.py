@@ -42,10 +42,10 @@ IMPLIED = {
     "--activations-checkpoint-method": ("--recompute-granularity", "full"),
     "--num-key-value-heads": ("--group-query-attention", ""),
 }
+"""The flag and the value that an earlier flag implies besides its own meaning."""
 
 _ONE_GROUP = "--attention-head-type"
 """BigCode's flag: `multiquery` is one group of queries."""
-"""What a flag of that time says besides."""
 
 REFUSED = {
     "--batch-size": "--micro-batch-size and --global-batch-size",

@@ -38,7 +38,7 @@ def dispatch_flags(model: ModelSpec, layout: Layout, engine: Engine) -> dict[str
 
 
 def overlaps(layout: Layout) -> bool:
-    """Whether Megatron-Core lets passes hide exchanges of experts (transformer_config.py)."""
+    """Return whether Megatron-Core lets passes hide exchanges of experts (transformer_config.py)."""
     chunks = layout.pipeline_parallel == 1 or layout.virtual_pipeline_parallel > 1
     return chunks and layout.recompute != "full" and "mlp" not in layout.recompute_modules
 

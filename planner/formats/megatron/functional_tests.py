@@ -31,7 +31,7 @@ LOCAL = "8"
 
 
 def recognises(entries: Entries) -> bool:
-    """Whether keys are those of a functional test whose arguments are flags of Megatron-LM."""
+    """Return whether keys are those of a functional test whose arguments are flags of Megatron-LM."""
     return any(path.startswith(f"{ARGUMENTS}.--") for path in entries)
 
 
@@ -128,7 +128,7 @@ def _devices(entries: Entries, section: str, define: Mapping[str, str]) -> tuple
 
 
 def _fills(flags: Sequence[GivenFlag], world: int) -> bool:
-    """Whether so many devices can be those of the job: the number of nodes stands in other files."""
+    """Return whether the job can run on so many devices; the number of nodes stands in other files."""
     given = {flag.name: flag.text for flag in flags}
 
     def product(*names: str) -> int:

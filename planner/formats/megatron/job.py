@@ -57,7 +57,7 @@ class Job:
         return int(found[-1])
 
     def is_given(self, *names: str) -> bool:
-        """Whether any of these flags is given."""
+        """Return whether any of these flags is given."""
         return any(name in self.given for name in names)
 
     def word(self, name: str) -> GivenFlag | None:
@@ -85,7 +85,7 @@ class Job:
         return "default"
 
     def gathers_fp8(self, recipe: str) -> bool:
-        """Whether weights are gathered in fp8, as far as that is priced."""
+        """Return whether weights are gathered in fp8, as far as that is priced."""
         flag = self.given.get("--fp8-param-gather")
         if flag is None or recipe in GATHERS_FP8:
             return flag is not None
@@ -94,5 +94,5 @@ class Job:
         return False
 
     def names_precision(self) -> bool:
-        """Whether a flag says the number format."""
+        """Return whether a flag gives the number format."""
         return self.is_given("--bf16", "--fp16", *EIGHT_BITS, "--fp4-format")

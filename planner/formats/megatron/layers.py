@@ -20,10 +20,10 @@ from planner.options.experts import list_of_layers
 Flags = dict[str, str]
 
 LLAMA3 = RopeScaling(kind="llama3", original_positions=8192)
-"""What `--use-rope-scaling` does, but for its factor (rotary_pos_embedding.py, `_apply_scaling`)."""
+"""The scaling of `--use-rope-scaling`, except for its factor (rotary_pos_embedding.py, `_apply_scaling`)."""
 
 YARN_OF_LATENTS = RopeScaling(kind="yarn", original_positions=4096)
-"""What YaRN of latent attention does, but for what flags say (`MLATransformerConfig`)."""
+"""The YaRN of latent attention, except for the values that flags give (`MLATransformerConfig`)."""
 
 MINDSPEEDS = ("--rotary-percent", "--apply-layernorm-1p", "--qk-layernorm", "--swiglu", "--squared-relu")
 """Flags of this module that MindSpeed has too."""
@@ -40,7 +40,7 @@ BECAUSE = {
     "window_rope_theta": "all layers have positions of one base",
     "output_bias": "the output of attention has a bias where all linear layers have one",
 }
-"""Why parts of a model have no flags."""
+"""Reasons why parts of a model have no flags."""
 
 _GATED_DELTA = ("gated_delta_net", "gdn")
 _LINEAR = {
@@ -196,7 +196,7 @@ def _stretched(model: ModelSpec) -> tuple[Flags, Said]:
 
 
 def is_yarn(model: ModelSpec) -> bool:
-    """Whether positions of heads without latents are stretched by Megatron-LM's YaRN."""
+    """Return whether Megatron-LM's YaRN stretches positions of heads without latents."""
     scaling = model.rope_scaling
     if scaling is None or model.position != "rope" or model.latent_attention is not None:
         return False
@@ -204,7 +204,7 @@ def is_yarn(model: ModelSpec) -> bool:
 
 
 def _yarn(scaling: RopeScaling, latent: bool) -> RopeScaling:
-    """What Megatron-LM makes of the flags of a YaRN."""
+    """The scaling that Megatron-LM computes from the flags of a YaRN."""
     names = ["factor", "mscale", "mscale_all_dim"]
     names += [] if latent else ["original_positions", "beta_fast", "beta_slow", "truncate"]
     return YARN_OF_LATENTS.model_copy(update={name: getattr(scaling, name) for name in names})

@@ -1,4 +1,4 @@
-"""What flags of Megatron-LM and MindSpeed recompute and offload, and the states of their optimizers."""
+"""Recomputation, offload and optimizer states, as flags of Megatron-LM and MindSpeed set them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from planner.options.parallel import ParallelOptions
 
 
 def memory_degrees(job: Job, model: ModelSpec) -> dict[str, Any]:
-    """What is recomputed and offloaded, and by which optimizer in which formats."""
+    """Fields of the layout for recomputation, offload, the optimizer and its number formats."""
     given, problems = job.given, job.problems
     values = option_values(given, "layout", ParallelOptions, problems)
     names = {"recompute_granularity", "recompute_activations", "recompute_activation_function"}
@@ -139,7 +139,7 @@ def _drop_idle(job: Job, values: dict[str, Any]) -> None:
 
 
 def _recomputes_every_mlp(job: Job, model: ModelSpec) -> bool:
-    """Whether `--swap-attention --recompute-num-layers N` reaches all layers of a stage.
+    """Return whether `--swap-attention --recompute-num-layers N` reaches all layers of a stage.
 
     Then nothing is left for `--recompute-activation-function`, which stands inside the MLP
     (MindSpeed, docs/zh/features/swap_attention.md).

@@ -260,4 +260,4 @@ _FIELDS = {
     "--hidden-size": "hidden",
     "--num-experts": "experts",
 }
-"""What flags are called in messages about a model."""
+"""Fields of the model by flag, as messages name them."""

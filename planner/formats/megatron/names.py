@@ -1,4 +1,4 @@
-"""What degrees of a layout are called by Megatron-LM and MindSpeed."""
+"""Names that Megatron-LM and MindSpeed have for degrees of a layout."""
 
 from __future__ import annotations
 

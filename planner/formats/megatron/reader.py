@@ -216,7 +216,7 @@ def _with_sequences(given: Given, model: ModelSpec, problems: Problems) -> Model
 
 
 def _training(given: Given) -> dict[str, str]:
-    """What is learned and from which data: flags that the runtime takes too."""
+    """Flags of training and data that the runtime takes too."""
     roles = ("training", "harmless")
     return {
         flag.name: flag.text

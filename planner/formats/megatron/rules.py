@@ -1,4 +1,4 @@
-"""What Megatron-LM and MindSpeed refuse, or take without effect, named with the flag and its line."""
+"""Rules of Megatron-LM and MindSpeed: flags that they refuse or ignore, named with their line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Facts:
     connections: str | None
 
     def has(self, *names: str) -> bool:
-        """Whether any of these flags is given."""
+        """Return whether any of these flags is given."""
         return any(name in self.given for name in names)
 
     def number(self, name: str) -> float | None:
@@ -67,7 +67,8 @@ def check_rules(
         world: devices of the job, None where it is not known; so is `batch`, sequences of a step.
     """
     if any(problem.severity == "unknown" for problem in problems.found):
-        # What rests on degrees has to wait for them; that a flag needs another one does not.
+        # Rules about degrees wait until the degrees are known; a flag that needs another one is judged at
+        # once.
         for flag, text, remedy in [] if framework == "megatron-deepspeed" else broken_pairs(given):
             line = given[flag].line if flag in given else None
             problems.add("illegal", text, flag, line, remedy, certain=True)

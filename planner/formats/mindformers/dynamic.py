@@ -28,7 +28,7 @@ ZERO_LEVELS = {"z1": 1, "z2": 2, "z3": 3}
 
 
 def recognises(entries: Entries) -> bool:
-    """Whether keys are those of a configuration for the dynamic graph."""
+    """Return whether keys are those of a configuration for the dynamic graph."""
     return any(path.startswith("parallel_config.tensor_model_parallel") for path in entries) or (
         any(path.startswith("training_config.") for path in entries)
         and any(path.startswith("model_config.") for path in entries)
@@ -254,7 +254,7 @@ def keys_of_layout(layout: Layout) -> dict[str, str]:
 
 
 def _training(keys: Keyed) -> dict[str, str]:
-    """What is learned, as flags of Megatron-LM, and of the optimizers that it has not."""
+    """The settings of training, as flags of Megatron-LM and of optimizers that Megatron-LM lacks."""
     betas = keys.first("optimizer_config.betas")
     items = betas.items if betas is not None and betas.items else (None, None)
     cosine = keys.switch("optimizer_config.learning_rate_scheduler_kwargs.use_cosine")

@@ -29,7 +29,8 @@ OPTIMIZERS: dict[str, Values] = {
         **{f"optimizer.{name}": value for name, value in CAME_VALUES.items()},
     },
 }
-"""What its optimizers that the runtime has too are called, with the settings that both have by default."""
+"""Names of the optimizers that MindFormers and the runtime share, with the settings that both have by
+default."""
 
 PATTERNS = {
     "norm": (r"ffn_norm\.norm", r"attention_norm\.norm"),

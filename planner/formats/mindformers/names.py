@@ -1,4 +1,4 @@
-"""What degrees of a layout are called by MindFormers (MindSpore Transformers), and its defaults."""
+"""Names that MindFormers (MindSpore Transformers) has for degrees of a layout, and its defaults."""
 
 from __future__ import annotations
 

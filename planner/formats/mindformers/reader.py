@@ -43,7 +43,7 @@ OLDER_NPU_GIB = 32.0
 
 
 def recognises(entries: Entries) -> bool:
-    """Whether keys are those of a configuration for the static graph."""
+    """Return whether keys are those of a configuration for the static graph."""
     return any(
         STATIC_KEYS[name] in entries for name in ("tensor_parallel", "pipeline_parallel", "data_parallel")
     )
@@ -273,7 +273,7 @@ def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | No
         return None
     entry = keys.first(STATIC_KEYS["layers_per_stage"])
     base = model.layers // stages
-    # What does not divide goes to the last stage.
+    # Layers that do not divide go to the last stage.
     listed = [base] * (stages - 1) + [model.layers - base * (stages - 1)]
     if entry is not None and entry.items is not None:
         moved = [int(word) if re.fullmatch(r"-?[0-9]{1,4}", word) else None for word in entry.items]
@@ -355,7 +355,7 @@ def _layers_of_stages(keys: Keyed, path: str, pipeline: int) -> bool | int:
 
 
 def _name_unpriced(keys: Keyed, model: ModelSpec, layout: Layout) -> None:
-    """What the estimates are without, in GiB where that is plain arithmetic."""
+    """Add notes on effects that the estimates leave out, in GiB where that is plain arithmetic."""
     tp = layout.tensor_parallel
     table = keys.first(STATIC_KEYS["table_on_each_rank"])
     if tp > 1 and keys.switch(STATIC_KEYS["table_on_each_rank"], default=True):
@@ -397,7 +397,7 @@ def came_training(keys: Keyed, section: str) -> dict[str, str | None]:
 
 
 def _training(keys: Keyed) -> dict[str, str]:
-    """What is learned, as flags of Megatron-LM, and of the optimizers that it has not."""
+    """The settings of training, as flags of Megatron-LM and of optimizers that Megatron-LM lacks."""
     pairs: dict[str, str | None] = {**keys.training()}
     if optimizer_of(keys, STATIC_KEYS["optimizer"]) == "came":
         pairs |= dict.fromkeys(("--adam-beta1", "--adam-beta2", "--adam-eps"))

@@ -1,4 +1,4 @@
-"""What nanotron calls degrees of a layout (src/nanotron/config, commit 2411b022 of April 2026)."""
+"""Names that nanotron has for degrees of a layout (src/nanotron/config, commit 2411b022 of April 2026)."""
 
 from __future__ import annotations
 

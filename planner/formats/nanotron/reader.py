@@ -21,7 +21,7 @@ AT = "model.model_config"
 
 
 def recognises(entries: Entries) -> bool:
-    """Whether keys are those of nanotron."""
+    """Return whether keys are those of nanotron."""
     return {KEYS["tensor_parallel"], KEYS["data_parallel"]} <= entries.keys()
 
 
@@ -190,7 +190,7 @@ def _layout(
 
 
 def _training(keys: Keyed) -> dict[str, str]:
-    """What is learned, as flags of Megatron-LM."""
+    """The settings of training, as flags of Megatron-LM."""
     found = keys.training()
     if found.get("--lr-decay-style") not in ("linear", "cosine"):
         found.pop("--lr-decay-style", None)

@@ -39,7 +39,7 @@ RESET: Values = {
     KEYS["--recompute-method"]: None,
     KEYS["--recompute-num-layers"]: None,
 }
-"""What a recipe may have set, and a plan has not."""
+"""Settings that a recipe may have and a plan does not."""
 
 
 def export_bridge(

@@ -1,6 +1,6 @@
-"""What Megatron-Bridge calls the flags of Megatron-LM: fields of its `ConfigContainer`.
+"""Names that Megatron-Bridge has for flags of Megatron-LM: fields of its `ConfigContainer`.
 
-Those of release 0.3.1 (megatron/bridge/training/config.py, models/gpt_provider.py).
+The fields are those of release 0.3.1 (megatron/bridge/training/config.py, models/gpt_provider.py).
 """
 
 from __future__ import annotations
@@ -30,4 +30,4 @@ RECIPES = {
 """`mixed_precision`: names of its recipes."""
 
 FP8_RECIPES = {"current": "tensorwise", "delayed": "delayed", "subchannel": "blockwise", "mxfp8": "mxfp8"}
-"""What words in these names are called by `--fp8-recipe`."""
+"""Recipes of `--fp8-recipe`, by the words for them in these names."""

@@ -1,4 +1,4 @@
-"""What flags of Megatron-LM are called by NeMo and Megatron-Bridge."""
+"""Names that NeMo and Megatron-Bridge have for flags of Megatron-LM."""
 
 from __future__ import annotations
 

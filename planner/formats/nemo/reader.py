@@ -30,7 +30,7 @@ from planner.inputs.huggingface.script_names import model_of
 
 
 def recognises(entries: Entries) -> bool:
-    """Whether keys are those of NeMo or Megatron-Bridge."""
+    """Return whether keys are those of NeMo or Megatron-Bridge."""
     leaves = {path.rpartition(".")[2] for path in entries}
     return PARALLEL[0] in leaves and not any(path.startswith("parallel_config.") for path in entries)
 
@@ -213,7 +213,8 @@ _USUAL = ("", "false", "none", "null", "0", "0.0", "1")
 
 
 def _name_adapters(keys: Keyed) -> None:
-    """What trains instead of the weights: a scheme of its own, or a part of a recipe."""
+    """Add a problem for adapters that train instead of the weights: a scheme of NeMo's own, or a part of a
+    recipe."""
     for path, entry in keys.entries.items():
         if path.rpartition(".")[2] in ("peft", "peft_scheme") and entry.text.lower() not in _USUAL:
             what = entry.text if entry.text.isidentifier() else "what trains"
@@ -325,7 +326,7 @@ def _computed(entry: Entry, entries: Entries) -> str:
 
 
 def _value_named(flag: str, text: str) -> tuple[str, ...]:
-    """What a flag says that the name of a recipe stands for."""
+    """The value of a flag that the name of a recipe stands for."""
     if flag == "--fp8-recipe":
         return tuple(recipe for word, recipe in FP8_RECIPES.items() if word in text.lower())[:1]
     if flag in ("--optimizer", "--tokenizer-type", "--tokenizer-name-or-path"):

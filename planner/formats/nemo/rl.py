@@ -46,7 +46,7 @@ NEEDED = ("micro_batch_size", "global_batch_size", "seq", "precision")
 
 
 def recognises(entries: Entries) -> bool:
-    """Whether keys are those of NeMo-RL."""
+    """Return whether keys are those of NeMo-RL."""
     if any(path.startswith((f"{MEGATRON}.", f"{DTENSOR}.")) for path in entries):
         return True
     return "defaults" in entries and any(path.startswith((f"{POLICY}.", "cluster.")) for path in entries)
@@ -98,7 +98,7 @@ def read_nemo_rl(source: Source, around: Surroundings) -> Reading:
 
 
 def _counts(path: str, megatron: bool) -> bool:
-    """Whether a key is of the part that trains, and no flag: what the other part says has no effect."""
+    """Return whether a key belongs to the backend that trains and is no flag of Megatron-LM."""
     other = DTENSOR if megatron else MEGATRON
     return not path.startswith(f"{other}.") and not (
         path.startswith(MEGATRON) and _flag(path) in known_flags()

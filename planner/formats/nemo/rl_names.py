@@ -1,4 +1,4 @@
-"""What NeMo-RL calls the parts of a job: keys below `policy` of its YAML (examples/configs)."""
+"""Names that NeMo-RL has for the parts of a job: keys below `policy` of its YAML (examples/configs)."""
 
 from __future__ import annotations
 

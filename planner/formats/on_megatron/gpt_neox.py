@@ -23,7 +23,7 @@ NEOX = {key: flag for flag, key in key_table("gpt-neox").flags.items()}
 
 
 def is_neox(entries: Entries) -> bool:
-    """Whether keys are those of GPT-NeoX, which writes hyphens too."""
+    """Return whether keys are those of GPT-NeoX, which writes hyphens too."""
     names = {path.replace("-", "_") for path in entries}
     return "pipe_parallel_size" in names or {"model_parallel_size", "num_attention_heads"} <= names
 

@@ -40,12 +40,12 @@ SFT_DEFAULTS = {"seq": 1024, "global_batch_size": 256, "micro_batch_size": 4, "n
 
 
 def is_verl(entries: Entries) -> bool:
-    """Whether keys are those of verl's actor."""
+    """Return whether keys are those of verl's actor."""
     return any(path.startswith(ACTORS) for path in entries)
 
 
 def is_verl_sft(entries: Entries) -> bool:
-    """Whether keys are those of verl's trainer of given answers."""
+    """Return whether keys are those of verl's trainer of given answers."""
     return SFT["model"] in entries
 
 

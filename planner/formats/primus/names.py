@@ -1,4 +1,4 @@
-"""What Primus calls flags of Megatron-LM, and what its modules set unless an experiment says otherwise."""
+"""Names that Primus has for flags of Megatron-LM, and the values that its modules set by default."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OFF = {key: flag for key, flag in _TABLE.flag_of.items() if key in _TABLE.opposi
 """Switches that are given where a key is false, and not called `--no-KEY`."""
 
 _TRAINER = {"bf16": "true", "use_distributed_optimizer": "true", "sequence_parallel": "true"}
-"""What modules/megatron and models/megatron/language_model.yaml set for all."""
+"""Values that modules/megatron and models/megatron/language_model.yaml set for all models."""
 
 MODULES: Mapping[str, Mapping[str, str]] = {
     "pre_trainer.yaml": {
@@ -34,7 +34,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
 """Keys that the modules of Megatron-LM set (primus/configs/modules/megatron), by the file of the module."""
 
 TITAN_MODULE = {"activation_checkpoint.mode": "none"}
-"""What primus/configs/modules/torchtitan/pre_trainer.yaml sets otherwise than torchtitan does."""
+"""Values that primus/configs/modules/torchtitan/pre_trainer.yaml sets otherwise than torchtitan does."""
 
 EIGHT_RANKS = (
     *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b", "glm-5"),

@@ -42,7 +42,7 @@ _MODULE = re.compile(r"(modules\.\w+)\.framework")
 
 
 def recognises(entries: Entries) -> bool:
-    """Whether keys are those of an experiment of Primus."""
+    """Return whether keys are those of an experiment of Primus."""
     return any(_MODULE.fullmatch(path) for path in entries)
 
 
@@ -173,7 +173,8 @@ class _Megatron:
         return dataclasses.replace(reading, files=self.files, problems=tuple(placed))
 
     def _defaults(self) -> Entries:
-        """What the module's own file sets; not known for a file that Primus has not and that is not given."""
+        """Values that the module's own file sets; a problem is added if Primus lacks that file and nobody
+        gives it."""
         preset, entry, _ = _preset(self.entries, f"{self.module}.config", self.around, self.source.file)
         file = "" if entry is None else Path(entry.text).name
         known = MODULES.get(file, {})
@@ -218,7 +219,7 @@ def _flag(key: str) -> str:
 
 
 def _is_flag(key: str) -> bool:
-    """Whether a key stands for a flag of Megatron-LM, if only for one that is on unless it is said."""
+    """Return whether a key stands for a flag of Megatron-LM, or for one that is on by default."""
     return _flag(key) in known_flags() or key in OFF or f"--no-{_flag(key)[2:]}" in known_flags()
 
 

@@ -1,1 +1,1 @@
-"""What Python files say without running them: functions that build a configuration."""
+"""Python files read without running them: functions that build a configuration."""

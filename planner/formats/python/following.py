@@ -1,7 +1,7 @@
-"""What functions of Python files set: statements in order, with the values of parameters and constants.
+"""Values that functions of Python files set: statements in order, with values of parameters and constants.
 
-Only the syntax tree is read. These values choose the branch of an `if`. Where they choose none, what the
-branches set differently is not known.
+Only the syntax tree is read. These values choose the branch of an `if`. Where they choose none, a value that
+the branches set differently is not known.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 @dataclass(frozen=True)
 class Style:
-    """How the recipes of a software are written."""
+    """The form in which a software's recipes are written."""
 
     is_recipe: Callable[[Entries], bool]
-    """Whether what a function sets is a recipe."""
+    """A test of whether the entries that a function sets are a recipe."""
     whole: re.Pattern[str]
     """Calls that make a whole configuration."""
     nested: bool = False
@@ -87,7 +87,8 @@ class Follower:
     calls: int = 0
 
     def follow(self, function: Function, arguments: Mapping[str, Any], depth: int) -> Any:
-        """What a function sets and returns, its parameters bound to `arguments` or to their defaults."""
+        """Read the statements of a function, its parameters bound to `arguments` or to their defaults; return
+        its value."""
         self.calls += 1
         if depth > DEEPEST or self.calls > MOST_CALLS:
             return Unresolved(function.node.name)
@@ -112,7 +113,7 @@ class Follower:
         return value if returned else None
 
     def block(self, body: Sequence[ast.stmt], known: dict[str, Any], depth: int) -> tuple[bool, Any]:
-        """What statements set, in order; whether they return, and what."""
+        """Read statements in order; return whether they return from the function, and the value returned."""
         for node in body:
             returned, value = self._statement(node, known, depth)
             if returned:

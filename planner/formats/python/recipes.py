@@ -19,7 +19,7 @@ from planner.formats.python.following import WHOLES, Follower, Function, Style
 from planner.formats.python.values import Made
 
 PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-"""What a function sets that is a recipe."""
+"""Keys that make a function that sets them a recipe."""
 
 
 MEGATRON = Style(
@@ -37,9 +37,9 @@ class Recipe:
     file: str
     entries: Entries
     models: tuple[str, ...]
-    """What it names that could be its model: texts of calls, and names of classes and functions."""
+    """Candidates for the model of the recipe: texts of calls, and names of classes and functions."""
     bases: tuple[Made, ...]
-    """What it changes that functions return which are in none of the files."""
+    """Configurations that the recipe changes, made by functions in none of the files."""
     changed_by: tuple[Made, ...]
     """Functions in none of the files that are given the configuration."""
     replaced: frozenset[str]

@@ -16,14 +16,14 @@ class Unresolved(str):
 
 
 class Made(Unresolved):
-    """What a function returns that is in none of the files: its name."""
+    """The value of a function that is in none of the files: the function's name."""
 
     line: int
     module: str
 
 
 class Call(Made):
-    """What a call in none of the files makes, with the values that it is given."""
+    """The value of a call that is in none of the files, with its arguments."""
 
     listed: list[Any]
     given: dict[str, Any]
@@ -39,7 +39,7 @@ def written(node: ast.AST) -> str:
 
 
 def is_known(value: Any) -> bool:
-    """Whether a value is a constant, in all its items."""
+    """Return whether a value is a constant, in all its items."""
     if isinstance(value, list):
         return all(map(is_known, value))
     return not isinstance(value, (Unresolved, Part))
@@ -124,7 +124,7 @@ def compared(node: ast.Compare, values: list[Any]) -> Any:
 
 
 def called(name: str, arguments: list[Any]) -> Any:
-    """What one of Python's own functions returns; None is `Unresolved` too."""
+    """The value of one of Python's own functions; `Unresolved` for None."""
     if name not in FUNCTIONS or not is_known(arguments):
         return Unresolved(name)
     try:

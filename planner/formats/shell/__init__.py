@@ -1,1 +1,1 @@
-"""What a shell makes of a script: words, variables, conditions and commands, without running it."""
+"""A reader of shell scripts: words, variables, conditions and commands, without running anything."""

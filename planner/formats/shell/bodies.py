@@ -65,7 +65,7 @@ def assigned(body: Sequence[Event]) -> list[str]:
 
 
 def starts_nothing(body: Sequence[Event]) -> bool:
-    """Whether no command of a loop can be one that trains, and none leaves the loop."""
+    """Return whether no command of a loop can be one that trains, and none leaves the loop."""
     for at, (_, raw) in enumerate(body):
         words = [word for word in raw if plain(word[:10]) not in KEYWORDS]
         first = plain(words[0][:10]) if words else ":"

@@ -118,7 +118,7 @@ class _Reader:
         self.at = end
 
     def _takes_brackets(self) -> bool:
-        """Whether the bracket here begins an array or a sum, which is then taken whole."""
+        """Return whether the bracket here begins an array or a sum, which is then taken whole."""
         if self.word and plain(self.word[-1:]) == "=" and ASSIGNMENT.fullmatch(plain(self.word)):
             self._take_until(_array_end(self.chars, self.closings, self.at))
             return True
@@ -129,7 +129,7 @@ class _Reader:
         return True
 
     def _names_function(self) -> bool:
-        """Whether the bracket here is that of `f()`, whose name is then the command."""
+        """Return whether the bracket here is that of `f()`, whose name is then the command."""
         if not (self.word or self.raw) or (end := _empty_brackets_end(self.chars, self.at)) <= self.at:
             return False
         name = [*self.raw, self.word] if self.word else self.raw
@@ -227,7 +227,7 @@ def _begins_command(raw: list[Chars]) -> bool:
 
 
 def _tests(raw: list[Chars]) -> bool:
-    """Whether the words so far are an open `[[`."""
+    """Return whether the words so far are an open `[[`."""
     words = [plain(word) for word in raw[-MOST_TEST_WORDS:]]
     return "[[" in words and "]]" not in words
 
@@ -259,7 +259,8 @@ _PLACEHOLDER = re.compile(r"<([A-Za-z][\w ./:-]{0,80}[\w./])>")
 
 
 def _placeholder(chars: Chars, at: int) -> str:
-    """What `<PATH TO DATA>` stands for, which a reader is to fill in; empty for what sends a file."""
+    """The text in a placeholder such as `<PATH TO DATA>`, which a reader is to fill in; empty for a
+    redirection."""
     match = _PLACEHOLDER.match(plain(chars[at : at + 90]))
     return "" if match is None else match.group(1)
 
@@ -315,7 +316,7 @@ class _End:
 
 
 def _chooses(raw: list[Chars]) -> bool:
-    """Whether a command begins a `case`, whose next words are those of its branches."""
+    """Return whether a command begins a `case`, whose next words are those of its branches."""
     words = [plain(word[:5]) for word in raw[:MOST_TEST_WORDS]]
     return "case" in words and "in" in words[words.index("case") :]
 

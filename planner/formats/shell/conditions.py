@@ -93,7 +93,7 @@ _PLAIN = re.compile(r"[^\\$`(){}|]*")
 
 
 def fits(text: str, pattern: str) -> Truth:
-    """Whether a text fits a pattern with `*`, `?` and `[...]`; None for patterns of other kinds."""
+    """Return whether a text fits a pattern with `*`, `?` and `[...]`; None for patterns of other kinds."""
     if len(text) > 500 or pattern.count("*") > 10:
         return None
     if not _PLAIN.fullmatch(pattern):

@@ -1,4 +1,4 @@
-"""What words of a shell script stand for: variables, defaults, arrays, sums and quotes. Nothing is run."""
+"""Expansion of the words of a shell script: variables, defaults, arrays, sums and quotes. Nothing is run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Separator(str):
 _PRINTS = re.compile(r"^\s*(?:echo|printf|expr)\b|[;\n]\s*(?:echo|printf|expr)\b")
 
 _ARITHMETIC = re.compile(r"[0-9\s+*/%()\\-]+")
-"""What `expr` is given where it computes."""
+"""Arguments of `expr` where it computes."""
 
 MOST_PRINTED = 4
 """Commands inside each other whose output is computed."""
@@ -90,7 +90,7 @@ class Expansion:
         return found if word is None else [*found, word]
 
     def value(self, raw: Chars) -> Chars:
-        """What a variable gets that is set to `raw`: blanks do not split, and stand between elements."""
+        """The value of a variable that is set to `raw`: blanks do not split it, and stand between elements."""
         found: Chars = [
             (char or " ", line) for char, line, quoted in self._pieces(Part(raw), 0) if char or not quoted
         ]
@@ -177,7 +177,7 @@ class Expansion:
         return at + 1 + name.end(), self._braced(part.of(at + 1, at + 1 + name.end()), line, depth + 1)
 
     def _printed(self, inner: Chars, depth: int) -> Chars | None:
-        """What `$(...)` stands for whose commands do nothing but set variables and print; None for others."""
+        """The output of `$(...)` whose commands do nothing but set variables and print; None for others."""
         text = plain(inner)
         if depth > MOST_PRINTED or len(text) > LONGEST_NAME or not _PRINTS.search(text) or ">" in text:
             return None
@@ -219,7 +219,7 @@ class Expansion:
         return found
 
     def separator(self) -> str:
-        """What stands between the elements of an array that quotes join."""
+        """The text between the elements of an array that quotes join."""
         value = self.variables.get("IFS")
         if value is None or has_unknown(_first(value)):
             return " "
@@ -233,7 +233,7 @@ class Expansion:
         return next(ends, at)
 
     def never_set(self, value: Value | None) -> bool:
-        """Whether a value is that of one variable which a script asks for and nothing sets.
+        """Return whether a value is that of one variable which a script asks for and nothing sets.
 
         Such a variable is not set where the script runs as it stands.
         """
@@ -360,7 +360,7 @@ def _elements(value: Value) -> list[Chars]:
 
 
 def _first(value: Value) -> Chars:
-    """What a variable's bare name means: its text, or the first element."""
+    """The value of a variable's bare name: its text, or the first element."""
     if value and isinstance(value[0], list):
         return value[0]
     return [char for char in value if isinstance(char, tuple)]

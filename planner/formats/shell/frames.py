@@ -13,11 +13,11 @@ class Frame:
 
     kind: str
     runs: Truth
-    """Whether what it holds runs; None where that is not known."""
+    """True if the body of the construct runs; None where that is not known."""
     done: Truth = False
-    """Whether an earlier branch of an `if` has run."""
+    """True if an earlier branch of an `if` has run."""
     tests: bool = False
-    """What is read belongs to the condition of an `if` or a `while`."""
+    """True while the condition of an `if` or a `while` is read."""
     subject: str | None = None
     """The subject of a `case`."""
     patterns: list[str] | None = None

@@ -14,7 +14,7 @@ BATCH = ("sbatch",)
 
 
 def takes_script(words: Sequence[Word]) -> bool:
-    """Whether a command runs the text that follows its line: `sbatch <<END`, `srun bash <<END`."""
+    """Return whether a command runs the text that follows its line: `sbatch <<END`, `srun bash <<END`."""
     if words[0].text in BATCH:
         return all(word.text.startswith("-") for word in words[1:])
     return words[-1].text in _SHELLS or (
@@ -23,7 +23,7 @@ def takes_script(words: Sequence[Word]) -> bool:
 
 
 def inner_script(words: list[Word]) -> tuple[int, bool] | None:
-    """Where the script stands that a command gives to another shell, and whether it goes to the end."""
+    """The index of the script that a command gives to another shell, and whether it goes to the end."""
     for at, word in enumerate(words):
         if word.text == "eval" and at == 0 and len(words) > 1:
             return 1, True

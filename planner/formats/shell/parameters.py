@@ -1,4 +1,4 @@
-"""What `${NAME...}` makes of a value: parts of it, other cases, less of its ends, replacements."""
+"""Expansion of `${NAME...}`: parts of a value, other cases, less of its ends, replacements."""
 
 from __future__ import annotations
 

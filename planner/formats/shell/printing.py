@@ -1,4 +1,4 @@
-"""What `printf` makes of its format and arguments, character by character. Nothing is run."""
+"""The output of `printf` for its format and arguments, character by character. Nothing is run."""
 
 from __future__ import annotations
 

@@ -45,11 +45,11 @@ MOST_COMMANDS = 50_000
 
 @dataclass(frozen=True)
 class Script:
-    """What a script would run, and what it sets."""
+    """Commands that a script would run, and variables and files that it sets."""
 
     commands: tuple[tuple[Word, ...], ...]
     directives: tuple[tuple[Word, ...], ...]
-    """What comments for a batch system say, such as `#SBATCH --nodes 4`."""
+    """Comments for a batch system, such as `#SBATCH --nodes 4`."""
     variables: Mapping[str, Word]
     files: Mapping[str, Word]
     """Texts that it writes into files (`cat <<END > FILE`), by the names of these."""
@@ -184,7 +184,8 @@ class _Reader:
             self._simple(raw, before, depth, negated)
 
     def _is_pattern(self, raw: list[Chars], before: str) -> bool:
-        """Whether words choose a branch of a `case`; before a branch it is found out whether that runs."""
+        """Return whether words choose a branch of a `case`; before a branch, find out whether the branch
+        runs."""
         frame = self._frames[-1] if self._frames else None
         if frame is None or frame.kind != "case":
             return False
@@ -316,7 +317,7 @@ class _Reader:
                 self.names.assign(name, element)
                 self._inside(Frame("loop", True), body, depth)
             return
-        # What a turn sets is known in that turn, and neither before it nor after the loop.
+        # A variable that a turn sets is known in that turn, and neither before nor after the loop.
         changed = [
             *([name] if name.isidentifier() else re.findall(r"[A-Za-z_]\w*", name[:1000])),
             *assigned(body),
@@ -346,7 +347,7 @@ class _Reader:
         return False
 
     def _elements(self, head: list[Chars]) -> list[Chars] | None:
-        """What a `for` goes over; None where that is not known."""
+        """The elements that a `for` goes over; None where they are not known."""
         if len(head) < 2 or plain(head[1]) != "in":
             return None
         found = [part for word in head[2:] for part in self.names.expansion.split(word)]
@@ -369,7 +370,7 @@ class _Reader:
         return False
 
     def _runs(self) -> Truth:
-        """Whether what is read now would run: False beats None, and that True."""
+        """Return whether the words read now would run: False beats None, and None beats True."""
         states = [frame.runs for frame in self._frames]
         return False if False in states else (None if None in states else True)
 
@@ -399,7 +400,7 @@ class _Reader:
             self.names.assignment(word, runs)
 
     def _outcome(self, raw: list[Chars], runs: Truth) -> tuple[Truth, bool]:
-        """Whether a command succeeds, and whether it is nothing but a test."""
+        """Return whether a command succeeds, and whether it is nothing but a test."""
         first = plain(raw[0][:10]) if raw else ""
         if first in TESTS:
             return self._test(raw), True

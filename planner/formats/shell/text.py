@@ -59,7 +59,7 @@ def word_of(chars: Sequence[Char]) -> Word:
 
 
 def has_unknown(chars: Sequence[Char]) -> bool:
-    """Whether some part of a text is not known."""
+    """Return whether some part of a text is not known."""
     return any(isinstance(char, Unknown) for char, _ in chars)
 
 
@@ -78,7 +78,7 @@ class Closings:
         return self._found[start]
 
     def opens(self, at: int) -> bool:
-        """Whether a construct opens at `at` that may hold blanks."""
+        """Return whether a construct opens at `at` that may hold blanks."""
         char = self._char(at)
         return (char in "'\"`\\" and char != "") or (char == "$" and self._char(at + 1) in ("{", "("))
 

@@ -1,4 +1,4 @@
-"""What a shell script sets: variables, arrays, arguments, and the commands that do nothing else."""
+"""Values that a shell script sets: variables, arrays, arguments, and the commands that do nothing else."""
 
 from __future__ import annotations
 

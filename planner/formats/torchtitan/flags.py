@@ -26,7 +26,7 @@ STARTER = "run_train.sh"
 """torchtitan's own script: `MODULE=llama3 CONFIG=llama3_8b ./run_train.sh FLAGS`."""
 
 STARTERS_OWN = {"NGPU": "8", "MODULE": "llama3", "CONFIG": "llama3_debugmodel"}
-"""What that script takes where its variables are not set."""
+"""Defaults of that script for its variables."""
 
 _FLAG = re.compile(r"([a-z_]+)\.(no_)?([a-z_]+(?:\.[a-z_]+)*)")
 _CHECKPOINTING = re.compile(r"activation[-_]checkpoint:(none|full|selective|memory[-_]budget)")
@@ -39,7 +39,7 @@ class Command(NamedTuple):
     """A command that starts torchtitan."""
 
     entries: Entries
-    """What its flags and variables say, as keys."""
+    """Values of its flags and variables, as keys."""
     world_size: int | None
     local_world_size: int | None
 
@@ -92,7 +92,7 @@ def _program(launch: Launch) -> tuple[Word, ...]:
 
 
 def _add_variables(launch: Launch, names: Entries, given: Entries) -> None:
-    """What variables say to torchtitan's own script, where no flag does."""
+    """Add the values of variables that torchtitan's own script reads, where no flag gives them."""
     variables = launch.environment
     if "CONFIG_FILE" in variables:
         word = variables["CONFIG_FILE"]

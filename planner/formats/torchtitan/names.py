@@ -1,4 +1,5 @@
-"""What torchtitan calls degrees of a layout, and how it shares out layers (release 0.3.0)."""
+"""Names that torchtitan has for degrees of a layout, and its distribution of layers to stages (release
+0.3.0)."""
 
 from __future__ import annotations
 

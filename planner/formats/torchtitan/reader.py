@@ -42,7 +42,7 @@ from planner.space.shared_stages import stage_layers
 
 
 def recognises(entries: Entries) -> bool:
-    """Whether keys are those of torchtitan."""
+    """Return whether keys are those of torchtitan."""
     sections = {path.partition(".")[0] for path in entries if "." in path}
     marks = ({"training.seq_len", "model.flavor"}, {CONFIG, "model.flavor"})
     return {"parallelism", "training"} <= sections or any(mark <= entries.keys() for mark in marks)
@@ -93,7 +93,7 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
 
 
 class _Release:
-    """What of the defaults a file has that depends on its release, as its keys tell it."""
+    """Defaults that depend on the release of a file, as its keys tell the release."""
 
     def __init__(self, own: Iterable[str], keys: Keyed) -> None:
         names = set(own)
@@ -392,7 +392,7 @@ def _recompute(keys: Keyed, model: ModelSpec, stages: tuple[int, ...]) -> dict[s
     if option == "op" and not model.experts:
         return {"recompute": "selective"}
     if option == "op":
-        # What it keeps is between nothing and all, and what it computes again is half of the GEMMs.
+        # The policy keeps an amount between nothing and all, and computes half of the GEMMs again.
         text = "keeps attention and every second GEMM; priced as recomputing every second layer"
         keys.add("note", text, KEYS["recompute_modules"])
         option = "2"

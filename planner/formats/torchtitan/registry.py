@@ -26,7 +26,7 @@ STYLE = Style(
     re.compile(r"(?:\w+\.)*\w*Trainer\.Config"),
     nested=True,
 )
-"""How its configurations are written."""
+"""The form in which torchtitan's configurations are written."""
 
 POLICIES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
 """Classes of `activation_checkpoint` by the word that files have for them."""
@@ -41,7 +41,7 @@ _OWN = re.compile(r"(?:torchtitan)?\.")
 
 
 def has_configurations(file: str, text: str) -> bool:
-    """Whether a program has functions that return configurations of torchtitan."""
+    """Return whether a program has functions that return configurations of torchtitan."""
     return "Trainer.Config" in text and bool(recipes(((file, text),), style=STYLE))
 
 
@@ -109,7 +109,7 @@ def _as_file(recipe: Recipe) -> Entries:
 
 
 def _policy(entry: Entry) -> Entries:
-    """What is recomputed: a class, or nothing where there is none."""
+    """The keys of a recompute policy: a class, or nothing where there is none."""
     words = entry.text.split(".")
     mode = next((mode for name, mode in POLICIES.items() if name in words), "")
     if entry.text == "null":

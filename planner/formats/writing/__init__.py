@@ -1,1 +1,1 @@
-"""What all exports share: values, texts and parts of models as other software writes them."""
+"""Parts that all exports share: values, texts and parts of models as other software writes them."""

@@ -24,19 +24,19 @@ class Export:
 
     target: str
     text: str
-    """What its file holds: flags, one on each line, or the file itself."""
+    """The text of the exported file: flags, one on each line, or the file itself."""
     inexpressible: tuple[str, ...]
     """Parts of a plan that the software does not support, each with the reason. A field of the layout comes
     first, as in `schedule=zbv: ...`."""
     layout_flags: Mapping[str, str]
     """Flags or paths of keys that say the layout, with their values (empty for switches)."""
     notes: tuple[str, ...] = ()
-    """What else there is to know; of a field of the layout in the form of `inexpressible`."""
+    """Further notes; a note on a field of the layout has the form of `inexpressible`."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of the environment that the software wants to run it."""
     in_script: tuple[str, ...] = ()
-    """What the file of no plan says, because the software takes it from its training script: in the form of
-    `inexpressible`."""
+    """Parts of a plan that its file never states, because the software takes them from its training script:
+    in the form of `inexpressible`."""
 
     @property
     def inexpressible_fields(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""What of a model a software has words for: every other field that is not the usual one is named."""
+"""Parts of a model that a software has words for: every other field with an unusual value is named."""
 
 from __future__ import annotations
 

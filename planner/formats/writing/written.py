@@ -10,7 +10,7 @@ from typing import Literal
 from costmodels.errors import InputError
 
 Form = Literal["word", "comment", "value", "text", "line"]
-"""What a text is to be in a file.
+"""The place of a text in a file.
 
 word: one word of a shell's command, whatever is in it;
 comment: a part of a line that nobody reads but people;
