@@ -1,4 +1,4 @@
-"""How to train: ranks every legal parallel layout of a job. Never imports torch."""
+"""The parallelism planner: it ranks every legal parallel layout of a training job. It never imports torch."""
 
 from __future__ import annotations
 

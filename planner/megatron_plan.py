@@ -1,4 +1,4 @@
-"""How the plan for Megatron-LM would differ from the one for the runtime of this package."""
+"""The plan for Megatron-LM, by its differences from the plan for the runtime of this package."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class OtherPlan:
     """The first plan of the same question for the other engine."""
 
     layout: Layout | None
-    """None where there is none."""
+    """The layout for Megatron-LM; None where there is none."""
     estimate: Estimate | None
-    """What it costs there."""
+    """The estimate of that layout under Megatron-LM."""
     differs: tuple[str, ...]
     """Degrees that it has otherwise, with the value here in brackets; none where the layout is the same."""
     why_not: str
-    """Why there is no plan; empty where there is one."""
+    """The reason why there is no plan; empty where there is one."""
 
     def __str__(self) -> str:
         estimate = self.estimate
@@ -97,7 +97,7 @@ def _wordless(model: ModelSpec) -> str | None:
 def _asked_of(problem: Problem, name: str) -> Problem:
     """The question of a problem for another engine; raises `InputError` for what that does not run."""
     engine = resolve_engine(name)
-    # What the runtime of this package cannot run is no rule of others.
+    # Limits of this package's runtime are no rules of other engines.
     asked = replace(problem, engine=engine, rules=())
     resolve_precision(problem.precision, problem.cluster.device, engine)
     check_pins(engine, asked.pins)

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from costmodels.spec.estimate import Estimate
 
 Objective = Literal["throughput", "step-time", "cost", "memory"]
-"""What a plan is to be best at; each layout runs the largest batch that it can, up to the one asked for.
+"""The quantity by which plans are ranked; each layout runs the largest batch that it can, up to the one asked
+for.
 
-`throughput` is tokens per second. `step-time` is seconds of one step: with an exact batch the same order,
-with a maximum a shorter step wins even if it is of fewer sequences. `cost` is device-hours per token, and so
-money: for one world size the same order, for several the one with most tokens per second of a device wins.
-`memory` is the lowest peak of the fullest device; those within a thousandth are equal, and go by tokens per
-second.
+- `throughput`: tokens per second.
+- `step-time`: seconds of one step. With an exact batch the order is that of `throughput`; with a maximum a
+  shorter step wins even if it has fewer sequences.
+- `cost`: device-hours per token, and so money. For one world size the order is that of `throughput`; for
+  several sizes the most tokens per second of a device win.
+- `memory`: the lowest peak of the fullest device. Peaks within a thousandth of each other are equal, and
+  tokens per second decide.
 """
 
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -83,7 +86,7 @@ METRICS: dict[Objective, str] = {
     "cost": "device_hours_per_billion_tokens",
     "memory": "peak_memory_gib",
 }
-"""What the figure of an objective is, with its unit."""
+"""The metric of each objective, with its unit."""
 
 
 BILLION_PER_HOUR = 3600 / 1e9

@@ -1,4 +1,4 @@
-"""What the pipeline ranks of a plan run on, and how long they wait."""
+"""Devices and idle shares of the pipeline ranks of a plan."""
 
 from __future__ import annotations
 

@@ -57,21 +57,21 @@ class Plan(Record):
     version: Literal[1] = VERSION
     """Version of the file format."""
     model: ModelSpec
-    """What is trained."""
+    """The model to train."""
     cluster: Cluster
     """Devices, and the links that join them."""
     engine: Engine
     """The constants that the estimate was made with, so that the file needs no catalogue."""
     layout: Layout
-    """How the job is split."""
+    """The parallel layout of the job."""
     estimate: Estimate
     """Predicted seconds, bytes and rates of the layout."""
     fits: bool
     """The estimated peak of every device is within the cluster's memory."""
     reason: str
-    """Why this layout ranks where it does, against its nearest rival."""
+    """The reason for the place of this layout in the ranking, against its nearest rival."""
     objective: Objective = "throughput"
-    """What the ranking is by; what it was by before plans said so unless given."""
+    """The objective of the ranking; `throughput` in files from before plans named it."""
     preference: Preference = FASTEST
     """The choice among plans within the estimate's error of each other; empty in files without it."""
     considered: CountOrZero
@@ -83,7 +83,8 @@ class Plan(Record):
     rejected: dict[str, CountOrZero]
     """Layouts that are not feasible, by the rule that removed them."""
     asked: RunQuestion | None = None
-    """What was asked of the whole run: tokens, price, goal, the sizes compared; None where nothing was."""
+    """The question about the whole run: tokens, price, goal, the sizes compared; None where there was none.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> "Plan":
@@ -111,7 +112,7 @@ class Plan(Record):
 
     @property
     def load_assumed(self) -> str:
-        """What the estimate takes for granted of the load of experts; empty where it was given."""
+        """The assumption of the estimate about the load of experts; empty where the load was given."""
         said = self.model.router.loads or self.engine.experts.load is not None
         if said or self.expert_load == 1:
             return ""
@@ -130,7 +131,7 @@ class Plan(Record):
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """The table that notebooks show."""
         cluster = self.cluster
         title = f"{self.model.name} on {cluster.world_size} x {cluster.device.name}: {self.reason}"
         return html_table(title, COLUMNS, [shown(self.layout, self.estimate)])
@@ -167,7 +168,7 @@ class Plan(Record):
         write_whole("plan", path, self.file_text())
 
     def file_text(self) -> str:
-        """What the file of the plan holds."""
+        """The content of the file of the plan."""
         values = self.model_dump(mode="json")
         values[DIGEST] = _digest(values)
         return json.dumps(values, indent=2) + "\n"

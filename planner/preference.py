@@ -88,12 +88,12 @@ class Preference(Record):
 
     @property
     def asks_headroom(self) -> bool:
-        """Whether somebody said how much memory to leave."""
+        """True if the user gave the memory to leave free."""
         return self.headroom_gib is not None or self.headroom_share is not None
 
     @property
     def weighs(self) -> bool:
-        """Whether anything but speed decides."""
+        """True if anything but speed decides."""
         return self.prefer == "simple" or self.asks_headroom
 
 

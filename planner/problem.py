@@ -42,7 +42,7 @@ class Problem:
     pins: Pins
     objective: Objective = "throughput"
     rules: tuple[Rule, ...] = ()
-    """What this job cannot run, besides what no job and what its engine cannot."""
+    """Rules of this job, besides those of all jobs and of its engine."""
     preference: Preference = Preference()
     """The choice among plans within the estimate's error of each other."""
 
@@ -85,7 +85,7 @@ class JobKeywords(TypedDict, total=False):
     max_global_batch_size: int | None
     """Sequences of one step, at most."""
     engine: Engine | str | None
-    """Who executes the layout, or its catalogue name."""
+    """The engine that executes the layout, or its catalogue name."""
     precision: str | None
     """The number format of GEMMs."""
     pin: PinInput
@@ -93,14 +93,14 @@ class JobKeywords(TypedDict, total=False):
     forbid: PinInput
     """Values of degrees that no layout may have."""
     objective: str | None
-    """What the first plan is best at (`planner.objective.Objective`)."""
+    """The objective of the ranking (`planner.objective.Objective`)."""
     prefer: str | None
     """`simple` or `fastest`: the choice among plans within the estimate's error of the fastest; or a YAML
     file of points (`planner.preference`)."""
     headroom: str | float | None
     """Memory that a plan should leave free on a device: GiB (`2`), or a share of it (`3%`)."""
     rules: Sequence[Rule] | None
-    """What this job cannot run."""
+    """Rules for layouts that this job cannot run."""
     lora: Lora | None
     """Adapters to train in the place of the model."""
     mtp: MultiTokenPrediction | None

@@ -33,14 +33,14 @@ START = (
     "import sys, pickle; source = sys.stdin.buffer; sys.path[:] = pickle.load(source); "
     "from planner.processes import serve; serve()"
 )
-"""What a helper runs; isolated, so that no module comes from the folder in which it is started."""
+"""The program of a helper; it is isolated, so that no module comes from the folder in which it is started."""
 
 Packed = bytes
 """A call as a helper reads it."""
 
 
 def helpers_for(calls: int, seconds: float) -> int:
-    """How many helpers are worth it for so many calls, each of which takes about `seconds`."""
+    """The number of helpers worth starting for so many calls, each of which takes about `seconds`."""
     if seconds < LONG_S:
         return 0
     affinity = getattr(os, "sched_getaffinity", None)
@@ -80,7 +80,7 @@ class Calls(Generic[ResultT]):
             thread.join()
         for number in range(len(self._calls)):
             if number not in self._found:
-                self._make(number)  # What a helper failed at: here it says why.
+                self._make(number)  # A call that failed in a helper says why here.
         return [self._found[number] for number in range(len(self._calls))]
 
     def _make(self, number: int) -> None:
@@ -128,7 +128,7 @@ class Helper:
         self._is_told = False
 
     def made(self, packed: Packed) -> tuple[bool, Any]:
-        """Whether a call could be made, and its result."""
+        """Send a call to the helper; return whether it succeeded, and its result."""
         target, source = self.process.stdin, self.process.stdout
         assert target is not None and source is not None
         if not self._is_told:
@@ -145,7 +145,7 @@ class Helper:
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
-                with suppress(OSError):  # What was not read of a call goes with the process.
+                with suppress(OSError):  # The unread rest of a call goes with the process.
                     stream.close()
 
 

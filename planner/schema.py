@@ -123,7 +123,7 @@ def _first(record: type) -> str:
 
 @cache
 def descriptions(record: type) -> dict[str, str]:
-    """What the docstrings of a class say of its fields and properties, by name."""
+    """Descriptions of the fields and properties of a class, by name, from their docstrings."""
     found: dict[str, str] = {}
     for one in reversed(record.__mro__):
         if one.__module__.partition(".")[0] not in ("costmodels", "planner"):

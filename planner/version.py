@@ -1,4 +1,4 @@
-"""Which version of this package is installed."""
+"""The version of this package that is installed."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ class Size:
     plan: Plan | None
     """None where no layout is legal, or none fits."""
     run: Run | None
-    """What `plan` takes for the tokens asked for, or for `UNIT_TOKENS`; None without a plan."""
+    """The run of `plan` over the tokens asked for, or over `UNIT_TOKENS`; None without a plan."""
     problem: str | None
-    """Why there is no plan."""
+    """The reason why there is no plan."""
     result: SearchResult | None = field(compare=False, repr=False)
     """None where no layout is legal."""
     on_front: bool = False
@@ -83,7 +83,7 @@ class Sizes:
         return f"<Sizes of {self.problem.model.name}: {sizes} devices; recommended: {best}>"
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the best plan of each size, and the size to take."""
+        """The table that notebooks show: the best plan of each size, and the size to take."""
         found = self.recommendation
         title = repr(self).strip("<>") + ("" if found is None else f", as {found.why}")
         columns = ("devices", "front", *COLUMNS, "days", "device-hours")
@@ -150,7 +150,8 @@ class Sizes:
         return min(some, key=self._figure).world_size
 
     def _figure(self, size: Size) -> tuple[float, ...]:
-        """What the objective wants to be least; the first decides, the next one where it is equal."""
+        """Figures of a size that the objective minimises; the first decides, and the next one where it is
+        equal."""
         assert size.run is not None and size.plan is not None
         figures: dict[Objective, tuple[float, ...]] = {
             "throughput": (size.run.days,),

@@ -196,7 +196,7 @@ class Layout(Record):
     fp8_recipe: Fp8Recipe = "default"
     """The scaling recipe of precision fp8."""
     fp8_param_gather: bool = False
-    """With ZeRO, gather weights of fp8 GEMMs in fp8 (Megatron-LM's flag of the name)."""
+    """Gather weights of fp8 GEMMs in fp8 under ZeRO (Megatron-LM's flag of the name)."""
     optimizer: Optimizer = "adam"
     """Optimizer that updates the weights."""
     muon_mode: MuonMode = "default"

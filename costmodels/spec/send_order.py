@@ -112,13 +112,13 @@ class SendOrder:
 class ChainOrder(SendOrder):
     """A `SendOrder` for ranks that send to their neighbours alone, each numbered after the one before it.
 
-    What comes from one neighbour then comes straight from it or by way of it, never around: for each place
-    the last ones of both neighbours that come before it say all.
+    A message from one neighbour then comes straight from that neighbour or through it, never around. So each
+    place needs only the last places of both neighbours that come before it.
     """
 
     def __init__(self, ranks: int) -> None:
         self.last: list[tuple[list[int], list[int]]] = [([], []) for _ in range(ranks)]
-        """Of each rank, by place: the number of the last place of the rank before, and of the rank after."""
+        """Numbers of the last places of the ranks before and after, for each rank and each of its places."""
 
     def append_messages(self, senders: Ints, receivers: Ints) -> tuple[list[Place], list[Place]]:
         """Append messages behind nothing else (`SendOrder.append_messages`)."""

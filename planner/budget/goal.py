@@ -23,19 +23,19 @@ class Goal:
 
     @property
     def is_given(self) -> bool:
-        """Whether anything was asked."""
+        """True if a goal was given."""
         return self.deadline_days is not None or self.budget is not None
 
     def is_in_time(self, run: Run) -> bool:
-        """Whether a run takes no more days than it may."""
+        """Return whether a run takes no more days than it may."""
         return self.deadline_days is None or run.days <= self.deadline_days
 
     def is_paid_for(self, run: Run) -> bool:
-        """Whether a run costs no more than it may."""
+        """Return whether a run costs no more than it may."""
         return self.budget is None or (run.money is not None and run.money <= self.budget.amount)
 
     def is_kept(self, run: Run) -> bool:
-        """Whether a run is in time and paid for."""
+        """Return whether a run is in time and paid for."""
         return self.is_in_time(run) and self.is_paid_for(run)
 
     def describe(self, verbs: tuple[str, str] = ("take", "cost")) -> str:
@@ -84,7 +84,8 @@ def parse_goal(
 
 
 def verdict_line(goal: Goal, run: Run) -> str | None:
-    """Whether a run of one size keeps its goal, and by how much it misses it; None without a goal."""
+    """A line that says whether a run of one size keeps its goal, and by how much it misses; None without a
+    goal."""
     if not goal.is_given:
         return None
     if goal.is_kept(run):
@@ -104,7 +105,7 @@ def verdict_line(goal: Goal, run: Run) -> str | None:
 
 
 def late_text(run: Run) -> str:
-    """How long a run may take, by the upper end of its 80 % prediction interval."""
+    """A warning with the upper end of a run's 80 % prediction interval."""
     return f"one such run in ten takes more than {duration(run.days_high * DAY)}"
 
 

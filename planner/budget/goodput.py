@@ -160,7 +160,7 @@ class Failures:
 
 
 class Rates(NamedTuple):
-    """How often devices fail, and how fast a job goes on."""
+    """Rates of failures, of checkpoint storage and of restarts."""
 
     mtbf_hours: float
     checkpoint_gbps: float | None

@@ -80,7 +80,7 @@ def _parsed(text: str) -> Money | None:
 
 
 def _is_currency(mark: str) -> bool:
-    """Whether a text is a sign, perhaps with the letters of a country, or a code of three letters."""
+    """Return whether a text is a sign, perhaps with the letters of a country, or a code of three letters."""
     if len(mark) == 3 and mark.isascii() and mark.isalpha():
         return True
     signs = [letter for letter in mark if _is_sign(letter)]

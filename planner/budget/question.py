@@ -21,7 +21,7 @@ class SizeRun(Record):
     layout: Sentence | None = None
     """The plan; None where none is legal, or none fits."""
     problem: Sentence | None = None
-    """Why there is none."""
+    """The reason why there is no plan."""
     days: NonNegative | None = None
     days_low: NonNegative | None = None
     days_high: NonNegative | None = None
@@ -57,7 +57,7 @@ class RunQuestion(Record):
     recommended: Devices | None = None
     """The size to take."""
     why: Sentence = ""
-    """Why that."""
+    """The reason for that size."""
 
     @property
     def run_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Which of several sizes of a cluster to take, and why.
+"""The size to take of several sizes of a cluster, and the reason for it.
 
 With a deadline the cheapest size that is in time; with a budget the fastest that is paid for; without
 either the knee of days against cost.
@@ -34,7 +34,7 @@ class Recommendation:
     world_size: int
     rule: Rule
     keeps_goal: bool
-    """Whether the run keeps the deadline and the budget; true where there are none."""
+    """True if the run keeps the deadline and the budget, or there are none."""
     why: str
     """One sentence, with its numbers."""
 
@@ -132,7 +132,7 @@ def _rule(goal: Goal) -> Rule:
 
 
 def _within(runs: Mapping[int, Run], kept: Mapping[int, Run], goal: Goal, size: int) -> str:
-    """Why a size is taken of those that keep the goal."""
+    """The reason why a size is taken of those that keep the goal."""
     run = runs[size]
     best = "cheapest" if goal.deadline_days is not None else "fastest"
     which = f"the {best} of {_sizes(kept)} that" if len(kept) > 1 else "the only size that"

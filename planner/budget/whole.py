@@ -40,7 +40,7 @@ class WholeRun:
     data_bytes_per_s: float
     """Bytes of tokens that the whole job reads in a second."""
     save_interval_given: bool
-    """Whether the steps between two checkpoints were given; they are the best number elsewhere."""
+    """True if the user gave the steps between two checkpoints; otherwise they are the best number."""
     assumed: tuple[str, ...]
     """The values that nobody gave, each with its range and the argument that gives it."""
 

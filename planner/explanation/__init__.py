@@ -1,1 +1,1 @@
-"""Why a plan ranks where it does, and what a change would buy."""
+"""Reasons for the rank of a plan, and the gain of changes."""

@@ -1,4 +1,4 @@
-"""What one change of a job would buy, each searched again, and with that what holds it back."""
+"""The gain of one change of a job, each searched again, and the bottleneck that follows from the gains."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ CONSTRAINTS: dict[Kind, Constraint] = {
     "batch": "batch",
     "pin": "pin",
 }
-"""What a change relieves."""
+"""The constraint that each kind of change relieves."""
 
 SAME_LAYOUTS: tuple[Kind, ...] = ("memory", "intra_node", "inter_node")
 """Changes after which the same layouts are legal, and need as many bytes."""
 
 NOTICEABLE = 1.01
-"""How many times better a change must make what counts to be worth a word."""
+"""The least factor by which a change must improve the objective to be worth a word."""
 
 TIMES = 2
-"""How much more there is of what changes."""
+"""The factor by which a change increases its resource."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Change:
     plan: Plan | None
     """The first plan after it: of those that tie with the fastest, the one that is preferred."""
     why_not: str
-    """Why there is none; empty where there is one."""
+    """The reason why there is no plan; empty where there is one."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What holds the best plan back."""
+    """The bottleneck of the best plan."""
 
     constraint: Constraint
     reason: str
@@ -173,16 +173,17 @@ def _faster(cluster: Cluster, intra: bool) -> Cluster:
     given = cluster.model_copy(update={name: link, "measured": measured})
     bandwidth = link.bandwidth * TIMES
     if not intra:
-        # What a link given for a job counts, a card or a device's share, is not what the device's own does.
+        # The bandwidth of a given link is that of a card or of a device's share, unlike that of the device's
+        # own link.
         bandwidth *= cluster.slow_link.bandwidth / given.slow_link.bandwidth
     return given.model_copy(update={name: link.model_copy(update={"bandwidth": bandwidth})})
 
 
 def binding(result: SearchResult, found: list[Change], near: list[Neighbour]) -> Binding | None:
-    """What holds the best plan back: of what `changes` and `neighbours` found, that which costs most.
+    """The bottleneck of the best plan: of the gains that `changes` and `neighbours` found, the largest.
 
-    More devices do not count: what a device does is what is asked. None where nothing fits, and where the
-    objective is to need little memory.
+    More devices do not count, as the question is about the speed of a device. None where nothing fits, and
+    where the objective is to need little memory.
     """
     if result.best is None or result.problem.objective == "memory":
         return None

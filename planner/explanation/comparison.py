@@ -76,7 +76,7 @@ def _terms(
 
 def _distinguishable(first: Plan, second: Plan) -> bool:
     if first.cluster != second.cluster or first.engine != second.engine:
-        # What makes estimates of one cluster wrong together does not do so here.
+        # Estimates on different clusters do not err together.
         one, other = first.estimate, second.estimate
         scale = first.layout.global_batch_size / second.layout.global_batch_size
         lowest, highest = scale * other.step_time_low_s, scale * other.step_time_high_s

@@ -1,4 +1,4 @@
-"""Why the best plan is the best, why others are not, what holds it back, and what a change would buy."""
+"""Reasons for the best plan and against others, the bottleneck, and the gain of changes."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Explanation:
     comparisons: tuple[Comparison, ...]
     """The best plan against the next one that costs something else, and against those that were named."""
     verdicts: tuple[Verdict, ...]
-    """What became of the layouts that were named, but for those that the best plan is compared with."""
+    """Verdicts on the named layouts, except those that the best plan is compared with."""
     binding: Binding | None
-    """What holds the best plan back; None where nothing fits, or changes were not asked for."""
+    """The bottleneck of the best plan; None where nothing fits, or changes were not asked for."""
     changes: tuple[Change, ...]
-    """What one change would buy; none where nothing fits, or changes were not asked for."""
+    """The gain of each change; none where nothing fits, or changes were not asked for."""
     neighbours: tuple[Neighbour, ...]
     """The layouts one step from the best."""
     advice: str | None
@@ -86,7 +86,7 @@ class Explanation:
         return "\n".join(_lines(self))
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the answer in words, and the best plan term by term against the others."""
+        """The answer in words for notebooks, with the best plan term by term against the others."""
         import html  # Notebooks alone ask for one, and it loads a table of all entities.
 
         return f"<pre>{html.escape(str(self))}</pre>"

@@ -41,12 +41,12 @@ class Neighbour:
     ratio: float | None
     """Tokens per second over those of the best plan; None where the changed plan does not fit."""
     figure: float | None
-    """What plans are ranked by, in the unit of `objective.METRICS`: its own, or with `were_it_legal` that
-    which it would have."""
+    """The figure that plans are ranked by, in the unit of `objective.METRICS`. With `were_it_legal` it is the
+    figure that the illegal change would have."""
     lacks_gib: float | None
     """GiB that it lacks; None where it fits or is illegal."""
     rule: str | None
-    """What forbids all of them; None where one is legal."""
+    """The rule that forbids all of them; None where one is legal."""
     were_it_legal: float | None
     """The ratio that the best plan would have with a change that a rule forbids, if the shapes could be cut
     that way; None if the memory would not do."""
@@ -136,9 +136,10 @@ def _moved(result: SearchResult, best: Plan, changed: Mapping[str, object]) -> N
 def _forbidden(
     result: SearchResult, layout: Layout, changed: Mapping[str, object]
 ) -> tuple[str | None, Prices | None]:
-    """What forbids a change, and what the best plan would cost with it if the shapes could be cut that way.
+    """The rule that forbids a change, and prices of the best plan with it as if the shapes could be cut that
+    way.
 
-    No prices where it would not fit.
+    There are no prices where the plan would not fit.
     """
     problem = result.problem
     for name in changed:

@@ -1,4 +1,4 @@
-"""What became of one layout: first, slower, too big, or illegal, and why."""
+"""The fate of one layout in a search: first, slower, too big, or illegal, with the reason."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ class Verdict:
     """The degrees asked about, in the words of the question."""
     outcome: Outcome
     reason: str
-    """Why, in one line, with its numbers."""
+    """The reason in one line, with its numbers."""
     rules: dict[str, int]
     """Layouts with these degrees by the rule that removed them, before any was priced."""
     legal: int
     """Layouts with these degrees that are legal."""
     feasible: int
-    """How many of the matching layouts fit into memory."""
+    """Matching layouts that fit into memory."""
     plan: Plan | None
     """The best of them that fits, or the smallest if none does; None where none is legal."""
     place: int | None
     """The place in the ranking of the search, from 1, or the one that the layout would have; None if it does
     not fit."""
     not_searched: str | None
-    """Why the search does not rank it though it is legal; None where it does."""
+    """The reason why the search does not rank the layout though it is legal; None where it does."""
     comparison: Comparison | None
     """The winner of the search against it, where both fit."""
 
@@ -203,7 +203,7 @@ def _same(result: SearchResult, layout: Layout, names: Iterable[str]) -> Bools:
 
 
 def _why_not_searched(result: SearchResult, layout: Layout) -> str | None:
-    """What keeps a legal layout out of a search; None where it is in."""
+    """The reason why a legal layout is not in a search; None where it is in."""
     problem = result.problem
     for name, value in problem.pins.items():
         if isinstance(value, WherePossible):
@@ -228,7 +228,7 @@ def _why_not_searched(result: SearchResult, layout: Layout) -> str | None:
 
 
 def _held(plan: Plan) -> str:
-    """What the memory of the fullest pipeline rank is made of, largest first, in words."""
+    """The parts of the memory of the fullest pipeline rank, largest first, in words."""
     stage = max(plan.estimate.memory, key=lambda each: each.total)
     parts = sorted(stage.model_dump().items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {held / GIB:.1f}" for name, held in parts if held >= 0.05 * GIB)

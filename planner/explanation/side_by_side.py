@@ -11,7 +11,7 @@ from planner.plan import Plan
 
 
 def differing_fields(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
-    """What two plans of one model have differently: of cluster, engine and layout, as text."""
+    """Fields of cluster, engine and layout in which two plans of one model differ, as text."""
     found: dict[str, tuple[str, str]] = {}
     parts = {
         "devices": (first.cluster.world_size, second.cluster.world_size),

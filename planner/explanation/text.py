@@ -96,7 +96,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
 
 
 def _counted(legal: int, feasible: int) -> str:
-    """How many matching layouts are legal, and how many of them fit."""
+    """A phrase with the number of matching layouts that are legal, and of those that fit."""
     if legal == 1:
         return f"1 matching layout is legal and {'fits' if feasible else 'does not fit'}"
     return f"{legal:,} matching layouts are legal, {feasible:,} of them fit"

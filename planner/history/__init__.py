@@ -1,1 +1,1 @@
-"""What jobs have measured on this user's machines, beside what was predicted of them."""
+"""Measurements of jobs on this user's machines, beside the predictions for them."""

@@ -27,7 +27,7 @@ LARGEST_HISTORY = 256 * MIB
 
 
 class PastRun(Record):
-    """What a job on one machine has measured, and what its plan said."""
+    """The measurements of a job on one machine, and the prediction of its plan."""
 
     version: Literal[1] = 1
     date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d")]
@@ -53,7 +53,8 @@ class PastRun(Record):
     predicted_peak_bytes: Positive
     predicted: StepParts
     parts: StepParts | None = None
-    """What the profiler saw of the first rank, scaled to the step time; None where it did not look."""
+    """Parts of the step that the profiler saw on the first rank, scaled to the step time; None where it did
+    not run."""
 
 
 def history_file() -> Path:

@@ -34,7 +34,7 @@ FOLDS = 8
 
 
 class Seen(NamedTuple):
-    """What runs of one model and layout have measured."""
+    """The median measurements of runs of one model and layout."""
 
     step: StepTime
     parts: StepParts | None
@@ -42,7 +42,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Refit:
-    """What the history says of a machine's devices with so many ranks."""
+    """Constants of a machine's devices with so many ranks, fitted to the history."""
 
     ranks: int
     device: Device
@@ -84,11 +84,11 @@ def median_error(ratios: Sequence[float]) -> float:
 
 
 def refits(runs: Sequence[PastRun], torch: str, machine: Machine | None = None) -> list[Refit]:
-    """What the runs of this machine say, for each number of ranks on it that has enough.
+    """The constants fitted to the runs of this machine, for each number of ranks that has enough runs.
 
     Args:
-        runs: of the whole history.
-        torch: version of PyTorch that is installed; runs of others do not count.
+        runs: runs of the whole history.
+        torch: version of PyTorch that is installed; runs of other versions do not count.
 
     Raises:
         InputError: no number of ranks has enough runs; it says what is missing.
@@ -114,7 +114,7 @@ def _missing(
     found: dict[tuple[str, int], list[Seen]],
     torch: str,
 ) -> str:
-    """Why the history does not do, and what would."""
+    """The reason why the history has too few runs, and the commands that add some."""
     more = f"planner sweep, or planner launch --try {FEWEST_LAYOUTS}, measures several"
     if not runs:
         return f"the history holds no run; {more}"
@@ -224,6 +224,6 @@ def ratios(steps: Sequence[StepTime], device: Device, engine: Engine, ranks: int
 
 
 def _is_of(run: PastRun, torch: str) -> bool:
-    """Whether a run is of our engine and a release of PyTorch, whatever that was built for."""
+    """Return whether a run is of the bundled engine and of a release of PyTorch, whatever its build."""
     theirs = run.software.get("torch", "").partition("+")[0]
     return run.engine == DEFAULT_ENGINE and theirs == torch.partition("+")[0]

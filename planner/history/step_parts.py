@@ -51,7 +51,7 @@ TERMS = {
     "host_gaps": "the host, which the device waits for",
     "communication": "communication and waits for other ranks",
 }
-"""What measured and predicted parts of a step have in common, with its name in a sentence."""
+"""Parts of a step that are both measured and predicted, with their names in a sentence."""
 
 _WAITS = (
     "tensor_parallel",

@@ -1,1 +1,1 @@
-"""What callers write for a model, a cluster, a batch or a degree, and what it stands for."""
+"""Inputs of callers for a model, a cluster, a batch or a degree, resolved into the vocabulary."""

@@ -42,7 +42,7 @@ class Choice:
     forbidden: tuple[Values, ...] = ()
 
     def __contains__(self, value: object) -> bool:
-        """Whether a degree may have `value`."""
+        """Return whether a degree may have `value`."""
         wanted = self.wanted is None or value in self.wanted
         return wanted and not any(value in group for group in self.forbidden)
 

@@ -40,7 +40,7 @@ def _measured(path: str, ranks: int, here: bool) -> Device:
 
 
 def is_cpu(name: str | None) -> bool:
-    """Whether a caller names the CPU of the machine that asks, or a file of one that was measured."""
+    """Return whether a caller names the CPU of the machine that asks, or a file of one that was measured."""
     if name is None or not is_device_file(name):
         return name == HOST
     return any(device.kind == "cpu" for device in read_devices(name).devices.values())

@@ -1,4 +1,4 @@
-"""Who executes a layout, and in which number format."""
+"""The engine that executes a layout, and its number format."""
 
 from __future__ import annotations
 

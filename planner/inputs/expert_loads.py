@@ -1,4 +1,4 @@
-"""How unevenly experts are used: a number that is given, or what a run has measured."""
+"""The imbalance of experts: a number that is given, or the measurement of a run."""
 
 from __future__ import annotations
 

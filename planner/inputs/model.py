@@ -35,13 +35,13 @@ def resolve_model(model: ModelSpec | str | Path, seq: int | None = None) -> Mode
 
 
 def is_hf_config(model: str | Path) -> bool:
-    """Whether a model is given as a Hugging Face config.json or its folder."""
+    """Return whether a model is given as a Hugging Face config.json or its folder."""
     path = Path(model)
     return path.suffix == ".json" or is_file(path / "config.json")
 
 
 def is_hub_id(model: str | Path) -> bool:
-    """Whether a model is given as an id of Hugging Face's Hub, such as `Qwen/Qwen3-8B`."""
+    """Return whether a model is given as an id of Hugging Face's Hub, such as `Qwen/Qwen3-8B`."""
     if "/" not in str(model) or is_file_name(str(model)):
         return False
     from planner.inputs.huggingface.hub import hub_model  # Only few runs name one.

@@ -7,11 +7,11 @@ from costmodels.errors import InputError
 from costmodels.spec.hardware import Device
 
 KINDS = "a100-80g:4,v100-32g:4"
-"""How nodes of two kinds are written: a device and its number of nodes, twice."""
+"""An example of nodes of two kinds: a device and its number of nodes, twice."""
 
 
 def is_of_kinds(device: Device | str | None) -> bool:
-    """Whether a device is written as nodes of several kinds."""
+    """Return whether a device is written as nodes of several kinds."""
     return isinstance(device, str) and "," in device
 
 

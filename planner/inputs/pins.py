@@ -45,7 +45,7 @@ Pins = dict[str, PinValue]
 """Values by the full name of a field of `Layout`, validated."""
 
 PinInput = Mapping[str, object] | Iterable[str] | str | None
-"""What callers may give: a mapping, or strings `name=value`; names full or short.
+"""Pins as callers give them: a mapping, or strings `name=value`; names full or short.
 
 A string may name several degrees, as layouts are printed (`tp=4+sp pp=8`).
 A value may be a range (`2..8`, `..4`, `2..`) or a list (`2,4`, or a Python list) where the search varies it.
@@ -91,7 +91,7 @@ SYNONYMS = {
     "dualpipe": "schedule=dualpipev",
     **{f"zero{stage}": f"zero={stage}" for stage in range(4)},
 }
-"""What others call a value of a degree, and the pin that it is here."""
+"""Names that other software has for a value of a degree, and the pin for each."""
 
 _SWITCHES = (*BOOLEANS, "fp8_param_gather")
 
@@ -122,7 +122,7 @@ WORD_DEGREES = ("recompute", "schedule", "context_parallel_form")
 
 @dataclass(frozen=True)
 class _Item:
-    """What a pin or a ban says of a degree."""
+    """A degree and its value in a pin or a ban."""
 
     name: str
     value: object
@@ -133,7 +133,7 @@ class _Item:
 
 
 GivenPins = PinInput | Iterable[str | tuple[str, object]]
-"""What flags give: pairs of a name and a value that is no text any more, beside the strings of `--pin`."""
+"""Pins as flags give them: pairs of a name and a parsed value, beside the strings of `--pin`."""
 
 
 def parse_pins(pin: GivenPins, forbid: PinInput = None) -> Pins:
@@ -159,7 +159,7 @@ def parse_pins(pin: GivenPins, forbid: PinInput = None) -> Pins:
 
 
 def _without(pinned: PinValue | None, name: str, items: Sequence[_Item]) -> PinValue:
-    """What is left of a pin of `name` when the values of `items` are forbidden."""
+    """The rest of a pin of `name` when the values of `items` are forbidden."""
     groups = tuple(map(_group, items))
     said = ",".join(str(item.value) for item in items)
     if isinstance(pinned, WherePossible):
@@ -212,12 +212,12 @@ def degrees_of(layout: Layout) -> Pins:
 
 
 def degree_words() -> Iterator[str]:
-    """What a shell may complete the name of a degree to."""
+    """Completions for the name of a degree."""
     yield from dict.fromkeys([*SHORT_NAMES, *Layout.model_fields])
 
 
 def pin_words() -> Iterator[str]:
-    """What a shell may complete a pin to: short and full names, and the values of a degree that has a few."""
+    """Completions for a pin: short and full names, and the values of a degree that has a few."""
     full = dict.fromkeys(Layout.model_fields)
     for short, name in [*SHORT_NAMES.items(), *zip(full, full, strict=True)]:
         values = _known(name) or ("",)
@@ -296,7 +296,7 @@ def _items(pin: GivenPins, verb: str) -> Iterable[_Item]:
 
 
 def _items_of_text(given: str, verb: str) -> Iterator[_Item]:
-    """What one string says: a pin or ban `name=value`, or the pins of a printed layout."""
+    """The pins or bans in one string: `name=value`, or the degrees of a printed layout."""
     for text in [given] if verb == "forbid" else degrees_in(given):
         name, equals, value = text.partition("=")
         if not equals or not value.strip():

@@ -1,4 +1,4 @@
-"""What the runtime of this package can train, as far as a question can name something else."""
+"""Models that the runtime of this package can train, as far as a question can name others."""
 
 from __future__ import annotations
 

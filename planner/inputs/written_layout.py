@@ -107,7 +107,7 @@ UNNAMED: dict[str, Any] = {
     "expert_halves": False,
     "cuda_graphs": False,
 }
-"""What a layout has that does not name these degrees."""
+"""Values of degrees in a written layout that does not name them."""
 
 
 def whole_layout_pins(text: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""What a user says: flags, pins, models, devices and batches, resolved into the vocabulary."""
+"""Inputs of a user: flags, pins, models, devices and batches, resolved into the vocabulary."""

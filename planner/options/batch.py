@@ -12,7 +12,7 @@ from planner.preference import PREFERENCES, USUAL_GIB, USUAL_SHARE
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How many sequences one optimizer step takes (one of the two), and what makes one layout the best."""
+    """The sequences of one optimizer step, exactly or at most, and the objective of the ranking."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"global_batch_size": "Batch", "objective": "Objective"}
 

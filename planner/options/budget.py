@@ -14,7 +14,7 @@ from planner.options.flags import flag
 
 @dataclass(frozen=True)
 class BudgetOptions:
-    """What a training run is to take, in days, money and failures."""
+    """Limits and rates of a training run: days, money and failures."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"tokens": "Days, money and failures"}
 
@@ -71,7 +71,7 @@ class BudgetOptions:
 
     @property
     def is_given(self) -> bool:
-        """Whether the answer is to hold a run."""
+        """True if a flag asks for the run's days, money or failures."""
         asked = (self.tokens, self.price_per_hour, self.mtbf_hours, self.checkpoint_gbps)
         return any(value is not None for value in (*asked, self.restart_seconds, self.data_gbps))
 
@@ -89,12 +89,12 @@ class BudgetOptions:
         return parse_goal(self.deadline_days, self.budget, self.tokens, parse_price(self.price_per_hour))
 
     def question(self) -> RunQuestion | None:
-        """What is asked of the run of one size; raises `InputError` for what is wrong in it."""
+        """The question about the run of one size; raises `InputError` for a wrong flag."""
         tokens = None if self.tokens is None else parse_tokens(self.tokens)
         return run_question(tokens, parse_price(self.price_per_hour), self.goal(), self.failures())
 
     def failures(self) -> Failures | None:
-        """What keeps the job from its steps, where asked for; raises `InputError` for what cannot be."""
+        """Failures and pauses of the job, where asked for; raises `InputError` for impossible values."""
         asked = Failures(
             self.mtbf_hours,
             self.checkpoint_gbps,

@@ -18,7 +18,7 @@ COUNT = Bounds(f"a whole number from 1 to {MOST_DEVICES}", 1, MOST_DEVICES)
 
 @dataclass(frozen=True)
 class HardwareOptions:
-    """What devices a job runs on, and what joins them."""
+    """The devices of a job and the links between them."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"local_world_size": "Cluster"}
 
@@ -65,7 +65,7 @@ class HardwareOptions:
     )
 
     def network(self) -> NetworkKeywords:
-        """What joins the devices, as far as flags say it."""
+        """The links between the devices, as far as flags give them."""
         names = NetworkKeywords.__annotations__
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return cast(NetworkKeywords, given)
@@ -77,13 +77,13 @@ class HardwareOptions:
         return world_size_of_kinds(self.device, self.local_world_size)
 
     def notes(self) -> list[str]:
-        """What was assumed because no flag said it."""
+        """Assumptions about values that no flag gives."""
         return [] if self.device else [f"no device given: {DEFAULT_DEVICE}"]
 
 
 @dataclass(frozen=True)
 class ClusterOptions(HardwareOptions):
-    """What a job runs on."""
+    """The devices of a job of one size."""
 
     world_size: int | None = flag(None, "Devices of the job.")
 
@@ -99,7 +99,7 @@ class ClusterOptions(HardwareOptions):
 
 @dataclass(frozen=True)
 class WorldSizesOptions(HardwareOptions):
-    """What a job runs on, of which several sizes may be compared."""
+    """The devices of a job, of which several sizes may be compared."""
 
     world_size: str | None = flag(
         None,

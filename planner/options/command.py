@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"-[\d.]")
 
 
 class Command(TyperCommand):
-    """What `add` makes of a function."""
+    """The command that `add` makes of a function."""
 
     def __init__(self, *words: Any, **settings: Any) -> None:
         super().__init__(*words, **settings)

@@ -1,4 +1,4 @@
-"""What the flags of experts and of latent attention say about a model."""
+"""Changes of a model by the flags of experts and of latent attention."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ EXPERT_FIELDS = (
 
 
 def _without_experts(flags: ExpertFlags, usual: ModelSpec | None) -> dict[str, Any]:
-    """What makes `usual`, a mixture of experts or None, a dense model."""
+    """Changes that turn `usual`, a mixture of experts or None, into a dense model."""
     others = [word for word in _given(ExpertFlags, flags) if word != "--num-experts"]
     if others:
         raise InputError(f"{others[0]} needs a mixture of experts, and --num-experts 0 is none; give one")
@@ -231,7 +231,8 @@ def _groups(flags: ExpertFlags, base: ModelSpec | None, top_k: int) -> dict[str,
 
 
 def _group_score(top_k: int, chosen: int) -> str | None:
-    """What ranks groups in Megatron-LM, as `Router.group_score`; None where that is neither."""
+    """The score of a group of experts in Megatron-LM, as `Router.group_score`; None where it is neither
+    kind."""
     return {1: "max", 2: "top2"}.get(top_k // chosen)
 
 

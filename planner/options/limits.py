@@ -30,12 +30,12 @@ class Bounds:
     """`most` itself is none of them."""
 
     def __contains__(self, value: float) -> bool:
-        """Whether `value` is one of them."""
+        """Return whether `value` is within the bounds."""
         low = self.least < value if self.above else self.least <= value
         return low and (value < self.most if self.below else value <= self.most)
 
     def describe(self, value: float) -> str:
-        """What `value` should have been."""
+        """The values that a flag accepts, for the message about `value`."""
         too_large = value > self.most and not math.isinf(value) and str(self.most) not in self.words
         return f"{self.words}, and at most {self.most:g}" if too_large else self.words
 

@@ -84,7 +84,7 @@ class LoraFlags:
 
 
 def lora_note(spec: ModelSpec) -> str:
-    """What of a model with adapters trains, in words."""
+    """The parameters of a model that train and that are frozen, in words."""
     assert spec.lora is not None
     told = (
         f"LoRA of rank {spec.lora.rank} (alpha {spec.lora.alpha:g}): {adapter_parameters(spec) / 1e6:,.1f} M "

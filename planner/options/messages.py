@@ -16,24 +16,24 @@ from costmodels.dataclass import dataclass
 from costmodels.spec.layout import SHORT_NAMES, Layout
 
 _OF_A_FILE = re.compile(r"(the )?plan \S+: |[\w ]*\b(file|config|table) ")
-"""How messages about the content of a file begin: they name its fields."""
+"""The beginning of messages about the content of a file, whose fields keep their names."""
 
 _BATCH, _LARGEST = "global_batch_size", "max_global_batch_size"
 
 PIN_FLAGS = ("--pin", "--forbid")
 
 UNPIN_FLAG = "--unpin"
-"""What stands before the name of a degree and takes it as it is."""
+"""The flag whose value is the name of a degree, kept as it is typed."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """How the names in messages are spelled on one command line."""
+    """Spellings that names in messages have on one command line."""
 
     flags: Mapping[str, str]
     """Flags by the argument that they give."""
     typed: Mapping[str, str]
-    """What was typed by the degree that it fixes: a flag, or the name in a pin."""
+    """The typed word that fixes a degree, by the degree: a flag, or the name in a pin."""
     begins: Mapping[str, str]
     """Flags by the beginning of a message that is about their value, where their names are English words."""
     switches: frozenset[str]
@@ -74,11 +74,12 @@ def _alone(name: str, after: str = r"(?![\w=(/'\"-]|\.\w)") -> str:
 
 
 def spelling(fields: Sequence[tuple[str, tuple[str, ...], str | None]], words: Sequence[str]) -> Spelling:
-    """How a command spells names.
+    """The spelling of names on a command line.
 
     Args:
-        fields: of its flags: name, spellings, and the degree that it sets where that is not the name.
-        words: what was typed.
+        fields: the command's flags: name, spellings, and the degree that a flag sets where that is not its
+            name.
+        words: the words that were typed.
     """
     given = [word.partition("=")[0] for word in words]
     values = dict(pairwise(words)) | {

@@ -70,7 +70,8 @@ class Dimensions:
 
 @dataclass(frozen=True)
 class ModelOptions(LoraFlags, MtpFlags, LatentFlags, ExpertFlags, Dimensions):
-    """What is trained: a named model, a model by its dimensions, or the one with changes by the other."""
+    """The model to train: a named model, a model by its dimensions, or a named model with changed
+    dimensions."""
 
     def spec(self) -> ModelSpec:
         """The model; raises `InputError` for an unknown one, missing dimensions or values that clash."""
@@ -105,11 +106,12 @@ class ModelOptions(LoraFlags, MtpFlags, LatentFlags, ExpertFlags, Dimensions):
         return resolve_model(name, seq)
 
     def is_described(self, name: str) -> bool:
-        """Whether a model is one of a description, which does not say how long the training samples are."""
+        """Return whether a model comes from a description, which does not say how long the training samples
+        are."""
         return is_file_name(name) or is_hf_config(name) or is_hub_id(name)
 
     def notes(self) -> list[str]:
-        """What was assumed because no flag said it."""
+        """Assumptions about values that no flag gives."""
         notes = self._assumed()
         if self.multi_latent_attention and not self.qk_layernorm:
             notes.append("latent attention normalises its latents (Megatron-LM: with --qk-layernorm only)")
@@ -276,7 +278,7 @@ def _usual_ffn(hidden: int, gated: bool) -> int:
 
 
 def choice(name: str, value: str | None, choices: dict[str, str]) -> str | None:
-    """What a flag's word means, None where it was not given."""
+    """The meaning of a flag's word, None where the flag was not given."""
     if value is None:
         return None
     if value not in choices:

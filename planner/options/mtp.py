@@ -42,7 +42,7 @@ class MtpFlags:
 
 
 def mtp_note(spec: ModelSpec) -> str:
-    """What is trained besides a model, in words."""
+    """The parameters that train besides a model, in words."""
     assert spec.mtp is not None
     modules = "MTP module" if spec.mtp.depths == 1 else "MTP modules"
     return (

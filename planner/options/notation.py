@@ -1,4 +1,4 @@
-"""How plans are written, for people who see one for the first time."""
+"""The notation of plans, for people who see one for the first time."""
 
 NOTATION = """\
 tp=4+sp           4 ranks share each matrix; +sp: norms split the sequence

@@ -36,7 +36,7 @@ SUBSTITUTES = {
 
 
 def substitute(name: str, known: Container[str]) -> str:
-    """What to give instead of a flag that is not known; nothing where nobody knows.
+    """The advice for an unknown flag: a flag to give instead; empty where there is none.
 
     Args:
         known: flags of the command: it is told of no others.

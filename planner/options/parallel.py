@@ -262,7 +262,7 @@ class ParallelOptions(AcceptedFlags):
         return narrow if narrow and given == ["bf16", *narrow] else given
 
     def _check_formats(self, pins: Pins) -> None:
-        """What Megatron-LM and MindSpeed say of accepted flags that ask for number formats."""
+        """Raise Megatron-LM's and MindSpeed's errors about accepted flags that ask for number formats."""
         if self.accumulate_allreduce_grads_in_fp32 and pins.get("gradient_reduction") == "bf16":
             raise InputError(
                 "--accumulate-allreduce-grads-in-fp32 and gradients summed in bf16 "

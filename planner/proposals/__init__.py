@@ -1,1 +1,1 @@
-"""What would fit where nothing does: the smallest change of each kind, searched and priced."""
+"""Proposals where nothing fits: the smallest change of each kind that fits, searched and priced."""

@@ -16,7 +16,7 @@ from planner.proposals.proposal import Changed, Proposal
 from planner.space.rule import divisors
 
 MOST_TIMES = 64
-"""How many times the devices are tried before more of them are given up."""
+"""The largest factor by which the number of devices is tried before more devices are given up."""
 
 
 def with_world_size(problem: Problem, world_size: int) -> Problem:
@@ -29,7 +29,7 @@ def with_world_size(problem: Problem, world_size: int) -> Problem:
         local = full if world_size % full == 0 else local
     return replace(
         problem,
-        # What joins the devices stays as it is.
+        # The links between devices stay as they are.
         cluster=cluster.model_copy(update={"world_size": world_size, "devices_per_node": local}),
     )
 
@@ -76,7 +76,7 @@ def larger_devices(problem: Problem) -> Iterator[Changed]:
     """Devices of the same kind with more memory: of the same maker first, and of them that with the least."""
     cluster = problem.cluster
     own = cluster.device
-    # Where somebody says how much memory a device has, another device would have as much.
+    # A user who gives the memory of a device would have as much on another device.
     if cluster.parts or cluster.memory_bytes != own.memory_bytes or own.kind == "cpu":
         return
     bigger = [

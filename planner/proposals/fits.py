@@ -1,4 +1,4 @@
-"""Whether a changed question may fit, and what its first plan is."""
+"""A test of whether a changed question may fit, and the first plan of one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Budget:
 
 
 def may_fit(problem: Problem, offload: bool = True) -> bool:
-    """Whether one of the layouts that need little memory fits, with something offloaded too if `offload`."""
+    """Return whether a layout that needs little memory fits, with offloading too if `offload`."""
     for pins in (LEAST, LITTLE):
         asked = replace(problem, pins={**pins, **problem.pins})
         space = _space(asked)
@@ -58,7 +58,7 @@ def may_fit(problem: Problem, offload: bool = True) -> bool:
 
 
 def _has_fitting(problem: Problem, space: Space, offload: bool) -> bool:
-    """Whether one of some layouts fits, or what is solved for them."""
+    """Return whether a layout of the space fits, or one that is solved from it."""
     if fit_of(problem, space).rows.any():
         return True
     # Under a maximum a step may have fewer microbatches, and other recomputation than all layers is solved.
@@ -103,5 +103,5 @@ def _searched(changed: Changed, budget: Budget) -> Proposal | None:
 
 
 def offloads(plan: Plan) -> bool:
-    """Whether something waits in host memory."""
+    """Return whether a plan offloads anything to host memory."""
     return plan.layout.offload_activations or plan.layout.offload_optimizer

@@ -1,4 +1,4 @@
-"""What makes a layout that does not fit do so, all else of it as it is."""
+"""Changes of one kind that make a given layout fit, all else of the layout as it is."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ class Proposal:
     what: str
     """The change in words, such as `on 16 of them`."""
     flags: tuple[str, ...]
-    """What is added to the command to make it."""
+    """Words to add to the command for this change."""
     keywords: Mapping[str, Any]
     """The proposal as keywords of `planner.suggest`, in the place of those that were given."""
     plan: Plan
     """The first plan of the changed question."""
     is_first: bool = True
-    """Whether that was searched whole; otherwise the question may have a faster one."""
+    """True if the changed question was searched whole; otherwise a faster plan may exist."""
 
     @property
     def price(self) -> str:
@@ -71,7 +71,7 @@ class Changed:
 
 
 def proposal_lines(found: Sequence[Proposal]) -> Iterator[str]:
-    """What would fit, a line or two each; nothing where nothing would."""
+    """Lines on changes that fit, one or two lines each; none without any."""
     if found:
         yield "what would fit, the smallest change of each kind:"
     for one in found:

@@ -1,1 +1,1 @@
-"""Which of the layouts that fit are best, and why."""
+"""The ranking of layouts that fit, and the reasons for it."""

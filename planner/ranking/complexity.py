@@ -1,4 +1,4 @@
-"""How complex layouts are, in the points of `planner.preference`, all rows of a table at once."""
+"""The complexity of layouts, in the points of `planner.preference`, all rows of a table at once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def points_of(known: Complexity, table: LayoutTable, cluster: Cluster, engine: E
 def _by_code(name: str, points: Mapping[Any, float]) -> Floats:
     """The points of the values of a column, by their codes."""
     values: Sequence[Any] = CODES.get(name, range(len(points)))
-    # What the table does not know is not simple.
+    # Values that the table does not list are not simple.
     most = max(points.values())
     return np.array([points.get(value, most) for value in values])
 
@@ -76,5 +76,5 @@ def _is_power_of_two(column: Ints) -> Bools:
 
 
 def _is_moved(split: tuple[int, ...]) -> bool:
-    """Whether stages differ by more layers than they must."""
+    """Return whether stages differ by more layers than they must."""
     return max(split) - min(split) > 1

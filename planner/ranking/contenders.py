@@ -1,4 +1,4 @@
-"""Which layouts are priced: those that could be among the first, by what each takes at least.
+"""The layouts to price: those that could be among the first, by a lower bound of their step time.
 
 The others are ordered only where somebody looks so far down the ranking.
 """
@@ -78,11 +78,11 @@ def _lowest(least: Floats, count: int) -> Bools:
 
 
 def _bound(paces: Floats, movable: Bools) -> float:
-    """What the floor of a row may be that is among the first `PLACES`, or those whose layers are moved.
+    """The highest floor of a row that could be among the first `PLACES`, or of one whose layers are moved.
 
     Args:
-        paces: of the rows that are priced, [n].
-        movable: whether their layers can be moved, [n].
+        paces: paces of the rows that are priced, [n].
+        movable: rows whose layers can be moved, [n].
     """
     last = _place(paces, PLACES)
     moved = min(NEAR * _place(paces, FIRST), _place(paces[movable], ROWS))
@@ -95,7 +95,7 @@ def _place(paces: Floats, place: int) -> float:
 
 
 def first_prices(objective: Objective, prices: Prices) -> Bools:
-    """Which of the contenders take the first `PLACES`, with all that are as good as the last of them, [n]."""
+    """The contenders that take the first `PLACES`, with all that are as good as the last of them, [n]."""
     if len(prices) <= PLACES:
         return np.ones(len(prices), dtype=bool)
     scores = logarithms(objective, prices)[0].round(SCORE_DIGITS)

@@ -21,7 +21,7 @@ class DistinctPlan:
     """The place in the ranking, from 1; the plan's twins have the next ones."""
     plan: Plan
     twins: tuple[str, ...] = ()
-    """What they have instead, such as `zero 2`."""
+    """Differences of the twins from the plan, such as `zero 2`."""
 
     @property
     def note(self) -> str:

@@ -38,7 +38,7 @@ class Ranking:
     places: Ints
     """Rows of `prices`, best first."""
     tail: Tail | None = None
-    """What lies behind all places."""
+    """Layouts that fit and lie behind all places."""
 
     def __len__(self) -> int:
         return len(self.places) + (0 if self.tail is None else len(self.tail))
@@ -122,7 +122,7 @@ def with_moved_layers(problem: Problem, ranked: Ranked) -> Ranked:
     if moved is None:
         return ranked
     if ranking.tail is not None:
-        # What is enumerated has even stages.
+        # Enumerated layouts have even stages.
         moved = moved.take(~has_even_stages(moved.table))
     ranked, rows = ranked.beside(moved)
     places = ranked.ranking.places
@@ -144,7 +144,7 @@ def simulated(ranking: Ranking) -> Ranking:
 
 
 def _count(table: LayoutTable) -> int:
-    """How many rows at the top of the ranking are simulated."""
+    """The number of rows at the top of the ranking that are simulated."""
     passes = played_passes(table).cumsum()
     return max(min(len(table), FEWEST), int(np.searchsorted(passes, MOST_PASSES)))
 

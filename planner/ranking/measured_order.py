@@ -1,10 +1,14 @@
-"""What the measured steps of a few plans make likely of the steps of the others.
+"""Expected step times of plans, given the measured steps of a few of them.
 
-A measured step is its prediction times a factor. Of the logarithm of that factor a part is common to all
-plans on a machine, a part goes with each term of the step in proportion to the term's share of it, a part is
-shared by layouts that are alike, and the rest is noise. All are normal, so that measured plans tell the
-others' factors, and how sure they are, in closed form (Rasmussen and Williams, Gaussian Processes for Machine
-Learning, 2006, equations 2.23 and 2.24).
+A measured step is its prediction times a factor. The logarithm of that factor is a sum of normal parts:
+
+- a part that is common to all plans on a machine;
+- a part for each term of the step, in proportion to the term's share of it;
+- a part that layouts share which are alike;
+- noise.
+
+So measured plans tell the others' factors, and how sure they are, in closed form (Rasmussen and Williams,
+Gaussian Processes for Machine Learning, 2006, equations 2.23 and 2.24).
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ def expected_steps(plans: Sequence[Plan], measured: Mapping[int, float]) -> list
         weights = np.linalg.solve(inner, together[known])
         mean = predicted + weights.T @ (seen - predicted[known])
         variance = variance - (together[known] * weights).sum(axis=0)
-        # Where plans that should be alike were not, the others are no surer than that.
+        # Measured plans that should be alike and were not make the others no surer than that.
         off = seen - predicted[known]
         variance = variance * max(1.0, float(off @ np.linalg.solve(inner, off)) / len(known))
     width = SURE * np.sqrt(np.maximum(variance, 0.0) + NOISE**2)
@@ -98,6 +102,6 @@ def _covariance(plans: Sequence[Plan]) -> Floats:
 
 
 def _difference(one: Layout, other: Layout) -> float:
-    """How far two layouts are apart: doublings of degrees, and other choices."""
+    """The distance of two layouts: doublings of degrees, and other choices."""
     doublings = sum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in _DEGREES)
     return float(doublings + sum(getattr(one, name) != getattr(other, name) for name in _CHOICES))

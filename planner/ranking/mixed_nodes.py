@@ -46,7 +46,7 @@ def _score(result: SearchResult) -> tuple[bool, float]:
 
 
 def _notes(result: SearchResult) -> tuple[str, ...]:
-    """Where the ranks of each kind are, and what one kind alone would do."""
+    """Notes on the ranks of each kind of node, and on the speed of one kind alone."""
     first, second = result.problem.cluster.parts
     border, last = first.world_size, result.problem.cluster.world_size - 1
     order = (
@@ -58,7 +58,8 @@ def _notes(result: SearchResult) -> tuple[str, ...]:
 
 
 def _alone(result: SearchResult) -> str | None:
-    """What the better kind alone does, in words; None where nothing fits on either, or on both together."""
+    """The speed of the better kind alone, in words; None where nothing fits on either, or on both
+    together."""
     if result.best is None or result.problem.objective == "memory":
         return None
     objective, before = result.problem.objective, metric(result.problem.objective, result.best.estimate)

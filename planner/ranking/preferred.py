@@ -78,7 +78,7 @@ def preferred_first(problem: Problem, space: Space, found: Fit, floor: Floor, ra
 
 @dataclass(frozen=True)
 class _Choice:
-    """What decides which plan is preferred."""
+    """The inputs of the choice of the preferred plan."""
 
     problem: Problem
     space: Space
@@ -189,7 +189,7 @@ class _Choice:
         bases = np.flatnonzero(self.found.states & (self.found.peaks > left) & (table.recompute == 0))
         points = self.points(table.take(bases), np.zeros(len(bases)))
         bases = bases[points + problem.preference.points.least_recompute < most]
-        # What a layout recomputes is one difference more than it has without.
+        # Recomputation of a layout adds one difference.
         other = np.full(len(bases), -1)
         last = self.could_tie(replace(table.take(bases), recompute_num_layers=other))
         could = self._could_be(bases, last)
@@ -224,7 +224,7 @@ class _Choice:
 
         def as_simple(prices: Prices) -> Bools:
             simple: Bools = self.points(prices.table, prices.peak_memory_bytes) <= most
-            # What is enumerated has even stages.
+            # Enumerated layouts have even stages.
             return simple & ~has_even_stages(prices.table)
 
         return played_moves(self.problem, preferred, as_simple)

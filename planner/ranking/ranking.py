@@ -132,7 +132,7 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
     model, cluster, engine = problem.model, problem.cluster, problem.constants
     added: list[Prices] = []
     plain_alone = lists_plain_alone(problem)
-    # What the enumerated microbatches find leaves fewer of the others to look at.
+    # Plans found with the enumerated microbatches leave fewer of the others to look at.
     for anything, usual in ((False, True), (True, True), (True, False)):
         so_far = [part for part in (*known, *added) if len(part)]
         if anything is not bool(so_far):
@@ -175,7 +175,7 @@ def _recomputing(problem: Problem, overfull: Space, known: list[Prices], plain_a
 
 
 def fit_of(problem: Problem, space: Space, known: Floats | None = None) -> Fit:
-    """Which layouts of a space of the problem fit; `known` as `fit` takes it."""
+    """The layouts of a space of the problem that fit; `known` as `fit` takes it."""
     where = problem.model, problem.cluster, problem.constants
     if problem.cluster.parts:
         from planner.solve.mixed_nodes import fit_of_kinds  # Few clusters have nodes of two kinds.

@@ -1,4 +1,4 @@
-"""Why a plan ranks where it does, and by how much, in one line."""
+"""The reason for the place of a plan in a ranking, with its lead or lag, in one line."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Room(NamedTuple):
         return (self.memory_bytes - estimate.peak_memory_bytes) / GIB
 
     def lacks(self, estimate: Estimate) -> bool:
-        """Whether a plan leaves less than it should."""
+        """Return whether a plan leaves less memory free than it should."""
         return estimate.peak_memory_bytes > self.memory_bytes - self.headroom_bytes
 
 
@@ -137,7 +137,7 @@ def lead_text(objective: Objective, one: Estimate, other: Estimate) -> str:
 
 
 def _difference(objective: Objective, one: Candidate, other: Candidate) -> str | None:
-    """How one differs from another in what counts; None where their tokens per second decide."""
+    """The difference of two plans in the objective; None where their tokens per second decide."""
     if objective == "memory":
         held, rival = one[1].peak_memory_bytes, other[1].peak_memory_bytes
         if equal_peak(held) == equal_peak(rival):

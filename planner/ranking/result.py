@@ -81,7 +81,7 @@ class SearchResult:
     offloads: bool = False
     """Nothing fits without offloading."""
     listed: Listed | None = field(default=None, compare=False)
-    """What else is known of the enumerated layouts."""
+    """Further knowledge of the enumerated layouts."""
     notes: tuple[str, ...] = ()
     """The ranks of each kind of node, and what one kind alone would do, if nodes are of two kinds."""
 
@@ -94,7 +94,7 @@ class SearchResult:
         )
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the first plans."""
+        """The table of the first plans that notebooks show."""
         rows = [shown(plan.layout, plan.estimate) for plan in self.plans()]
         return html_table(repr(self).strip("<>"), COLUMNS, rows)
 
@@ -220,7 +220,7 @@ class SearchResult:
         return self._resort + reasons.lead_reason(self.problem.objective, best, rival)
 
     def reason_behind(self, candidate: tuple[Layout, Estimate]) -> str:
-        """Why a plan that fits ranks behind the first one."""
+        """The reason why a plan that fits ranks behind the first one."""
         objective, best = self.problem.objective, self._candidate(0)
         if objective != "memory":
             mine, first = (metric(objective, each[1]) for each in (candidate, best))

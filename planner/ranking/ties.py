@@ -34,7 +34,7 @@ def chance_to_be_faster(first: Prices, others: Prices, whole_step: bool = False)
 
 
 def are_told_apart(first: Prices, others: Prices) -> bool:
-    """Whether the order of two plans in tokens per second is as sure as that of plans that are told apart."""
+    """Return whether the order of two plans in tokens per second is sure enough to tell them apart."""
     chance = float(chance_to_be_faster(first, others)[0])
     return min(chance, 1.0 - chance) < order_widths().told_apart
 

@@ -1,4 +1,4 @@
-"""What a report of a plan or a run shows: the plan, its rivals, its pipeline, and what was measured."""
+"""The contents of a report on a plan or a run: the plan, its rivals, its pipeline, and measurements."""
 
 from __future__ import annotations
 
@@ -67,16 +67,17 @@ class Contents:
     timeline: Timeline | None
     """None where the schedule cannot be simulated, or has too many passes."""
     no_timeline: str
-    """Why there is none."""
+    """The reason why there is no timeline."""
     asked: RunQuestion
-    """What was asked of the whole run, with the sizes that were compared; where the question was of one size,
-    half and twice as many devices beside it."""
+    """The question about the whole run, with the sizes that were compared; for a question of one size, half
+    and twice as many devices beside it."""
     run: Run | None
     """The run of the plan, where one was asked for."""
     records: tuple[dict[str, Any], ...]
-    """What a run of the plan has logged; empty before it."""
+    """The records that a run of the plan has logged; empty before a run."""
     parts: StepParts | None
-    """What a profiler saw of the run's first rank, scaled to the median step; None without it."""
+    """Parts of the step that a profiler saw on the run's first rank, scaled to the median step; None without
+    a profile."""
 
     @property
     def rivals(self) -> tuple[Plan, ...]:
@@ -85,7 +86,7 @@ class Contents:
 
 
 def gather(plan: Plan, records: Sequence[dict[str, Any]] = ()) -> Contents:
-    """What a page shows of a plan: the search for its batch is run again, and its pipeline simulated."""
+    """The contents of a page on a plan: the search for its batch is run again, and its pipeline simulated."""
     # Twins, which every estimate has equal, stand for each other: a runner-up has something else.
     result = search_problem(problem_of(plan))
     rows = distinct_plans(result, RIVALS)
@@ -131,7 +132,7 @@ def _cloud(result: SearchResult) -> Cloud:
 
 
 def _asked(plan: Plan, result: SearchResult) -> RunQuestion:
-    """What was asked of the run; where it was of one size, with half and twice as many devices."""
+    """The question about the run; where it was of one size, with half and twice as many devices."""
     asked = plan.asked or RunQuestion(tokens=None)
     if asked.sizes or plan.cluster.parts:
         return asked

@@ -38,7 +38,8 @@ def coordinates(plan: Plan) -> dict[str, np.ndarray]:
 
 
 def device_map(plan: Plan) -> Figure | None:
-    """Which node holds which rank: a cell a device, coloured by what tells its layers, or else its part."""
+    """A map of ranks on nodes: each cell is a device, coloured by the coordinate that decides its layers or
+    its part."""
     world, each = plan.cluster.world_size, min(plan.cluster.devices_per_node, plan.cluster.world_size)
     if world > MOST_DEVICES or world % each:
         return None
@@ -46,7 +47,7 @@ def device_map(plan: Plan) -> Figure | None:
     dimension, title = _coloured(plan)
     count = int(places[dimension].max()) + 1
     nodes, small = world // each, world <= MOST_NUMBERED
-    # Nodes side by side make rows of as many cells as the page is wide.
+    # Nodes side by side make rows of at most so many cells as fit the width of the page.
     across = max(1, min(nodes, ACROSS[not small] // each))
     rows = -(-nodes // across)
     grid = _rows(places[dimension].astype(float), rows, across * each, np.nan)
@@ -106,7 +107,7 @@ def _coloured(plan: Plan) -> tuple[str, str]:
 
 
 def _labels(plan: Plan, places: dict[str, np.ndarray], each: int) -> np.ndarray:
-    """What the pointer shows of each rank, [world size]."""
+    """The hover text of each rank, [world size]."""
     held = [_held(plan, rank) for rank in range(plan.layout.pipeline_parallel)]
     columns = zip(*(column.tolist() for column in places.values()), strict=True)
     return np.array(

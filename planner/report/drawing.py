@@ -1,4 +1,4 @@
-"""What all figures of a report have in common: colours, frames, units."""
+"""Parts that all figures of a report share: colours, frames, units."""
 
 from __future__ import annotations
 

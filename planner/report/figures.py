@@ -139,7 +139,7 @@ def _some_passes(timeline: Timeline, most: int) -> list[Event]:
 
 
 def pipeline(timeline: Timeline, most: int = MOST_PASSES) -> Figure:
-    """When each rank computes which microbatch, in about `most` passes at most; hover names a pass."""
+    """The passes of each rank over time, in about `most` passes at most; hover names a pass."""
     shown = _some_passes(timeline, most)
     scale, unit = time_unit(event.end_s for event in shown)
     result = empty_figure(

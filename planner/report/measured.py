@@ -1,4 +1,4 @@
-"""What a run has measured, beside what its plan promised."""
+"""Measurements of a run, beside the predictions of its plan."""
 
 from __future__ import annotations
 

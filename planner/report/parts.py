@@ -69,7 +69,7 @@ def launch_command(plan: Plan) -> str:
 
 
 def sizes_caption(asked: RunQuestion) -> str:
-    """How many tokens the runs of several sizes have, and which size to take."""
+    """A caption with the tokens of the runs of several sizes and the recommended size."""
     tokens = scaled_number(asked.run_tokens)
     unasked = ", as no number was asked for" if asked.tokens is None else ""
     advice = f" Recommended: {asked.recommended:,} devices, as {asked.why}." if asked.recommended else ""
@@ -93,11 +93,11 @@ def sizes_table(asked: RunQuestion) -> str:
 
 
 def facts(plan: Plan, run: Run | None, asked: RunQuestion) -> str:
-    """What a plan is and costs, as a list of terms.
+    """The properties and costs of a plan, as a list of terms.
 
     Args:
-        run: of the plan, where one was asked for.
-        asked: with the size to take, where several were compared.
+        run: the run of the plan, where one was asked for.
+        asked: the question about the run, with the size to take where several were compared.
     """
     estimate, cluster, layout = plan.estimate, plan.cluster, plan.layout
     share = estimate.peak_memory_bytes / cluster.memory_bytes
@@ -162,7 +162,7 @@ def _table(classes: str, heads: Sequence[str], rows: Sequence[str]) -> str:
 
 
 def lacks(comparison: Comparison | None) -> str:
-    """What the best other plan lacks against this one."""
+    """The lag of the best other plan behind this one, as a paragraph and a list."""
     if comparison is None:
         return "<p>No other layout fits.</p>"
     other = comparison.second

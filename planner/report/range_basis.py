@@ -1,4 +1,4 @@
-"""What the range of a plan's step time rests on, in words."""
+"""The basis of the range of a plan's step time, in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CAUSES = {
     "launch": "the host",
     "bubble": "the pipeline's waits",
 }
-"""What widens a range, in the order in which equal ones are named."""
+"""Causes that widen a range, in the order in which equal ones are named."""
 
 LEAST = 0.005
 """Width of a cause that is told, as a natural logarithm."""
@@ -45,7 +45,7 @@ def _by_width(item: tuple[str, float]) -> float:
 
 
 def _fit(plan: Plan) -> str:
-    """What the constants of the engine on the device were fitted to."""
+    """A sentence on the measured runs to which the constants of the engine on the device were fitted."""
     engine, device = plan.engine.name, plan.cluster.device
     found = calibrated_fits().get(engine, {}).get(device.architecture)
     if found is None:

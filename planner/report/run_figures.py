@@ -149,7 +149,7 @@ def _colour(runs: Sequence[LoggedRun], number: int, alone: int) -> str:
 
 
 def profiled(estimate: Estimate, parts: StepParts | None) -> Figure | None:
-    """What a step of the first rank went to by its profiler, beside what the plan expected of each part."""
+    """The measured parts of a step of the first rank, by its profiler, beside the predicted parts."""
     if parts is None:
         return None
     promised, seen = predicted_parts(estimate.time), parts.by_term()
@@ -183,7 +183,8 @@ RUN_COLUMNS = (
 
 
 def run_row(run: LoggedRun) -> tuple[str, ...]:
-    """How a run is, in the cells of a row by `RUN_COLUMNS`; what is not logged yet is left empty."""
+    """The state of a run in the cells of a row, by `RUN_COLUMNS`; a value that is not logged yet is left
+    empty."""
     (iterations, losses), step = run.line("loss"), measured_steps(run.records)
     predicted = run.line("predicted_step_time_s")[1][-1:]
     speed_of, memory_of = run.line("tokens_per_s")[1][-1:], run.line("peak_memory_bytes")[1]

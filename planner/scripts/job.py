@@ -21,15 +21,16 @@ PORT = 29400
 """Port of the first node at which the nodes meet."""
 
 DEVICE_RESOURCES = {"gpu": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
-"""What Kubernetes calls the devices of a node, by their kind; AMD's have a name of their own."""
+"""Names that Kubernetes has for the devices of a node, by their kind; AMD's devices have a name of their own.
+"""
 
 SCHEDULER_NAMES = {"gpu": "gpu", "npu": "npu"}
-"""What Slurm's generic resources are usually called."""
+"""Usual names of Slurm's generic resources, by the kind of device."""
 
 
 @dataclass(frozen=True)
 class JobScript:
-    """What is to be started, and on what."""
+    """The job to start, and the nodes and the scheduler's settings for it."""
 
     plan: Plan
     plan_file: str
@@ -47,13 +48,14 @@ class JobScript:
     mount: str = "/workspace"
     """Path of the volume that all nodes share."""
     program: str | None = None
-    """What trains where that is not this package: a file such as pretrain_gpt.py, with words of its own."""
+    """The program that trains where it is not this package: a file such as pretrain_gpt.py, with its
+    arguments."""
     setup: str | None = None
     """A line of shell before it, such as `source .venv/bin/activate`."""
     kind: str | None = None
     """Kind of a Kubernetes object."""
     notes: list[str] = field(default_factory=list)
-    """What a file could not say."""
+    """Parts of the job that a file could not state."""
 
     def __post_init__(self) -> None:
         if self.plan.cluster.parts and self.kind != "shell":
@@ -95,20 +97,20 @@ class JobScript:
 
     @property
     def resource(self) -> str | None:
-        """What Kubernetes calls the devices of a node; None of CPUs."""
+        """The name that Kubernetes has for the devices of a node; None for CPUs."""
         if self.plan.cluster.device.vendor.lower().startswith("amd"):
             return "amd.com/gpu"
         return DEVICE_RESOURCES.get(self.device_kind)
 
     def is_bundled(self) -> bool:
-        """Whether `planner launch` trains the plan."""
+        """True if `planner launch` trains the plan."""
         return self.program is None
 
     @cached_property
     def start(self) -> ScriptStart | None:
-        """How the program takes a plan; None of this package, and where nobody knows.
+        """The arguments by which the program takes a plan; None for this package, and where nobody knows.
 
-        Where no program is known of the plan's engine, it is one of Megatron-LM.
+        A plan whose engine has no known program is taken to be trained by one of Megatron-LM.
         """
         engine = self.plan.engine.name
         if self.is_bundled() or (engine in TARGETS and engine not in SCRIPT_STARTS):
@@ -144,7 +146,7 @@ class JobScript:
 
     @property
     def resumes(self) -> bool:
-        """Whether the job saves when it is asked to end, and goes on from there when it is started again."""
+        """True if the job saves when it is asked to end, and resumes from there when it is started again."""
         words = self.training
         if "--save" not in words:
             return False
@@ -235,7 +237,7 @@ def comments(lines: Sequence[str]) -> list[str]:
 
 
 def header(job: JobScript) -> list[str]:
-    """What the file is of, in lines of comment."""
+    """The subject of the file, in lines of comment."""
     plan = job.plan
     return comments(
         [
@@ -249,10 +251,10 @@ def header(job: JobScript) -> list[str]:
 
 
 def on_signals(job: JobScript, seconds: str) -> str:
-    """What becomes of a job that a scheduler asks to end, in a sentence.
+    """The fate of a job that a scheduler asks to end, in a sentence.
 
     Args:
-        seconds: how long it is given, such as `180 s before the time limit`.
+        seconds: the time that the job is given, such as `180 s before the time limit`.
     """
     if job.resumes:
         return f"SIGTERM comes {seconds}: the job saves after the running step and ends with 0."
@@ -262,7 +264,7 @@ def on_signals(job: JobScript, seconds: str) -> str:
 
 
 def on_restart(job: JobScript) -> str:
-    """Where a job that is started again goes on, as the end of a sentence."""
+    """The point from which a restarted job goes on, as the end of a sentence."""
     if job.resumes:
         return "from what it has saved"
     if job.is_bundled():

@@ -45,7 +45,7 @@ COMMENTS = {
     "PyTorchJob": "A pod for each node, the first of which is the master. The operator tells each which one "
     "it is. After a failure they start again.",
 }
-"""What each document is for."""
+"""The purpose of each document."""
 
 
 def kubernetes_script(job: JobScript) -> str:
@@ -122,7 +122,7 @@ def _pod(job: JobScript, environment: list[Manifest], restart: str, subdomain: s
 
 
 def _command(job: JobScript) -> str:
-    """What a pod runs: planner launch knows the variables of all three kinds."""
+    """The commands of a pod; planner launch knows the variables of all three kinds."""
     if job.is_bundled():
         words = ["--plan", f"{PLAN_FOLDER}/plan.json", *job.arguments]
         lines = [" \\\n  ".join(["exec planner launch", *pairs(words)])]

@@ -99,7 +99,7 @@ def merge_rank_tables(tables: Sequence[RankTable]) -> RankTable:
 
 
 def rank_table_problems(table: RankTable, world_size: int | None = None) -> Iterator[str]:
-    """What is wrong with a table, in lines; nothing where HCCL can use it.
+    """Errors in a table, one a line; none where HCCL can use the table.
 
     Args:
         world_size: ranks that a plan has.

@@ -22,7 +22,7 @@ SCHEDULERS: dict[str, Callable[[JobScript], str]] = {
     "shell": shell_script,
     "msrun": msrun_script,
 }
-"""What writes the file of a job, by the name of its scheduler."""
+"""Writers of the file of a job, by the name of its scheduler."""
 
 
 def check_scheduler(name: str) -> None:

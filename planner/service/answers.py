@@ -67,12 +67,12 @@ SHARED_BY_SIZES = SHARED_FIELDS - {"cluster", "considered", "legal", "feasible"}
 """Fields of plans of several world sizes that an answer says once, or not."""
 
 Waiting = Callable[[str], AbstractContextManager[None]]
-"""What surrounds long work, and is told what that is."""
+"""A context around long work, made from the words for that work."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, by the groups of flags."""
+    """A question to the planner, by the groups of flags."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     cluster: WorldSizesOptions = field(default_factory=WorldSizesOptions)
@@ -98,7 +98,7 @@ class Question:
         return search_keywords(self.model.spec(), self.cluster, batch, self.pinned, rules)
 
     def assumed(self) -> list[str]:
-        """What was assumed because no flag said it."""
+        """Assumptions about values that no flag gives."""
         parts = self.model, self.cluster, self.budget, self.pinned
         return [note for part in parts for note in part.notes()]
 
@@ -116,9 +116,9 @@ class Answer:
     assumed: list[str]
     notes: list[str]
     error: NoLayoutFits | None
-    """Why there is no plan, and what would fit."""
+    """The reason why there is no plan, and changes that would fit."""
     error_line: str | None
-    """Why there is no plan, in the words of the command line."""
+    """The reason why there is no plan, in the words of the command line."""
 
     @property
     def plans(self) -> list[Plan]:
@@ -146,7 +146,7 @@ class Answer:
 
     @property
     def proposals(self) -> Sequence[Proposal]:
-        """What would fit, where nothing does."""
+        """Changes that would fit, where nothing does."""
         return () if self.error is None else self.error.proposals
 
     def as_json(self) -> dict[str, Any]:
@@ -202,9 +202,9 @@ class SizesAnswer:
     assumed: list[str]
     notes: list[str]
     error: NoLayoutFits | None
-    """Why no size has a plan, and what would fit."""
+    """The reason why no size has a plan, and changes that would fit."""
     error_line: str | None
-    """Why no size has a plan, in the words of the command line."""
+    """The reason why no size has a plan, in the words of the command line."""
 
     @property
     def best(self) -> Plan | None:
@@ -213,7 +213,7 @@ class SizesAnswer:
 
     @property
     def proposals(self) -> Sequence[Proposal]:
-        """What would fit, where nothing does."""
+        """Changes that would fit, where nothing does."""
         return () if self.error is None else self.error.proposals
 
     def as_json(self) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def ask(
         top: plans that are listed.
         waiting: surrounds what takes some time.
     """
-    question.budget.failures()  # What is wrong in the run is told before anything is searched.
+    question.budget.failures()  # Errors of the run are told before anything is searched.
     if isinstance(question.world_size, str):
         return _ask_sizes(question, rules, waiting)
     spec, job, assumed = question.model.spec(), question.keywords(rules), question.assumed()
@@ -342,7 +342,7 @@ def _joined(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
 
 
 def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
-    """What the figures of plans rest on, and what would lower them."""
+    """Notes on assumptions behind the figures of plans, and on effects that would lower them."""
     uneven = [plan for plan in plans if needs_head_room(plan)]
     if uneven:
         yield head_room(uneven[0])

@@ -22,11 +22,11 @@ class WrittenFile:
     name: str
     text: str
     notes: tuple[str, ...]
-    """What the file could not say."""
+    """Parts of the job that the file could not state."""
 
 
 def run_command(plan: Plan, file: str) -> str:
-    """What runs a plan that is saved, or writes it for the software that does."""
+    """The command that runs a saved plan, or that writes it for the software that runs it."""
     if plan.engine.name == DEFAULT_ENGINE:
         return f"planner launch --plan {file}"
     # They write many formats, and most plans are trained here.

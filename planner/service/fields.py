@@ -30,7 +30,7 @@ class Field:
     name: str
     kind: Kind
     help: str
-    """What the field means, with its unit."""
+    """The meaning of the field, with its unit."""
     group: str
     """The group of flags of a `Question` that holds the field."""
     section: str

@@ -15,7 +15,7 @@ from planner.problem import Problem
 
 
 def head_room(plan: Plan) -> str:
-    """What memory is planned for where devices have some of the experts each."""
+    """A note on the memory that is planned for uneven experts, where each device has some of the experts."""
     more = 100 * (peak_load(plan.model, plan.layout.expert_parallel) - 1)
     return (
         f"experts are dropless: the fullest device may take in {more:.0f} % more rows than the mean, and "
@@ -24,7 +24,7 @@ def head_room(plan: Plan) -> str:
 
 
 def needs_head_room(plan: Plan) -> bool:
-    """Whether devices have some of the experts each, and take in all tokens that choose them."""
+    """Return whether each device has some of the experts and takes in all tokens that choose them."""
     spread = plan.model.moe_layers > 0 and plan.layout.expert_parallel > 1
     return spread and not plan.model.router.capacity_factor
 

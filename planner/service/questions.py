@@ -70,7 +70,7 @@ class NamedModel(ModelOptions):
         return model_from_hf_config(known_file(model, self.hub), seq=seq)
 
     def is_described(self, name: str) -> bool:
-        """Whether a model is one of a description; no file of this machine is looked for."""
+        """Return whether a model comes from a description; no file of this machine is looked for."""
         if self.files:
             return super().is_described(name)
         return bool(self.config) or parsed_id(name) is not None
@@ -141,7 +141,7 @@ def answered(
 
 
 def _words(question: Mapping[str, Any]) -> Iterator[str]:
-    """What of a question decides how names are spelled in messages."""
+    """Flags and values of a question, which decide the spelling of names in messages."""
     for name, value in question.items():
         field = fields().get(spelled().get(str(name), ""))
         if field is not None and field.spellings:

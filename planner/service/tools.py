@@ -1,4 +1,5 @@
-"""What agents may ask, as data: a name, a description, a JSON schema, and the function that answers.
+"""Questions that agents may ask, as data: a name, a description, a JSON schema, and the function that
+answers.
 
 Seconds, bytes and rates of answers have their unit in the name of their field (`_s`, `_bytes`, `_per_s`). No
 tool writes a file of the machine that answers, runs what it is given, or asks the network. None reads a file
@@ -50,7 +51,7 @@ class Tool:
 
     name: str
     description: str
-    """What it answers, with the units of the answer."""
+    """The contents of the answer, with units."""
     schema: dict[str, Any]
     """The JSON schema of its arguments."""
     example: dict[str, Any]

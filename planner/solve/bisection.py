@@ -43,7 +43,7 @@ def most_within(measure: Callable[[Ints], Floats], limit: float, low: Ints, high
     turn = 0
     while (open_places := high - low > 1).any():
         turn += 1
-        # Where a line crosses the limit is almost always the answer.
+        # The crossing of a line with the limit is almost always the answer.
         share = (limit - below) / np.where(above > below, above - below, 1.0) if turn % 3 else 0.5
         probe = np.clip(low + np.floor(share * (high - low)).astype(np.int64), low + 1, high - 1)
         probe = np.where(open_places, probe, low)

@@ -1,4 +1,4 @@
-"""What no layout can beat: lower bounds of time and memory, so that only a few rows are solved and priced."""
+"""Lower bounds of time and memory for all layouts, so that only a few rows are solved and priced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANYWAY = tuple(part for part in PARTS if part != "offload")
 
 @dataclass(frozen=True)
 class Worth:
-    """Whether rows that take so many seconds would be among the first of a ranking."""
+    """A test of whether rows with so many seconds would be among the first of a ranking."""
 
     objective: Objective
     last: float
@@ -44,7 +44,8 @@ class Worth:
 
 @dataclass(frozen=True)
 class Floor:
-    """What no layout of a space can beat, whatever it recomputes, and however its replicas exchange."""
+    """Lower bounds of slowness for the layouts of a space, whatever their recomputation and the exchange of
+    replicas."""
 
     work: Places
     """Numbers of work, one for each row of the space (`planner.space.grid.Space`)."""

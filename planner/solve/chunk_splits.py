@@ -48,7 +48,7 @@ STAGES = 8
 """Stages up to which a layer may leave each for any other."""
 
 NEAR = 1.3
-"""How many times slower than the last of the first places a plan may be: seldom do moves gain more."""
+"""The largest ratio of a plan's time to that of the last of the first places: moves seldom gain more."""
 
 UNFIT = 1e30
 """Seconds that no step takes."""

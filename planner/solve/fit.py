@@ -1,4 +1,4 @@
-"""Which layouts fit into the memory of a device."""
+"""Layouts that fit into the memory of a device."""
 
 from __future__ import annotations
 

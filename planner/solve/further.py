@@ -81,7 +81,7 @@ def further_space(
         usual: those with the enumerated microbatches, which have unequal chunks; else those with others.
     """
     if problem.objective == "memory" and anything:
-        return None  # What holds least is enumerated.
+        return None  # The layouts that hold least are enumerated.
     micro_batches = _micro_batches(problem, space, found, anything, usual)
     if not len(micro_batches.size):
         return None
@@ -95,7 +95,8 @@ def further_space(
 
 
 def lists_plain_alone(problem: Problem) -> bool:
-    """Whether the layouts that `further_space` lists recompute nothing: what they need of it is solved."""
+    """Return whether the layouts that `further_space` lists recompute nothing; their recomputation is solved
+    later."""
     return "none" in recompute_kinds(problem.pins, problem.engine)
 
 
@@ -275,8 +276,8 @@ def _is_covered(problem: Problem, degrees: OpenGrid) -> Bools:
 
 @dataclass(frozen=True)
 class _Units:
-    """What one microbatch takes and keeps at least; arrays of [shapes, sizes, 2 at most] but for `shape` and
-    `rank`."""
+    """Lower bounds of a microbatch's time and kept bytes. Arrays are [shapes, sizes, at most 2], except
+    `shape` and `rank`."""
 
     shape: Ints
     """The number of the shape of each pair of mesh and chunks."""
@@ -295,7 +296,7 @@ class _Units:
     """The fullest rank of each pair."""
 
     def take(self, pairs: Ints, places: Ints) -> _Units:
-        """What is told of some pairs, and of some sizes, with the axes of a grid."""
+        """The bounds of some pairs and some sizes, with the axes of a grid."""
 
         def axes(array: Floats) -> Floats:
             found = array[self.shape[pairs][:, None], places]
@@ -331,7 +332,8 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
     first, shape = distinct_rows([np.broadcast_to(column.ravel(), (pairs,)) for column in columns])
 
     def at(places: tuple[Ints, ...], stage: Ints | int = 0) -> LayoutTable:
-        """What recomputes nothing, at places along the axes of pairs, sizes and sequence parallelism."""
+        """Layouts without recomputation, at places along the axes of pairs, sizes and sequence
+        parallelism."""
         pair, size, split = (each.astype(np.int32) for each in places)
         same = np.zeros_like(pair)
         where = (pair, same, size, split, same, same + np.asarray(stage, dtype=np.int32))

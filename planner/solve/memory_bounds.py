@@ -1,7 +1,7 @@
-"""What layouts need at least of a device's memory, and what it takes to recompute what exceeds it.
+"""Lower bounds of the memory of layouts, and of the time to recompute what exceeds a device.
 
-One pipeline rank stands for all: the one that keeps the most layers in flight. Its share of the states, and
-what its layers keep from forward to backward, is the least that the fullest device holds. Where that is too
+One pipeline rank stands for all: the one that keeps the most layers in flight. The fullest device holds at
+least its share of the states, and the bytes that its layers keep from forward to backward. Where that is too
 much, layers recompute, and no set of modules frees a byte in less time than the best one.
 """
 

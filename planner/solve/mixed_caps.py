@@ -1,4 +1,4 @@
-"""How many layers fit into the memory of each pipeline rank on nodes of two kinds."""
+"""The largest number of layers that fits each pipeline rank on nodes of two kinds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from planner.solve.mixed_splits import SLACK, Pipelines
 def _held(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, some: Pipelines
 ) -> Callable[[Ints], Floats]:
-    """What tells the bytes of each rank, [n, ranks], that has so many layers, as many in each chunk."""
+    """A function that returns the bytes of each rank, [n, ranks], for a number of layers spread evenly over
+    its chunks."""
     alike, code = distinct_rows([table.pipeline_parallel, table.virtual_pipeline_parallel, table.schedule])
     filled = np.zeros((len(FIELDS), len(alike), some.kind.shape[1]))
     for index, row in enumerate(alike.tolist()):

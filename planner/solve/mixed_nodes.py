@@ -40,7 +40,7 @@ MOST_PLAYED = 100
 """Pipelines that are played out to choose among the layers of stages of the same row."""
 
 WorthAmong = Callable[[Sequence[Prices]], Worth]
-"""What tells whether rows would be among the first of the prices so far."""
+"""A function that makes the test for rows that would be among the first of the prices so far."""
 
 Where = tuple[ModelSpec, Cluster, Engine]
 

@@ -64,7 +64,7 @@ class Pipelines:
         return np.where(self.there, count, 0)
 
     def reaches(self, count: Ints) -> Bools:
-        """Whether so many layers on each rank hold the model, and no chunk is empty, [n]."""
+        """Return whether so many layers on each rank hold the model, with no empty chunk, [n]."""
         each = (count >= self.chunks[:, None]) | ~self.there
         full: Bools = (count.sum(axis=1) >= self.layers) & each.all(axis=1)
         return full

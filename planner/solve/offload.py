@@ -22,13 +22,13 @@ OFFLOADS: tuple[dict[str, bool], ...] = (
     {"offload_optimizer": True},
     {"offload_activations": True, "offload_optimizer": True},
 )
-"""What is offloaded: one of the two, or both, which may leave more memory for less recomputation."""
+"""Combinations of offload: one of the two kinds, or both, which may leave memory for less recomputation."""
 
 HOST_MEMORY = "host_memory"
 """Name of the rule that counts layouts which would offload more than the host holds."""
 
 OFFLOAD_REASON = "nothing fits without offloading; "
-"""What the reason of a plan begins with that offloads because nothing else fits."""
+"""The beginning of the reason of a plan that offloads because nothing else fits."""
 
 
 def offload_space(problem: Problem, space: Space) -> tuple[list[Problem], Space, Space] | None:

@@ -28,7 +28,7 @@ TRIED = 24
 """Splits of a plan that are played out for one move, the best ones by closed forms."""
 
 NEAR = 1.2
-"""How many times as long as the best of these a split may take by closed forms."""
+"""The largest ratio of a split's time to that of the best split, by closed forms."""
 
 GAIN = 1e-6
 """Relative gain below which no layer is moved."""

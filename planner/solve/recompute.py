@@ -49,7 +49,7 @@ MODULE_SETS: tuple[int, ...] = tuple(
 """Bits of the modules of selective recomputation, few modules first."""
 
 MOST_MODULES = code_of("recompute_modules", ("core_attention", "mlp", "norm"))
-"""What selective recomputation keeps least with."""
+"""The set of modules with which selective recomputation keeps least."""
 
 USUAL = code_of("recompute_modules", ("core_attention",))
 """The modules that are enumerated."""
@@ -89,7 +89,7 @@ def least_recompute(
     if not len(bases) or not {"selective", "full"} & set(kinds):
         return None
     plain = table.take(rows_worth(model, cluster, engine, table, bases, worth, floor))
-    # What is enumerated has the most microbatches.
+    # Enumerated layouts have the most microbatches.
     groups = [(plain, plain_alone, False)]
     if fewer:
         groups.append((with_fewest_micro_batches(plain), True, True))
@@ -226,7 +226,8 @@ def with_most_recompute(
 
 
 def recompute_sets(model: ModelSpec, engine: Engine, kinds: Collection[Recompute]) -> list[tuple[int, int]]:
-    """What may recompute: whole layers, and every set of modules, as codes of the kind and of the modules."""
+    """Sets of recomputation: whole layers, and every set of modules, as codes of the kind and of the
+    modules."""
     able = code_of("recompute_modules", engine.runs.modules_of(model.experts))
     sets = [(FULL, 0)] * ("full" in kinds)
     return sets + [(SELECTIVE, some) for some in MODULE_SETS if "selective" in kinds and not some & ~able]

@@ -66,7 +66,7 @@ def solutions(
             *where, space.table, kinds, partial(_worth_beside, problem.objective, others), prices
         )
     if problem.objective == "memory":
-        # What recomputes and splits most is enumerated.
+        # The layouts that recompute and split most are enumerated.
         return [some for some in own if len(some)]
     worth = worth_among(problem.objective, [prices, *own, *others])
     every: list[Prices | None] = [*own]
@@ -93,7 +93,7 @@ def _worth_beside(objective: Objective, others: Sequence[Prices], parts: Sequenc
 
 
 def worth_among(objective: Objective, parts: Sequence[Prices], places: int = FIRST) -> Worth:
-    """Whether rows that take so many seconds would be among the first of all `parts`."""
+    """A test of whether rows with so many seconds would be among the first of all `parts`."""
     each = (slowness(objective, some.table.global_batch_size, some.step_time_s) for some in parts)
     every = np.concatenate([*each, np.zeros(0)])
     last = np.partition(every, places - 1)[places - 1] if len(every) >= places else np.inf
@@ -101,7 +101,8 @@ def worth_among(objective: Objective, parts: Sequence[Prices], places: int = FIR
 
 
 def worth_of_further(objective: Objective, parts: Sequence[Prices]) -> Worth:
-    """Whether rows would be among the first `FURTHER` of all `parts`, or ahead of the last of fewer."""
+    """A test of whether rows would be among the first `FURTHER` of all `parts`, or ahead of the last of
+    fewer."""
     count = sum(len(some) for some in parts)
     return worth_among(objective, parts, max(1, min(FURTHER, count)))
 

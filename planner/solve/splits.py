@@ -38,7 +38,7 @@ CLOSE = 1e-7
 
 @dataclass(frozen=True)
 class _Job:
-    """What is split: rows and their sizes."""
+    """The rows to split into stages, and their sizes."""
 
     model: ModelSpec
     cluster: Cluster
@@ -112,7 +112,7 @@ class _Stages:
         return np.where(self.there, count, 0)
 
     def reaches(self, count: Ints) -> Bools:
-        """Whether stages of at most so many layers hold all layers, and none is empty, [n]."""
+        """Return whether stages of at most so many layers hold all layers, and none is empty, [n]."""
         result: Bools = (count.sum(axis=1) >= self.layers) & ((count >= 1) | ~self.there).all(axis=1)
         return result
 
@@ -155,7 +155,8 @@ def balanced_splits(
     caps = np.full((*split.shape, leading + 1), model.layers)
     tight = np.flatnonzero(~_fits(job, stages, split))
     if len(tight):
-        # What is best without regard to memory and fits is best. The others get as many layers as fit.
+        # A split that is best without regard to memory and fits is best. The others get as many layers as
+        # fit.
         some = stages.take(tight)
         caps[tight] = _caps(job.take(tight), some)
         bound[tight], split[tight] = _solve(some, caps[tight])
@@ -228,7 +229,8 @@ def _shortened(stages: _Stages, count: Ints, level: Ints, front: bool) -> Ints:
 
 
 def _ranks(stages: _Stages, split: Ints, before: Ints, has_experts: bool) -> Ranks:
-    """What stages of `split` layers hold when `before` layers precede each, as entries of pipeline ranks."""
+    """Contents of the stages of `split` layers when `before` layers precede each, as entries of pipeline
+    ranks."""
     pipeline = stages.there.sum(axis=1)[:, None]
     stage = np.broadcast_to(np.arange(split.shape[1]), split.shape)
     ahead = np.clip(stages.leading - before, 0, split) if has_experts else split
@@ -254,7 +256,7 @@ def _bytes(job: _Job, stages: _Stages, split: Ints, before: Ints) -> Floats:
 
 
 def _fits(job: _Job, stages: _Stages, split: Ints) -> Bools:
-    """Whether every stage of a split is within the memory of a device, [n]."""
+    """Return whether every stage of a split is within the memory of a device, [n]."""
     held = _bytes(job, stages, split, np.cumsum(split, axis=1) - split)
     result: Bools = held.max(axis=1) <= job.cluster.memory_bytes
     return result

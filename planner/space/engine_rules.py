@@ -32,7 +32,7 @@ GROUP_OF = {
     "sequence_parallel": "tensor_parallel",
     "context_parallel_form": "context_parallel",
 }
-"""What a degree that holds "where possible" needs more than one rank of."""
+"""The degree that must exceed 1 where a degree holds "where possible"."""
 
 
 def limits(engine: Engine) -> dict[str, tuple[Any, ...]]:
@@ -139,7 +139,7 @@ def _zero_rules(engine: Engine) -> Iterator[Rule]:
 
 
 def _expert_rules(engine: Engine) -> Iterator[Rule]:
-    """How experts and key/value heads may be split, and beside what."""
+    """Rules for the split of experts and of key/value heads, and for the degrees beside it."""
     runs = engine.runs
     if runs.pipeline_parallel and not runs.pipelines_of_experts:
         yield Rule(
@@ -284,7 +284,7 @@ SUBJECTS: tuple[Callable[[Engine], Iterator[Rule]], ...] = (
     _zero_state_rules,
     _recompute_rules,
 )
-"""What the rules are about, in the order in which they are asked."""
+"""Rules by subject, in the order in which they are asked."""
 
 
 def _expert_split(engine: Engine) -> Rule:
@@ -328,7 +328,7 @@ def _only(
 
 
 def _has(engine: Engine, name: str, values: Sequence[Any], when: str = "", given: object = None) -> str:
-    """What an engine runs of a degree, in words."""
+    """The values of a degree that an engine runs, in words."""
     if name.startswith("offload_"):
         what = f"offloads no {name.removeprefix('offload_')}"
     elif tuple(values) in ((1,), (False,)):

@@ -1,4 +1,4 @@
-"""What passes that are CUDA graphs rule out: whatever waits for the host, or for ranks that are elsewhere."""
+"""Rules for passes that are CUDA graphs: nothing may wait for the host, or for ranks that are elsewhere."""
 
 from __future__ import annotations
 

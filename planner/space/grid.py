@@ -100,7 +100,7 @@ class MicroBatches:
 
 
 Admit = Callable[[OpenGrid], tuple[OpenGrid, Bools]]
-"""What says which layouts of a grid are looked at further, and of which part of it.
+"""A function that admits layouts of a grid: it returns a part of the grid and a mask of its admitted layouts.
 
 Its pairs of mesh and chunks lie along the first axis.
 """
@@ -338,10 +338,10 @@ BATCH_RULES = (
 def _too_few_sequences(
     world_size: int, batch: Batch, degrees: OpenGrid, rules: Sequence[Rule], broken: Sequence[Bools]
 ) -> str | None:
-    """What is wrong where layouts break rules about the batch alone, and all of them need a larger one.
+    """The error where layouts break rules about the batch alone, and all of them need a larger one.
 
     Args:
-        broken: where each of `rules` is, on the whole grid.
+        broken: masks of the layouts that break each of `rules`, on the whole grid.
     """
     legal = np.ones(degrees.shape, dtype=bool)
     for rule, mask in zip(rules, broken, strict=True):

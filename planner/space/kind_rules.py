@@ -1,4 +1,4 @@
-"""What the bundled runtime does not split of layers other than plain attention: a named rule for each.
+"""Rules for layers other than plain attention: splits of them that the bundled runtime lacks.
 
 The search for an engine with `Abilities.splits_plain_layers` proposes no layout that breaks one, and the
 runtime refuses such a plan.

@@ -1,4 +1,4 @@
-"""What layouts adapters rule out: they leave little to do for some, and others cannot run them."""
+"""Rules for layouts of adapters: some layouts have too little to do, and others cannot run adapters."""
 
 from __future__ import annotations
 

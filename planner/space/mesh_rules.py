@@ -20,7 +20,7 @@ def tensor_parallel_choices(model: ModelSpec) -> str:
 
 
 def _shares_kv_heads(model: ModelSpec, tp: Ints | int) -> Any:
-    """Whether ranks get whole key/value heads, or equal groups of ranks share one.
+    """Return whether ranks get whole key/value heads, or equal groups of ranks share one.
 
     The weights stay split, so their columns must be divisible too. Latent attention has as many key/value
     heads as query heads, made from a latent that every rank holds.
@@ -34,7 +34,7 @@ def _shares_kv_heads(model: ModelSpec, tp: Ints | int) -> Any:
 
 
 def _has_wide_norms(model: ModelSpec) -> bool:
-    """Whether keys have a norm over all heads together."""
+    """Return whether keys have a norm over all heads together."""
     return model.qk_norm and model.qk_norm_width == "all"
 
 

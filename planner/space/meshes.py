@@ -1,4 +1,4 @@
-"""How the devices of a job are shared out: tensor, pipeline, context, data and expert parallelism."""
+"""Divisions of the devices of a job: tensor, pipeline, context, data and expert parallelism."""
 
 from __future__ import annotations
 

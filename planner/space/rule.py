@@ -18,7 +18,7 @@ class Rule:
     broken: Callable[[ModelSpec, LayoutTable], Bools]
     """True where the rule is broken; the shape broadcasts to that of the grid."""
     message: Callable[[ModelSpec, LayoutTable], str]
-    """What is wrong with one layout: its numbers, and what would be right."""
+    """The error of one layout: its numbers, and values that would be legal."""
     redundant: bool = False
     """The layout would run, but the search covers one that is at least as good."""
     of_mesh: bool = False
@@ -30,7 +30,7 @@ class Rule:
     """Groups of degrees: pins of all of any one group say that the user wants the redundant layout."""
 
     def is_lifted(self, pinned: Set[str]) -> bool:
-        """Whether pins of the degrees `pinned` ask for what the rule forbids."""
+        """Return whether pins of the degrees `pinned` ask for layouts that the rule forbids."""
         return any(pinned >= set(group) for group in self.lifted_by)
 
 

@@ -1,4 +1,4 @@
-"""What makes a layout illegal: a table of named rules, the same for one layout and for a million.
+"""Rules that make a layout illegal: a table of named rules, the same for one layout and for a million.
 
 A rule sees a `LayoutTable` whose arrays broadcast against each other, so that a rule about two degrees of
 freedom is evaluated on their two axes only. For one layout the arrays are 0-d.

@@ -31,7 +31,8 @@ def stage_layers(layers: int, stages: int, first_less: int, last_less: int) -> t
 
 
 def less_layers(layers_per_stage: tuple[int, ...], chunks: int) -> tuple[int | None, int, int] | None:
-    """What gives these stages: layers per stage, and how many fewer the first and the last stage have.
+    """The arguments that give these stages: layers per stage, and how many fewer the first and the last stage
+    have.
 
     Args:
         chunks: model chunks of a rank; layers per stage are None where only the default makes so many.

@@ -43,10 +43,11 @@ MOST_PASSES = 3000
 
 
 def page_answer(question: Mapping[str, Any], hub: HubUse = "cached") -> dict[str, Any]:
-    """What a page shows of the answer to a question, for JSON; a wrong question has `error` alone.
+    """The contents of a page that answers a question, for JSON; a wrong question has `error` alone.
 
-    `html` is the answer, `figures` are what its places with these names show, `files` texts by their names,
-    `answer` is what `planner suggest --json` prints, and `command` asks the same at the command line.
+    `html` is the answer, `figures` are the figures by the names of their places, `files` are texts by their
+    names, `answer` is the output of `planner suggest --json`, and `command` asks the same at the command
+    line.
     """
     try:
         own = {name: value for name, value in question.items() if name != SCRIPT}
@@ -118,7 +119,7 @@ def _head(found: Answer | SizesAnswer, plan: Plan | None) -> str:
 
 
 def _proposals(found: Sequence[Proposal]) -> str:
-    """What would fit, each as a button that changes the question."""
+    """Changes that would fit, each as a button that changes the question."""
     if not found:
         return ""
     items = []
@@ -238,7 +239,7 @@ def _file(written: WrittenFile | InputError | None) -> Iterator[str]:
 
 
 def _told(found: Answer | SizesAnswer) -> str:
-    """What was assumed and noted, and the plan for Megatron-LM."""
+    """Assumptions and notes, and the plan for Megatron-LM."""
     items = [*(f"assumed: {note}" for note in found.assumed), *(f"note: {note}" for note in found.notes)]
     if isinstance(found, Answer):
         if found.other is not None:

@@ -48,7 +48,7 @@ EXAMPLES = {
     "price_per_hour": "$2.5",
     "config": '{"model_type": "llama", ...}',
 }
-"""What stands in empty fields."""
+"""Placeholders of empty fields."""
 
 CHOICES: dict[str, Sequence[str]] = {"precision": PRECISIONS, "quantize_base": FORMATS}
 """Values of which one is chosen."""

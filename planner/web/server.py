@@ -42,7 +42,8 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data: blob:; "
     "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
 )
-"""What a page may load: files of this server alone, and no script that stands in what it shows."""
+"""The content security policy of a page: only files of this server, and no script inside the data that it
+shows."""
 
 HEADERS = {
     "Content-Security-Policy": POLICY,

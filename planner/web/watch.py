@@ -26,11 +26,11 @@ from planner.report.run_figures import (
 from planner.web.server import HEADERS, application, own_asset
 
 FIGURES = {"loss": loss, "measured": steps, "speed": speed, "peaks": peaks}
-"""What is drawn of runs, by the names of its places."""
+"""Figures of runs, by the names of their places."""
 
 
 def runs_now(runs: Sequence[LoggedRun]) -> dict[str, Any]:
-    """What a page shows of runs, for JSON: a table, lines on slow ranks, and figures."""
+    """The contents of a page on runs, for JSON: a table, lines on slow ranks, and figures."""
     heads = "".join(f'<th scope="col">{name}</th>' for name in RUN_COLUMNS)
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in run_row(run)) + "</tr>" for run in runs

@@ -1,4 +1,5 @@
-"""The flags of Megatron-LM, MindSpeed and llmacc: the role of each, and the number of words that follow it."""
+"""The flags of Megatron-LM, MindSpeed and llmacc: the role of each, and the number of words that follow
+it."""
 
 from __future__ import annotations
 

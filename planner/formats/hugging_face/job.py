@@ -27,7 +27,8 @@ class Job:
 
     @property
     def distributed(self) -> str:
-        """The kind of distribution that accelerate names: `fsdp`, `deepspeed` and the like; empty for none."""
+        """The kind of distribution that accelerate names: `fsdp`, `deepspeed` and the like; empty for
+        none."""
         return (self.accelerate.text("distributed_type") or "").lower()
 
     @property

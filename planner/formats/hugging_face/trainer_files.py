@@ -21,7 +21,8 @@ def is_llama_factory(entries: Entries) -> bool:
 
 
 def is_trl(entries: Entries) -> bool:
-    """Return whether keys are those of TRL's scripts, or of open-r1's, which take the arguments of a trainer."""
+    """Return whether keys are those of TRL's scripts, or of open-r1's, which take the arguments of a
+    trainer."""
     return "model_name_or_path" in entries and "per_device_train_batch_size" in entries
 
 

@@ -398,7 +398,7 @@ class Follower:
     def _set(self, path: str, value: Any, line: int) -> None:
         if len(self.entries) > MOST_ENTRIES:
             return
-        self.entries.pop(path, None)  # What is set last stands last.
+        self.entries.pop(path, None)  # The last value set stands last.
         self.values[path] = value
         self.files[path] = self.file
         if path.rpartition(".")[2] == LAYOUT and isinstance(value, list):

@@ -67,7 +67,7 @@ def recipes(
             with warnings.catch_warnings():
                 warnings.simplefilter(
                     "ignore"
-                )  # What Python thinks of the style of the file is not asked for.
+                )  # Python's warnings about the style of the file do not matter.
                 trees.append((file, ast.parse(text)))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise InputError(f"file {file} is not valid Python") from None

@@ -66,7 +66,7 @@ def _single(words: Sequence[str | None], doubled: bool) -> Truth:
     texts = [word for word in words if word is not None]
     if len(texts) == 2:
         if not doubled and texts[0] in _BETWEEN:
-            return False  # What stands before the operator is not set: an error.
+            return False  # The word before the operator is not set: an error.
         return bool(texts[1]) == (texts[0] == "-n") if texts[0] in ("-z", "-n") else None
     if len(texts) != 3:
         return None

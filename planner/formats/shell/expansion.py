@@ -90,7 +90,8 @@ class Expansion:
         return found if word is None else [*found, word]
 
     def value(self, raw: Chars) -> Chars:
-        """The value of a variable that is set to `raw`: blanks do not split it, and stand between elements."""
+        """The value of a variable that is set to `raw`: blanks do not split it, and stand between
+        elements."""
         found: Chars = [
             (char or " ", line) for char, line, quoted in self._pieces(Part(raw), 0) if char or not quoted
         ]

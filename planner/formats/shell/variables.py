@@ -23,7 +23,7 @@ class Variables:
         self.variables = variables
         self.expansion = Expansion(variables, fixed)
         self.locals: list[dict[str, Value | None]] = []
-        """Of each function that is at work, what its own variables were outside of it."""
+        """Values outside a function of its own variables, for each function that is at work."""
         self._integers: set[str] = set()
         self.last_read = ""
         """The variable that the last `read` fills."""

@@ -56,7 +56,7 @@ def model_parts(model: ModelSpec) -> dict[str, Any]:
             found |= {f"{name}.{key}": part for key, part in value.model_dump().items()}
         else:
             found[name] = value
-    found.pop("router.loads", None)  # How full experts are, not what they are.
+    found.pop("router.loads", None)  # The load of experts, not their kind.
     if model.experts and model.router.groups <= model.router.top_groups:
         groups = ("router.groups", "router.top_groups", "router.group_score")
         found = {key: part for key, part in found.items() if key not in groups}

@@ -29,7 +29,7 @@ _ENDINGS = (
     r"-(hf|chat|instruct|base|it|v0\.\d|v1\.\d|2507|thinking|checkpoints"
     r"|(bnb-)?(nf4|4bit)(-bf16)?|bnb|[bf]p?16)$"
 )
-"""What names say of how a model was trained on, or stored: its shape stays."""
+"""Endings of names for further training or storage formats, which leave the shape of the model as it is."""
 
 _FAMILIES = (
     (r"^meta-", ""),

@@ -114,7 +114,8 @@ def _positions(config: Config) -> Config:
 
 
 def _layer_types(config: Config, layers: int) -> list[str]:
-    """What attention each layer has: said one by one, by ratios, or the default of one sort and the other."""
+    """The kind of attention of each layer: listed one by one, by ratios, or the default of both kinds in
+    turn."""
     key, names = "layer_types", entries(config, "layer_types")
     if names is None and (ratios := entries(config, "compress_ratios")) is not None:
         unknown = [ratio for ratio in ratios if not isinstance(ratio, int) or ratio not in OF_RATIO]
@@ -127,7 +128,7 @@ def _layer_types(config: Config, layers: int) -> list[str]:
     unknown = [name for name in names if not isinstance(name, str) or name not in KINDS]
     if unknown:
         raise ValueError(f"layer_types has {unknown[0]!r}, and only {', '.join(KINDS)} are known")
-    # What is listed beyond the layers is of MTP modules.
+    # Entries beyond the layers are of MTP modules.
     if len(names) < layers:
         raise ValueError(f"{key} has {len(names)} entries for num_hidden_layers {layers}")
     return names[:layers]

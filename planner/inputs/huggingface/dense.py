@@ -37,7 +37,7 @@ def gpt2(config: Config) -> Config:
 
 
 def decoder(config: Config) -> Config:
-    """What Llama and all that follow it have in common, biases left out."""
+    """Fields that Llama and all models after it share, without biases."""
     heads = whole(config, "num_attention_heads")
     fields = {
         "layers": whole(config, "num_hidden_layers"),

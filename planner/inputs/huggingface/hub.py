@@ -16,7 +16,7 @@ from costmodels.files import MIB, read_text, shown_path
 from costmodels.paths import exists, expanded, home_folder, is_file, is_folder
 
 HubUse = Literal["never", "cached", "fetched"]
-"""How far an id is followed: not at all, into the cache on this machine, or to the Hub."""
+"""The reach of the search for an id: none, the cache on this machine, or the Hub."""
 
 CONFIG_FILE = "config.json"
 

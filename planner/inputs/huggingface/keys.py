@@ -40,7 +40,7 @@ ATTENTION_KINDS = {
     "sliding_attention": "window",
     "chunked_attention": "chunk",
     "linear_attention": "linear",
-    # Which of them an indexer reads is said elsewhere.
+    # Another key says which of these layers an indexer reads.
     "indexed_attention": "full",
     "deepseek_sparse_attention": "full",
 }
@@ -164,7 +164,7 @@ def rope(config: Config) -> Config:
 
 
 def rope_scaling(config: Config) -> Config | None:
-    """How rotary frequencies are stretched; None when they are not."""
+    """The stretching of rotary frequencies; None when they are not stretched."""
     # Transformers 5 calls the mapping rope_parameters, and names an absent scaling "default".
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, dict):

@@ -105,7 +105,7 @@ def model_fields(config: Config) -> Config:
     known = _defaults().get(DEFAULTS_OF.get(model_type, model_type), {"defaults": {}, "names": {}})
     names = known["names"]
     keys = {names.get(key, key): value for key, value in config.items() if names.get(key) not in config}
-    # What Transformers 5 keeps in one mapping stood by itself before.
+    # Transformers 5 keeps keys in one mapping that stood alone before.
     if "rope_theta" in keys or "rope_scaling" in keys:
         keys.setdefault("rope_parameters", None)
     layers = keys.get("num_hidden_layers")
