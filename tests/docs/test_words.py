@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ CODE = ("benchmarks", "cli", "costmodels", "planner", "runtime", "tests")
 
 RULES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
 
+CLAUSE = re.compile(rf"({'|'.join(RULES['clauses'])})\b")
+
 NO_SUBJECT = re.compile(rf"({'|'.join(RULES['openings'])})\b")
 
 AVOIDED = {re.compile(rf"\b(?:{rule['not']})\b", re.IGNORECASE): rule["say"] for rule in RULES["avoided"]}
@@ -25,22 +29,37 @@ AVOIDED = {re.compile(rf"\b(?:{rule['not']})\b", re.IGNORECASE): rule["say"] for
 HISTORY = ROOT / "CHANGELOG.md"
 """The page that says what was called what at its time."""
 
-RECORDS = (ast.Module, ast.ClassDef)
+RECORDS, FUNCTIONS = (ast.Module, ast.ClassDef), (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The line and the text of each docstring, those behind assignments included."""
+def docstrings(tree: ast.Module, in_functions: bool = False) -> Iterator[tuple[int, str]]:
+    """The line and the text of each docstring, those behind assignments included.
+
+    Args:
+        in_functions: yield those behind assignments in functions too.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, (*RECORDS, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, (*RECORDS, *FUNCTIONS)):
             text = ast.get_docstring(node)
             if text is not None:
                 yield node.body[0].lineno, text
-        if isinstance(node, RECORDS):
+        if isinstance(node, (*RECORDS, *FUNCTIONS) if in_functions else RECORDS):
             for before, after in zip(node.body, node.body[1:], strict=False):
                 if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
                     value = after.value
                     if isinstance(value, ast.Constant) and isinstance(value.value, str):
                         yield after.lineno, value.value
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    """The line and the text of each block of comments, and of each comment behind code."""
+    last = -1
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            behind_code = bool(token.line[: token.start[1]].strip())
+            if behind_code or token.start[0] != last + 1:
+                yield token.start[0], token.string.lstrip("# ")
+            last = -1 if behind_code else token.start[0]
 
 
 def texts(package: str) -> Iterator[tuple[Path, str]]:
@@ -66,6 +85,26 @@ def test_docstrings_open_with_a_subject(package: str) -> None:
         if NO_SUBJECT.match(text.strip())
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("package", RULES["without_clauses"])
+def test_docstrings_and_comments_open_with_no_clause(package: str) -> None:
+    found = [
+        f"{file}:{line}: {' '.join(text.split())[:60]}"
+        for file, words in texts(package)
+        if file.suffix == ".py"
+        for line, text, openings in (
+            *((*found, (CLAUSE, NO_SUBJECT)) for found in docstrings(ast.parse(words), in_functions=True)),
+            *((*found, (CLAUSE,)) for found in comments(words)),
+        )
+        if any(opening.match(text.strip()) for opening in openings)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_a_block_of_comments_has_one_opening() -> None:
+    text = "# A block\n# What it is.\nx = 1  # Behind code.\n# Another.\n"
+    assert list(comments(text)) == [(1, "A block"), (3, "Behind code."), (4, "Another.")]
 
 
 @pytest.mark.parametrize("folder", [*CODE, "docs", "examples"])
