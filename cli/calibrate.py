@@ -30,13 +30,13 @@ class RanksOptions:
 
     world_size: str | None = flag(
         None,
-        "Ranks that measure, several numbers with commas between them; all GPUs, or as many ranks as the CPU "
-        "has cores, and twice as many.",
+        "Numbers of ranks to measure with, such as 2,4; unless given all GPUs, or on a CPU one and two ranks "
+        "for each core.",
         metavar="RANKS",
     )
-    forget: bool = flag(False, "Remove what was measured of this machine, and plan by the catalogue again.")
+    forget: bool = flag(False, "Remove the measurements of this machine, and plan by the catalogue again.")
     from_history: bool = flag(
-        False, "Measure nothing: fit the constants again to what jobs have measured on this machine."
+        False, "Measure nothing: fit the constants again to measurements of jobs on this machine."
     )
     json: bool = flag(False, "With --from-history: print one JSON object.")
 

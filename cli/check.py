@@ -40,7 +40,7 @@ class CheckOptions:
     model: str | None = flag(
         None, "Catalogue name or file of the model, where no file says it.", values=model_names
     )
-    engine: str | None = flag(None, "Price another software than the one that the files are for.")
+    engine: str | None = flag(None, "Software to price, instead of the software that the files are for.")
     json: bool = flag(False, "Print one JSON object instead of text.")
     save: str | None = flag(None, "Write the best plan to this file.", metavar="FILE")
 
@@ -108,7 +108,7 @@ def check_lines(answer: Check) -> Iterator[str]:
     elif answer.layout is not None and answer.unknown:
         yield f"as read: {answer.layout.describe()}"
     if answer.proposals:
-        yield "would fit, the smallest change of each kind:"
+        yield "changes that would fit, the smallest of each kind:"
     for proposal, changes in answer.proposals:
         yield f"  {proposal.what}: {proposal.price}"
         yield f"      {proposal.plan.layout.describe()}"
@@ -151,7 +151,11 @@ def _gain(gain: float | None) -> str:
     """The gain of the best plan; where the configuration is the faster one, why the other is the best."""
     if gain is None:
         return ""
-    doubt = "" if gain > 1 else ": simpler, or with more memory left, and not told apart from the fastest"
+    doubt = (
+        ""
+        if gain > 1
+        else ": simpler, or with more memory left, and within the estimate's error of the fastest"
+    )
     return f", {gain:.2f} x the tokens/s{doubt}"
 
 

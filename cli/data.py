@@ -123,7 +123,8 @@ class Output:
 
     output_prefix: str = flag(
         "",
-        "Writes PREFIX_{key}_document.bin and .idx, and .tokenizer, which says what prepared them.",
+        "Prefix of the files: PREFIX_{key}_document.bin and .idx, and .tokenizer, which names their "
+        "tokenizer.",
         "--output-prefix",
         metavar="PREFIX",
     )

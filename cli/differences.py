@@ -12,7 +12,7 @@ def print_differences(configured: ConfiguredJob) -> None:
     """Print how the job that is trained differs from the one in the files, and what was assumed of those."""
     reading, plan = configured.reading, configured.plan
     if configured.differences:
-        print(f"{reading.file} ({reading.framework}): what is otherwise here")
+        print(f"{reading.file} ({reading.framework}): settings that differ here")
         rows = [[one.what, str(one.line or ""), one.here] for one in configured.differences]
         console().print(table(["in the files", "line", "here"], rows, left=("in the files", "here")))
     for text in configured.assumed:

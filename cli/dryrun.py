@@ -163,7 +163,7 @@ def _print(plan: Plan, traces: Sequence[MemoryTrace]) -> None:
     screen.print(
         table(["pp", "rank", f"peak ({name})", f"planned ({name})", "moment"], peaks, left=("moment",))
     )
-    screen.print(f"\nwhat is alive at the peak ({name})")
+    screen.print(f"\ntensors at the peak ({name})")
     rows = [
         [str(trace.pipeline_rank), *(f"{trace.peak.allocated[key] / unit:.2f}" for key in CATEGORIES)]
         for trace in traces

@@ -38,7 +38,7 @@ class Output:
     SECTIONS: ClassVar[dict[str, str]] = {"verbose": "Output"}
 
     verbose: bool = flag(
-        False, "Show the ranking, the memory of each pipeline rank and what was rejected too."
+        False, "Show also the ranking, the memory of each pipeline rank and the rejected layouts."
     )
     top: int | None = flag(
         None,

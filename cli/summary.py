@@ -245,7 +245,7 @@ def _of_next(result: SearchResult, row: DistinctPlan) -> str:
     first, objective = result.plan(0), result.problem.objective
     share = lead_share(objective, row.plan.estimate, first.estimate)
     return (
-        f"fastest within the doubt: {share} faster, {likely} likely to be the faster one; "
+        f"{share} faster by the estimate, {likely} likely to be the faster one; "
         f"{_gives_the_fastest(result, row.plan)} gives it"
     )
 

@@ -53,7 +53,7 @@ class SweepOptions:
         within=Bounds(f"at least {FEWEST_ITERS} steps", FEWEST_ITERS, MOST_STEPS),
     )
     out: str = flag(
-        "sweep", f"Folder of the results ({RESULTS}); what it holds is not measured again.", metavar="FOLDER"
+        "sweep", f"Folder of the results ({RESULTS}); runs in it are not measured again.", metavar="FOLDER"
     )
 
     def check(self) -> None:

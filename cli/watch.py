@@ -29,13 +29,13 @@ LONGEST_TREND = 32
 
 def watch(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="The --log-dir of runs.")],
-    serve: Annotated[bool, typer.Option("--serve", help="Show them on a page in the browser.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Show the runs on a page in the browser.")] = False,
     port: Annotated[
         int, typer.Option("--port", help="With --serve: number of the port; 0 for a free one.")
     ] = 8001,
     host: Annotated[str, typer.Option("--host", help="With --serve: address to listen at.")] = HOST,
-    every: Annotated[float, typer.Option("--every", help="Seconds between two looks.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show how the runs are, and end.")] = False,
+    every: Annotated[float, typer.Option("--every", help="Seconds between two updates.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the state of the runs once, and end.")] = False,
 ) -> None:
     """Watch runs while they train: loss, step, tokens/s, memory, predicted against measured, stragglers."""
     check_port(port)

@@ -37,7 +37,7 @@ def web(
         str | None,
         typer.Option(
             "--hub",
-            help="How ids of models, such as Qwen/Qwen3-8B, are followed: never, cached (into this machine's "
+            help="Look-up of ids of models, such as Qwen/Qwen3-8B: never, cached (into this machine's "
             "Hugging Face cache; the usual one, but never with another --host) or fetched (from the Hub).",
         ),
     ] = None,

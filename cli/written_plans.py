@@ -19,6 +19,6 @@ def print_notes(plan: Plan, export: Export) -> None:
         print(f"planner: left to the training script: {part}", file=sys.stderr)
     if export.environment:
         variables = " ".join(f"{name}={value}" for name, value in export.environment.items())
-        print(f"planner: note: it wants {variables} in the environment", file=sys.stderr)
+        print(f"planner: note: the job needs {variables} in its environment", file=sys.stderr)
     for note in export.notes:
         print(f"planner: note: {note}", file=sys.stderr)

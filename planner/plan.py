@@ -217,8 +217,8 @@ class Plan(Record):
             raise InputError(f"plan {path}: {on_one_line(error)}") from None
         if noted is not None and noted != _digest(values):
             raise InputError(
-                f"plan {path}: it was edited, and its estimate is of the plan before that; plan again with "
-                "--pin of what is to be different"
+                f"plan {path}: the file was edited, and its estimate is of the plan before the edit; "
+                "plan again with --pin for the changed degrees"
             )
         return plan
 

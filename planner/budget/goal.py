@@ -114,4 +114,6 @@ def _stopped_text(goal: Goal, run: Run) -> str:
     whole = run.whole
     if goal.deadline_days is None or whole is None or whole.days <= goal.deadline_days:
         return ""
-    return f"; missed with checkpoints and failures as assumed, which make it {duration(whole.days * DAY)}"
+    return (
+        f"; missed with checkpoints and failures as assumed, which make the run {duration(whole.days * DAY)}"
+    )

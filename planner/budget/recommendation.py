@@ -145,7 +145,7 @@ def _within(runs: Mapping[int, Run], kept: Mapping[int, Run], goal: Goal, size: 
         if each.days_high <= goal.deadline_days and each.days < run.days
     }
     if not sure:
-        return f"{why}; {late_text(run)}, and no size here that keeps it is in time even then"
+        return f"{why}; {late_text(run)}, and no size here within the goal is in time even then"
     return f"{why}; {late_text(run)}: {min(sure, key=_hours(sure))} devices are in time even then"
 
 

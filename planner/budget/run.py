@@ -220,12 +220,16 @@ def _memory_text(whole: WholeRun) -> str:
     memory = whole.memory
     text = f"a save writes {memory.device_bytes / GIB:.1f} GiB from a device"
     if memory.node_host_bytes is None:
-        text += "; nobody has looked what it takes of host memory with this engine"
+        text += "; its use of host memory with this engine is not known"
     elif memory.node_host_bytes:
         text += f" and takes {memory.node_host_bytes / GIB:.1f} GiB of a node's host memory"
     else:
         text += ", tensor by tensor"
     if memory.resume_bytes is None:
         return text
-    lacks = f", {whole.resume_lacks_bytes / GIB:.1f} GiB more than it has" if whole.resume_lacks_bytes else ""
+    lacks = (
+        f", {whole.resume_lacks_bytes / GIB:.1f} GiB more than the device has"
+        if whole.resume_lacks_bytes
+        else ""
+    )
     return f"{text}; a resume needs {memory.resume_bytes / GIB:.1f} GiB of a device{lacks}"

@@ -203,7 +203,8 @@ def binding(result: SearchResult, found: list[Change], near: list[Neighbour]) ->
         (
             gain(objective, one.figure, before),
             "rule",
-            f"{one.rule}; otherwise {one.change} gave {gain_text(objective, one.figure, before)}",
+            f"{one.rule}; without this rule {one.change} would give "
+            f"{gain_text(objective, one.figure, before)}",
         )
         for one in near
         if one.were_it_legal is not None and one.figure is not None
@@ -215,6 +216,6 @@ def binding(result: SearchResult, found: list[Change], near: list[Neighbour]) ->
     share = (parts.compute + parts.attention + parts.elementwise) / parts.total
     return Binding(
         "compute",
-        f"{100 * share:.0f} % of the step computes, and no change of memory, batch, links or pins buys "
+        f"{100 * share:.0f} % of the step computes, and no change of memory, batch, links or pins gains "
         f"{100 * (NOTICEABLE - 1):.0f} %",
     )

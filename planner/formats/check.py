@@ -135,7 +135,7 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
     nothing = _rests_on_nothing(reading, problems)
     device = given.get("device") or reading.device
     if device is None:
-        text = "no file says what the job runs on: whether it fits, how fast it is, and what is better"
+        text = "no file names the device, on which memory, speed and the best plan depend"
         problems.add("unknown", text, "--device", remedy="give --device", of_price=True)
     if nothing:
         return _answer(reading, problems, (), None, None)
@@ -288,7 +288,7 @@ def breaks_rules(reading: Reading, layout: Layout, problem: Problem, problems: P
         runs = rule.name in OTHERS_RUN and reading.framework not in PYTORCHS
         if rule.name.startswith("engine_"):
             # The search keeps to what is sure to run; what software is given for is judged by its own rules.
-            runs, message = True, f"the best plan is looked for without it: {message}"
+            runs, message = True, f"the search for the best plan excludes this layout: {message}"
         elif runs:
             message += f" ({reading.framework} runs it all the same)"
         broken |= not runs
@@ -315,7 +315,7 @@ def plan_as_it_stands(reading: Reading, layout: Layout, problem: Problem, proble
         )
         field = _LARGEST_PART.get(parts[0][0], "") if parts else ""
         if reading.memory_is_bound:
-            problems.add("note", f"whether it fits is not known: as priced it {text}", *places.of(field))
+            problems.add("note", f"the layout may not fit: as priced it {text}", *places.of(field))
         else:
             problems.add("too_big", text, *places.of(field))
     return Plan(

@@ -93,15 +93,15 @@ def differences(plan: Plan, export: Export) -> str:
     try:
         job = nearest_job(plan, export)
     except ValueError as error:
-        return f"what is written cannot be priced: {error}"
+        return f"the written job cannot be priced: {error}"
     ours, theirs = plan.estimate, job.estimate
     gained = theirs.step_time_s / ours.step_time_s - 1
     more = (theirs.peak_memory_bytes - ours.peak_memory_bytes) / GIB
     limit = plan.cluster.memory_bytes
     text = (
-        f"what is written: {job.layout.describe()}; {in_seconds(theirs.step_time_s)} a step, {gained:+.1%} "
+        f"written job: {job.layout.describe()}; {in_seconds(theirs.step_time_s)} a step, {gained:+.1%} "
         f"against the plan, and {theirs.peak_memory_bytes / GIB:.1f} GiB, {more:+.1f} GiB"
     )
     if theirs.peak_memory_bytes > limit:
-        text += f": it does not fit into {limit / GIB:.1f} GiB"
+        text += f": the job does not fit into {limit / GIB:.1f} GiB"
     return text

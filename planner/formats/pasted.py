@@ -86,7 +86,7 @@ def _say(found: Pasted, command: str) -> None:
         print(f"{command}: {'; '.join(found.turned)}", file=sys.stderr)
     if found.aside:
         names = ", ".join(dict.fromkeys(found.aside))
-        print(f"{command}: set aside, as nothing here has to do with them: {names}", file=sys.stderr)
+        print(f"{command}: ignored, as they have no effect here: {names}", file=sys.stderr)
 
 
 def sort_words(

@@ -28,7 +28,7 @@ def resolve_device(name: str, ranks: int = 1) -> Device:
         is_measured = exists(path)
     except InputError as error:
         # A home of somebody else, as under `sudo -u`: nothing was measured for who asks.
-        say_once(f"{error}: what planner calibrate has measured there is not used")
+        say_once(f"{error}: measurements by planner calibrate there are not used")
         return plain
     return _measured(str(path), ranks, here=True) if is_measured else plain
 

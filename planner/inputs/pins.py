@@ -186,7 +186,8 @@ def _group(item: _Item) -> Values:
         _known(item.name) or item.name in RANGE_DEGREES
     ):
         raise InputError(
-            f"{item.verb} {item.name}={item.value}: the search does not choose it; pin what it is to be"
+            f"{item.verb} {item.name}={item.value}: the search does not choose this degree; pin the "
+            "value to use"
         )
     return (value,)
 

@@ -22,21 +22,21 @@ class BatchOptions:
     max_global_batch_size: int | None = flag(None, "Sequences of one step, at most.")
     objective: str = flag(
         DEFAULT_OBJECTIVE,
-        "What the best layout is best at: throughput (tokens per second), step-time (seconds of a step; "
-        "under a maximum, of the largest batch that each layout can run), cost (device-hours per token), or "
-        "memory (lowest peak, then throughput).",
+        "Figure that the best layout optimises: throughput (tokens per second), step-time (seconds of a "
+        "step; under a maximum, of the largest batch that each layout can run), cost (device-hours per "
+        "token), or memory (lowest peak, then throughput).",
         metavar="NAME",
     )
     prefer: str = flag(
         PREFERENCES[0],
-        "Which plan is first of those within the estimate's error of the fastest: the simplest, or the "
-        "fastest all the same; or a YAML file of points that says what is simple.",
+        "Choice among the plans within the estimate's error of the fastest: the simplest one, or the "
+        "fastest; or a YAML file of points for what counts as simple.",
         metavar="simple|fastest|FILE",
         values=lambda: PREFERENCES,
     )
     headroom: str | None = flag(
         None,
-        f"Memory that a plan should leave free on each device: GiB (4), or a share of it (5%); unless given "
-        f"{USUAL_GIB:.0f} GiB, and no more than {100 * USUAL_SHARE:.0f}%.",
+        f"Memory that a plan should leave free on each device: GiB (4), or a share of its memory (5%); "
+        f"{USUAL_GIB:.0f} GiB, but no more than {100 * USUAL_SHARE:.0f}%, unless given.",
         metavar="GIB|SHARE",
     )

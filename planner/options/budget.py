@@ -19,12 +19,12 @@ class BudgetOptions:
     SECTIONS: ClassVar[dict[str, str]] = {"tokens": "Days, money and failures"}
 
     tokens: str | None = flag(
-        None, "Tokens to train on, such as 300B, 15T or 1e12: adds the days that it takes.", metavar="N"
+        None, "Tokens to train on, such as 300B, 15T or 1e12: adds the days of the run.", metavar="N"
     )
     price_per_hour: str | None = flag(
         None,
         "Money for one device and hour, such as 2.5, '$2.5' (quoted: shells replace $2) or '2.5 EUR': adds "
-        "what the run costs.",
+        "the cost of the run.",
         metavar="MONEY",
     )
     deadline_days: float | None = flag(
@@ -35,13 +35,14 @@ class BudgetOptions:
     budget: str | None = flag(
         None,
         "With --tokens and --price-per-hour: money that the run may cost, such as 200000 or '$200k'. Of "
-        "several world sizes the fastest that it pays for is recommended; with --deadline-days the cheapest.",
+        "several world sizes the fastest that the budget pays for is recommended; with --deadline-days "
+        "the cheapest.",
         metavar="MONEY",
     )
     mtbf_hours: float | None = flag(
         None,
-        "Mean hours between two failures of one device, such as 50000: counts in what failures, restarts and "
-        f"checkpoints take, and adds the best checkpoint interval. {MTBF_HOURS:g} is assumed unless given.",
+        "Mean hours between two failures of one device, such as 50000: adds the time of failures, restarts "
+        f"and checkpoints, and the best checkpoint interval. {MTBF_HOURS:g} is assumed unless given.",
     )
     checkpoint_gbps: float | None = flag(
         None,
@@ -53,7 +54,7 @@ class BudgetOptions:
         f"Seconds from a failure until the job reads its last checkpoint; {RESTART_SECONDS:g} unless given.",
     )
     save_interval: int | None = flag(
-        None, "Steps between two checkpoints of the run; as many as are best unless given."
+        None, "Steps between two checkpoints of the run; the best number unless given."
     )
     async_save: bool = flag(
         False, "Checkpoints of the run are written beside training, which waits for a copy in host memory."

@@ -21,9 +21,9 @@ class GivenLayout:
 
     layout: str | None = flag(
         None,
-        'Plan this layout, as one is printed: "tp=4+sp pp=8 dp=2 mbs=1 x 8". With its microbatches '
-        "it is whole but for zero and recompute, which are chosen where it does not name them, and of that "
-        "batch unless a flag gives one; without, all that it does not name is chosen.",
+        'Plan this layout, as plans are printed: "tp=4+sp pp=8 dp=2 mbs=1 x 8". A layout with microbatches '
+        "fixes all degrees, except zero and recompute if it does not name them, and the batch unless a flag "
+        "gives one. A layout without microbatches leaves the degrees that it does not name to the search.",
         metavar="LAYOUT",
     )
 

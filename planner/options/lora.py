@@ -45,7 +45,9 @@ class LoraFlags:
         None, "Train low-rank adapters of this rank; the model itself is frozen.", within=AT_LEAST_1
     )
     lora_alpha: float | None = flag(
-        None, "Adapters are scaled by this over the rank; twice the rank unless given.", within=POSITIVE
+        None,
+        "Numerator of the scale of adapters, alpha / rank; twice the rank unless given.",
+        within=POSITIVE,
     )
     lora_targets: str | None = flag(
         None,

@@ -25,7 +25,7 @@ class MtpFlags:
         within=AT_LEAST_1,
     )
     mtp_loss_scaling_factor: float | None = flag(
-        None, "Factor of the mean of their losses; 0.1 unless given.", within=POSITIVE
+        None, "Factor of the mean loss of MTP modules; 0.1 unless given.", within=POSITIVE
     )
 
     def with_mtp(self, spec: ModelSpec) -> ModelSpec:

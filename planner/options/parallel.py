@@ -157,7 +157,7 @@ class ParallelOptions(AcceptedFlags):
         False, "Fix zero_stage=1 wherever data_parallel > 1.", degree="zero_stage"
     )
     num_distributed_optimizer_instances: int | None = flag(
-        None, "Fix zero_replicas: copies of what ZeRO splits.", degree="zero_replicas"
+        None, "Fix zero_replicas: copies of the states that ZeRO splits.", degree="zero_replicas"
     )
     optimizer_cpu_offload: bool = flag(False, "Fix offload_optimizer=true.", degree="offload_optimizer")
     swap_attention: bool = flag(False, "Fix offload_activations=true.", degree="offload_activations")
@@ -168,7 +168,7 @@ class ParallelOptions(AcceptedFlags):
     )
     muon_tp_mode: str | None = flag(
         None,
-        "How tensor-parallel ranks share the work of --optimizer muon: "
+        "Division of the work of --optimizer muon among tensor-parallel ranks: "
         f"{', '.join(get_args(MuonMode)[1:])}; the engine's own way unless given.",
         degree="muon_mode",
         values=lambda: get_args(MuonMode)[1:],
@@ -200,7 +200,8 @@ class ParallelOptions(AcceptedFlags):
     )
     engine: str | None = flag(
         None,
-        "Who executes the layout, and so which layouts there are: a name of `engines`, or a YAML file; "
+        "Software that executes the layout, which decides the legal layouts: a name of `engines`, or a "
+        "YAML file; "
         f"{DEFAULT_ENGINE} unless given, or on NPUs mindspeed.",
         values=engine_names,
     )

@@ -73,6 +73,6 @@ class Changed:
 def proposal_lines(found: Sequence[Proposal]) -> Iterator[str]:
     """Lines on changes that fit, one or two lines each; none without any."""
     if found:
-        yield "what would fit, the smallest change of each kind:"
+        yield "changes that would fit, the smallest of each kind:"
     for one in found:
         yield from one.lines()

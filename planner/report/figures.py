@@ -243,7 +243,7 @@ def front(contents: Contents) -> Figure | None:
         text=list(cloud.names),
         mode="lines+markers",
         line={"color": COLOURS[4], "shape": "hv"},
-        name="none is faster in less",
+        name="Pareto-optimal",
         hovertemplate="%{text}<br>%{x} GiB, %{y} tokens/s<extra></extra>",
     )
     estimate = contents.plan.estimate

@@ -18,7 +18,10 @@ from planner.ranking.distinct import DistinctPlan
 MORE_SIZES = "Days against cost, by the best plan for each of these numbers of devices."
 
 TITLES = {
-    "step-time": ("Where the time goes", "Parts of a step of this plan and of those that come next."),
+    "step-time": (
+        "Where the time goes",
+        "Parts of a step of this plan and of the next plans of the ranking.",
+    ),
     "memory": (
         "Memory",
         "One device of each pipeline rank at the peak of a step, against what a device has.",
@@ -28,23 +31,27 @@ TITLES = {
         "One step, every microbatch, as simulated; drag to zoom, double-click to go back.",
     ),
     "range": (
-        "How sure this is",
+        "Range of the estimate",
         "The range is an 80 % prediction interval, by measured steps of jobs like this one.",
     ),
-    "front": ("Time against memory", "Layouts that fit, and those that no other one beats in both."),
+    "front": ("Time against memory", "Layouts that fit; the Pareto-optimal ones are joined."),
     "sizes": ("More devices, or fewer", MORE_SIZES),
     "map": (
-        "Which device holds what",
+        "Ranks on devices",
         "Each cell is a device; lines separate nodes; hover for the rank, its layers and its place in each "
         "dimension.",
     ),
-    "loss": ("Loss", "What the run has logged."),
-    "speed": ("Tokens per second", "Of the whole job, as logged."),
-    "peaks": ("Peak memory", "Of the fullest device, as logged."),
-    "measured": ("Predicted and measured", "Steps of the run, and what the plan promised."),
+    "loss": ("Loss", "Loss of the run, as logged."),
+    "speed": ("Tokens per second", "Throughput of the whole job, as logged."),
+    "peaks": ("Peak memory", "Peak of the fullest device, as logged."),
+    "measured": (
+        "Predicted and measured",
+        "Measured steps of the run, and the step time that the plan predicts.",
+    ),
     "profile": (
         "Step time by operation",
-        "By the profiler of the first rank, scaled to the median step, beside what the plan expected.",
+        "Parts of the step by the profiler of the first rank, scaled to the median step, beside the "
+        "predicted parts.",
     ),
 }
 """Heading and caption of each figure."""
@@ -186,7 +193,11 @@ def lacks(comparison: Comparison | None) -> str:
     ]
     items = "".join(f"<li>{name.replace('_', ' ')}: {text}</li>" for name, text in terms)
     return (
-        f"<p>The best other one, <code>{html.escape(other.layout.describe())}</code>, is {how}"
+        f"<p>The best other layout, <code>{html.escape(other.layout.describe())}</code>, is {how}"
         + (f", {sure}" if how != "as fast" else "")
-        + ("." + f' It has, of a step and a device:</p><ul class="terms">{items}</ul>' if terms else ".</p>")
+        + (
+            "." + f' Differences of a step and of the fullest device:</p><ul class="terms">{items}</ul>'
+            if terms
+            else ".</p>"
+        )
     )

@@ -260,7 +260,7 @@ def on_signals(job: JobScript, seconds: str) -> str:
         return f"SIGTERM comes {seconds}: the job saves after the running step and ends with 0."
     if job.is_bundled() or "--exit-signal-handler" in job.training:
         return f"SIGTERM comes {seconds}: nothing is kept, for no --save is given."
-    return f"SIGTERM comes {seconds}: what becomes of it is up to {job.program}."
+    return f"SIGTERM comes {seconds}: {job.program} decides whether the job saves."
 
 
 def on_restart(job: JobScript) -> str:

@@ -278,7 +278,7 @@ def ask(
         rows = distinct_plans(result, top)
         other = other_plan(result) if question.parallel.engine is None else None
     rows = rows or [DistinctPlan(place, plan) for place, plan in enumerate(result.closest(top), 1)]
-    with waiting("looking for what would fit"):
+    with waiting("looking for changes that would fit"):
         error = None if result.feasible else advice.no_layout_fits(result)
     problem = result.problem
     assumed += [*idle_links(question.cluster, problem.cluster), *measured_notes(problem.cluster.device)]

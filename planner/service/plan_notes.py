@@ -52,8 +52,8 @@ def headroom_notes_of_sizes(plans: Mapping[int, Plan]) -> Iterator[str]:
     which = ", ".join(map(str, short))
     yield (
         f"headroom of {asked:.1f} GiB: with {which} devices the plan leaves "
-        f"{least if least == most else f'{least} to {most}'} GiB, and no plan that the estimates do not tell "
-        "apart from the fastest leaves as much"
+        f"{least if least == most else f'{least} to {most}'} GiB, and no plan within the estimate's "
+        "error of the fastest leaves as much"
     )
 
 

@@ -285,11 +285,12 @@ TOOLS = {
         Tool(
             "explain",
             "Say why the best layout of a job is the best: what other layouts cost (seconds of a step by "
-            "part, bytes on a device by part), which rule forbids one, what holds the best one back. `text` "
-            "is the answer in words.",
+            "part, bytes on a device by part), which rule forbids one, the bottleneck of the best one. "
+            "`text` is the answer in words.",
             _with(
                 {
-                    "layout": _LAYOUTS | {"description": f"What became of these. {_LAYOUTS['description']}"},
+                    "layout": _LAYOUTS
+                    | {"description": f"Layouts whose place to explain. {_LAYOUTS['description']}"},
                     "against": _LAYOUTS
                     | {"description": f"Compare the best with these, by term. {_LAYOUTS['description']}"},
                     "what_if": {
@@ -339,14 +340,14 @@ TOOLS = {
         Tool(
             "export",
             "Write the best plan of a job as flags or configuration of other software. `text` is the file; "
-            "`inexpressible` names what that software does not support. Choose `engine` to match, such as "
-            "megatron.",
+            "`inexpressible` names the parts that this software does not support. Choose `engine` to "
+            "match, such as megatron.",
             _with(
                 {
                     "to": {
                         "type": "string",
                         "enum": list(TARGETS),
-                        "description": "The software that is to read it.",
+                        "description": "The software that is to read the file.",
                     }
                 },
                 "to",

@@ -63,7 +63,7 @@ def answer_text(question: Mapping[str, Any], hub: HubUse = "cached") -> str:
         return json.dumps(page_answer(question, hub))
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        line = f"the planner failed on this question ({type(error).__name__}), which is a fault of it"
+        line = f"the planner failed on this question ({type(error).__name__}), which is a bug of the planner"
         return json.dumps({"error": line})
 
 
@@ -132,7 +132,7 @@ def _proposals(found: Sequence[Proposal]) -> str:
             f"{price} <code>{html.escape(' '.join(one.flags))}</code></li>"
         )
     return (
-        f'<p>What would fit, the smallest change of each kind:</p><ul class="changes">{"".join(items)}</ul>'
+        f'<p>Changes that would fit, the smallest of each kind:</p><ul class="changes">{"".join(items)}</ul>'
     )
 
 
@@ -156,7 +156,7 @@ def _commands(asked: Asked, plan: Plan | None, command: str, written: WrittenFil
     if asked.config_file is not None:
         links.append(_download(asked.config_file, "the pasted config.json, for this command"))
     if plan is not None:
-        links.append(_download("plan.json", "what planner launch, report and script take"))
+        links.append(_download("plan.json", "the plan file for planner launch, report and script"))
     if isinstance(written, WrittenFile):
         links.append(_download(written.name, "below"))
     listed = f'<ul class="files">{"".join(links)}</ul>' if links else ""
@@ -190,7 +190,7 @@ def _plans(found: Answer | SizesAnswer, plan: Plan | None, place: Place) -> Iter
         rows: list[DistinctPlan] = []
     else:
         rows = found.rows
-        heading = "The ranking" if plan is not None else "Layouts that lack least memory"
+        heading = "The ranking" if plan is not None else "Layouts that come closest to fitting"
         shown = found.plans[0] if plan is None else plan
         asked = None if plan is None else plan.asked
         ties = _ties(found)
@@ -198,7 +198,7 @@ def _plans(found: Answer | SizesAnswer, plan: Plan | None, place: Place) -> Iter
         others = [row.plan for row in rows if row.plan.layout != shown.layout]
         if plan is not None and others:
             comparison = compare(plan, others[0])
-            yield f"<section><h2>What the runner-up lacks</h2>{lacks(comparison)}</section>"
+            yield f"<section><h2>Gap to the runner-up</h2>{lacks(comparison)}</section>"
         plan = shown
     if plan is None:
         return
@@ -231,7 +231,7 @@ def _file(written: WrittenFile | InputError | None) -> Iterator[str]:
         yield f"<section><h2>The file</h2><p>{html.escape(str(written))}</p></section>"
         return
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in written.notes)
-    told = f"<p>What it does not say:</p><ul>{notes}</ul>" if notes else ""
+    told = f"<p>Parts that the file does not state:</p><ul>{notes}</ul>" if notes else ""
     yield (
         f'<section id="file"><h2>{html.escape(written.name)}</h2>'
         f"<pre>{html.escape(written.text)}</pre>{told}</section>"
@@ -247,7 +247,7 @@ def _told(found: Answer | SizesAnswer) -> str:
         rejected = found.result.rejected
         counts = {name.replace("_", " "): f"{count:,}" for name, count in rejected.items()}
         removed = (
-            f'<details><summary>What was rejected</summary><dl class="facts">{terms(counts)}</dl></details>'
+            f'<details><summary>Rejected layouts</summary><dl class="facts">{terms(counts)}</dl></details>'
         )
     else:
         removed = ""

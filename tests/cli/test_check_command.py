@@ -143,7 +143,7 @@ def test_what_would_fit_is_said_in_flags_of_the_script(planner_command: Command,
     code, again, _ = planner_command("check", script, "--device", "a100-80g", "--json")
     assert code == 0 and json.loads(again)["step_time_s"] == pytest.approx(recompute["step_time_s"])
     _, shown, _ = planner_command("check", script, "--device", "a100-40g")
-    assert "would fit, the smallest change of each kind:" in shown
+    assert "changes that would fit, the smallest of each kind:" in shown
 
 
 def test_the_best_plan_is_the_one_that_suggest_names(planner_command: Command, script: Path) -> None:

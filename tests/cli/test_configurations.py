@@ -70,7 +70,7 @@ def test_what_is_otherwise_here_is_listed_first(planner_command: Command, script
     words = ["--config", script, "--scale-down", "2", "--device", "cpu", "--print-command"]
     code, out, err = planner_command("launch", *words)
     assert code == 0 and told(err) == ""
-    assert "(megatron): what is otherwise here" in out.splitlines()[0]
+    assert "(megatron): settings that differ here" in out.splitlines()[0]
     assert "--some-flag-of-mine" in out and "hidden 1024 ->" in out
     assert out.splitlines()[-1] == "layout: tp=2 pp=1 dp=1 zero=0 mbs=1 x 2 recompute=none"
 

@@ -27,7 +27,7 @@ def test_flags_of_a_file_are_the_plan_again(planner_command: Command, plan: Plan
     saved, flags = tmp_path / "plan.json", tmp_path / "flags.txt"
     plan.save(saved)
     code, out, err = planner_command("export", saved, "--to", "megatron", "--out", flags)
-    note = "planner: note: it wants CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment\n"
+    note = "planner: note: the job needs CUDA_DEVICE_MAX_CONNECTIONS=1 in its environment\n"
     assert (code, out, err) == (0, "", f"planner: saved {flags}\n{note}")
     reading = read_files([flags], world_size=8)
     assert reading.layout == plan.layout
@@ -119,7 +119,7 @@ def test_a_plan_without_words_is_not_written_unless_the_nearest_job_is_asked_for
     nearest = priced(reading.layout).estimate
     gained = nearest.step_time_s / zbv.estimate.step_time_s - 1
     more = (nearest.peak_memory_bytes - zbv.estimate.peak_memory_bytes) / 2**30
-    said = next(line for line in err.splitlines() if "what is written" in line)
+    said = next(line for line in err.splitlines() if "written job" in line)
     assert f"{gained:+.1%} against the plan" in said and f"{more:+.1f} GiB" in said
 
 

@@ -79,7 +79,7 @@ def test_people_see_the_same_priced(planner_command: Any, monkeypatch: pytest.Mo
         code, out, err = planner_command(command, *job)
         assert code == 3 and len(err.strip().splitlines()) == 1
         said = " ".join(out.split())
-        assert "what would fit, the smallest change of each kind:" in said
+        assert "changes that would fit, the smallest of each kind:" in said
         size = f"{pin['peak_memory_bytes'] / 2**30:.1f} GiB; add {' '.join(pin['flags'])}"
         assert f"{pin['what']}: " in said and size in said
     code, out, _ = planner_command("explain", *job, "--json")

@@ -297,8 +297,8 @@ def test_a_resume_that_does_not_fit_is_said(plan: Plan) -> None:
     full = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"memory_bytes": 2**20})})
     run = full.run(1e12)
     assert run.whole is not None and run.whole.resume_lacks_bytes > 0
-    assert any("more than it has" in line for line in run_lines(run))
-    assert not any("more than it has" in line for line in run_lines(plan.run(1e12)))
+    assert any("more than the device has" in line for line in run_lines(run))
+    assert not any("more than the device has" in line for line in run_lines(plan.run(1e12)))
     unknown = suggest(TINY, world_size=8, global_batch_size=16, engine="nanotron").run(1e12)
     assert unknown.whole is not None and unknown.whole.memory.resume_bytes is None
-    assert any("nobody has looked" in line for line in run_lines(unknown))
+    assert any("with this engine is not known" in line for line in run_lines(unknown))

@@ -173,9 +173,9 @@ def test_ranges_lists_and_what_is_forbidden_narrow_a_degree() -> None:
         (
             None,
             "optimizer=adam",
-            "forbid optimizer=adam: the search does not choose it; pin what it is to be",
+            "forbid optimizer=adam: the search does not choose this degree; pin the value to use",
         ),
-        (None, "layers_per_stage=8,8", "forbid layers_per_stage=8,8: the search does not choose it"),
+        (None, "layers_per_stage=8,8", "forbid layers_per_stage=8,8: the search does not choose this degree"),
         (None, "tpx=4", "forbid tpx: no such field"),
         (None, "tp", "forbid 'tp': expected name=value"),
         ({"zero": WherePossible(1)}, "zero=2", "forbid zero_stage=2: it is pinned to 1 where possible"),

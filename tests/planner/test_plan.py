@@ -166,7 +166,9 @@ def test_a_plan_that_was_edited_by_hand_does_not_keep_its_estimate(tmp_path: Pat
         ("estimate", "mfu", 0.9),
     ):
         path.write_text(json.dumps({**values, part: {**values[part], name: value}}))
-        with pytest.raises(InputError, match="it was edited, and its estimate is of the plan before that"):
+        with pytest.raises(
+            InputError, match="the file was edited, and its estimate is of the plan before the edit"
+        ):
             Plan.load(path)
     # Files of older planners do not say what their estimate is of.
     del values["digest"]

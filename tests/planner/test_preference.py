@@ -113,7 +113,7 @@ def test_simplicity_decides():
     ]
     assert points[1] < points[0] and first.estimate.tokens_per_s < fastest.estimate.tokens_per_s
     assert first.reason.startswith(("simpler than", "leaves "))
-    assert f"the fastest within the doubt, {fastest.layout.describe()}, " in first.reason
+    assert f"the fastest within the estimate's error, {fastest.layout.describe()}, " in first.reason
 
 
 LAYOUTS = [

@@ -248,7 +248,7 @@ def test_a_fault_of_the_planner_is_one_line_of_the_page(
 ) -> None:
     monkeypatch.setattr(answer_page, "page_answer", lambda question: {"error": object()})
     assert json.loads(answer_page.answer_text({})) == {
-        "error": "the planner failed on this question (TypeError), which is a fault of it"
+        "error": "the planner failed on this question (TypeError), which is a bug of the planner"
     }
     assert "Traceback" in capsys.readouterr().err
 

@@ -137,7 +137,7 @@ class Keyed:
         if "${" not in text and "{{" not in text:
             return False
         remedy = f"write the value out, or give --define {entry.path.lstrip('-')}=VALUE"
-        text = f"{text} depends on what the file does not say"
+        text = f"{text} depends on a value that the file does not give"
         self.add("unknown", text, entry.path, remedy)
         return True
 

@@ -21,7 +21,7 @@ FILE = Path(__file__).with_name("objectives.yaml")
 
 NOT_KNOWN = "not known"
 
-OTHER = "what is learned is not the next token of one sample, and is not priced"
+OTHER = "the training objective is not the next token of one sample, and is not priced"
 
 DEFINED = "objective"
 """The name under which a caller says it (`--define objective=next-token`)."""
@@ -84,8 +84,8 @@ def with_objective(reading: Reading, define: Mapping[str, str]) -> Reading:
     cost = _tables().costs.get(objective.name, "")
     text = f"{objective.said or objective.name}: {OTHER}" + (f": {cost}" if cost else "")
     if objective.name == NOT_KNOWN:
-        text = "what is learned is said by the program that trains, which is not given"
-        remedy = f"give its command too, or --define {DEFINED}=next-token"
+        text = "the training program decides the training objective, and is not given"
+        remedy = f"give the command of the program too, or --define {DEFINED}=next-token"
     file = reading.files.get(objective.flag, reading.file)
     problem = ConfigProblem("unknown", text, objective.flag, objective.line, remedy, file)
     return dataclasses.replace(reading, problems=(*reading.problems, problem))

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from planner.formats.facts.flag_catalogue import GivenFlag
 from planner.formats.facts.reading import Problems
 
-NOT_SUPPORTED = "not supported: it makes another model or job of it than the one that is priced"
-NOT_PRICED = "not priced: it changes memory or time, and the estimates are without it"
+NOT_SUPPORTED = "not supported: it changes the model or the job beyond the ones that are priced"
+NOT_PRICED = "not priced: it changes memory or time, which the estimates leave out"
 
 _DECIDES = re.compile(
     r"parallel|pipeline|shard|ulysses|fsdp|zero|(?<![a-z])(tp|pp|cp|sp|ep|etp|dp|vpp)(?![a-z])|n?nodes?(?![a-z])"
@@ -63,6 +63,8 @@ def name_others(given: Iterable[GivenFlag], problems: Problems, unknown: str, fi
             problems.add("note", NOT_PRICED, *where, file=file)
         elif flag.known.role == "unknown" and decides(flag.name, text):
             about = f" ({flag.known.about})" if flag.known.about else ""
-            problems.add("unknown", f"{unknown}{about}, and by its name it decides", *where, leave_out, file)
+            problems.add(
+                "unknown", f"{unknown}{about}, and its name suggests that it matters", *where, leave_out, file
+            )
         elif flag.known.role == "unknown":
             problems.add("note", unknown, *where, flag.known.about, file)

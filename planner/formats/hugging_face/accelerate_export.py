@@ -132,7 +132,7 @@ def _name_missing(layout: Layout, kind: str, missing: list[str]) -> None:
     else:
         lacks_some_layers(missing, layout)
     if layout.offload_optimizer and kind not in ("FSDP", "DEEPSPEED"):
-        lacks(missing, layout, "offload_optimizer", "what is not sharded is not offloaded")
+        lacks(missing, layout, "offload_optimizer", "only sharded states are offloaded")
     if layout.offload_activations:
         lacks(missing, layout, "offload_activations", "the training script sends activations")
     if layout.precision not in FORMATS.values():

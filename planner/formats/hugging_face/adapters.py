@@ -54,7 +54,10 @@ def with_adapters(model: ModelSpec, keys: Keyed, software: str) -> ModelSpec:
     if method not in ("lora", "qlora"):
         name = next(one for one in METHODS if one in keys)
         keys.add(
-            "unknown", f"{method}: what it trains is not priced", name, "see planner suggest --lora-rank"
+            "unknown",
+            f"{method}: this kind of fine-tuning is not priced",
+            name,
+            "see planner suggest --lora-rank",
         )
         return model
     rank = keys.count(*RANKS) or usual.rank

@@ -82,9 +82,9 @@ def _zero(layout: Layout, missing: list[str]) -> Values:
     if layout.offload_optimizer and layout.zero_stage:
         values |= {f"{at}.offload_optimizer.device": "cpu", f"{at}.offload_optimizer.pin_memory": True}
     elif layout.offload_optimizer:
-        lacks(missing, layout, "offload_optimizer", "it offloads what ZeRO splits")
+        lacks(missing, layout, "offload_optimizer", "it offloads only states that ZeRO splits")
     if layout.zero_replicas > 1 and layout.zero_stage == 3:
         values[f"{at}.mics_shard_size"] = layout.zero_shards
     elif layout.zero_replicas > 1:
-        lacks(missing, layout, "zero_replicas", "it copies what stage 3 splits alone (MiCS)")
+        lacks(missing, layout, "zero_replicas", "it keeps copies at stage 3 only (MiCS)")
     return values

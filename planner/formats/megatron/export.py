@@ -118,7 +118,12 @@ def layout_flags(layout: Layout, model: ModelSpec, framework: str, missing: list
         and not layout.zero_stage
         and layout.data_parallel * layout.context_parallel > 1
     ):
-        lacks(missing, layout, "offload_optimizer", "it offloads what the distributed optimizer shards")
+        lacks(
+            missing,
+            layout,
+            "offload_optimizer",
+            "it offloads only states that the distributed optimizer shards",
+        )
     elif layout.offload_optimizer:
         flags |= {"--optimizer-cpu-offload": "", "--use-precision-aware-optimizer": ""}
         if not layout.zero_stage:

@@ -86,9 +86,7 @@ def read_functional_test(source: Source, around: Surroundings) -> Reading:
     problems = Problems(source.file)
     if mode == "rl":
         line = entries["MODE"].line
-        text = (
-            "rollouts share the devices with what trains, and are not priced: memory and time are not known"
-        )
+        text = "rollouts share the devices with training, and are not priced: memory and time are not known"
         problems.add("unknown", text, "MODE", line, "give the training alone as a script of Megatron-LM")
     return dataclasses.replace(
         reading,

@@ -35,8 +35,8 @@ BECAUSE = {
     "logits_softcap": "logits are not capped",
     "score_scale": "the factor of scores is no flag",
     "compressed_attention": "its latent attention has keys of each head and position",
-    "parallel_residual": "an MLP takes in what attention gave",
-    "residual_streams": "hyper-connections there are others than these",
+    "parallel_residual": "the MLP comes after attention",
+    "residual_streams": "its hyper-connections are of another kind",
     "window_rope_theta": "all layers have positions of one base",
     "output_bias": "the output of attention has a bias where all linear layers have one",
 }
@@ -128,7 +128,9 @@ def _norms(model: ModelSpec, missing: list[str]) -> tuple[Flags, Said]:
     if not model.qk_norm:
         return flags, said
     if model.qk_norm_weights and model.norm == "layernorm":
-        missing.append("qk_norm=true: where norms are LayerNorms those of queries and keys are, too")
+        missing.append(
+            "qk_norm=true: in models with LayerNorms the norms of queries and keys are LayerNorms too"
+        )
     elif model.qk_norm_weights:
         flags["--qk-layernorm"] = ""
         said["qk_norm"] = None

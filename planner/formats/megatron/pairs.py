@@ -64,7 +64,9 @@ CONFLICTS = (
     Conflict("--enable-cuda-graph", "--external-cuda-graph"),
     Conflict("--num-layers-per-virtual-pipeline-stage", "--decoder-first-pipeline-num-layers"),
     Conflict("--num-layers-per-virtual-pipeline-stage", "--decoder-last-pipeline-num-layers"),
-    Conflict("--cpu-offloading", "--recompute-granularity", "what is recomputed is not kept"),
+    Conflict(
+        "--cpu-offloading", "--recompute-granularity", "recomputed activations are not kept, so not offloaded"
+    ),
 )
 
 

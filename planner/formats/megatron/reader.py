@@ -199,7 +199,7 @@ def _name_missing_sources(launch: Launch, problems: Problems) -> None:
     """Name files that the script reads commands from and that are not given, where something is unknown."""
     if any(problem.severity == "unknown" for problem in problems.found):
         for word in launch.not_sourced:
-            text = f"{word.text} is not given, and what it sets is not known"
+            text = f"{word.text} is not given, and the variables that it sets are not known"
             problems.add("note", text, "source", word.line, "give that file too")
 
 
@@ -265,7 +265,7 @@ def _name_loose(loose: list[Any], problems: Problems, conditional: Collection[st
     for word in loose:
         could = [name for name in word.unknown if name in conditional or name.startswith(("$(", "`"))]
         if could:
-            text = f"{could[0]} may hold flags, and is set by what is not run here"
+            text = f"{could[0]} may hold flags, and is set by a command that is not run here"
             remedy = f"give --define {could[0]}=VALUE" if could[0] in conditional else "write the flags out"
             problems.add("unknown", text, "", word.line, remedy)
         elif not word.unknown and word.text not in ("\\", ""):

@@ -114,7 +114,7 @@ def _model(keys: Keyed, source: Source, places: Places, assumed: list[str]) -> M
         if named is not None:
             like = load_model(EXCERPTS[named][0])
             assumed.append(
-                f"what the page leaves out of {named} is that of {like.name}: sequences of "
+                f"sizes that the page leaves out of {named} are those of {like.name}: sequences of "
                 f"{sizes['seq'] or like.seq} tokens, a vocabulary of {sizes['vocab'] or like.vocab}, "
                 "a gated MLP, RMSNorm"
             )

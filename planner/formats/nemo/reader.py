@@ -217,7 +217,7 @@ def _name_adapters(keys: Keyed) -> None:
     recipe."""
     for path, entry in keys.entries.items():
         if path.rpartition(".")[2] in ("peft", "peft_scheme") and entry.text.lower() not in _USUAL:
-            what = entry.text if entry.text.isidentifier() else "what trains"
+            what = entry.text if entry.text.isidentifier() else "fine-tuning"
             keys.add(
                 "unknown", f"{what}: adapters of NeMo are not priced", path, "see planner suggest --lora-rank"
             )

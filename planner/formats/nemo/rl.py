@@ -76,7 +76,7 @@ def read_nemo_rl(source: Source, around: Surroundings) -> Reading:
     world, local = _devices(keys, around)
     if megatron == dtensor and not whole.missing:
         text = "and its neighbour are both " + ("on" if megatron else "off")
-        keys.add("unknown", f"{text}: with what the policy trains is not known", f"{MEGATRON}.enabled")
+        keys.add("unknown", f"{text}: the backend that trains the policy is not known", f"{MEGATRON}.enabled")
     if missing or megatron == dtensor:
         model_only = Reading("nemo-rl", "megatron", source.file, model, None, world_size=world)
         reading = dataclasses.replace(model_only, problems=tuple(problems.found))
@@ -121,7 +121,7 @@ def _name_others_that_count(keys: Keyed) -> None:
     for section in ("sequence_packing", "dynamic_batching"):
         path = f"{POLICY}.{section}.enabled"
         if keys.switch(path):
-            text = "how many microbatches a step has depends on how long its samples are"
+            text = "the number of microbatches of a step depends on the lengths of its samples"
             keys.add("unknown", text, path, f"give --define {path}=false for samples of the full length")
 
 

@@ -125,7 +125,7 @@ def _name_inherited(keys: Keyed, model: ModelSpec | None) -> None:
     names += ["expert_parallel"] if model is not None and model.experts else []
     for name in names:
         if KEYS[name] not in keys and not (name == "micro_batch_size" and KEYS["micro_tokens"] in keys):
-            text = f"is what {config.text}() says, and its config_registry.py is not given"
+            text = f"is set by {config.text}(), whose config_registry.py is not given"
             keys.add("unknown", text, KEYS[name], f"give that file too, or --define {KEYS[name]}=VALUE")
 
 
