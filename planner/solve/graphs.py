@@ -53,7 +53,7 @@ def with_worthy_graphs(problem: Problem, found: Prices) -> Prices:
 
 
 def _is_measured(problem: Problem) -> bool:
-    """Whether graphs of such a model have run on a GPU: dense layers of softmax attention in bf16."""
+    """Return whether graphs of such a model have run on a GPU: dense layers of softmax attention in bf16."""
     model = problem.model
     others = (
         model.experts,
