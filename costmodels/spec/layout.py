@@ -1,6 +1,7 @@
 """`Layout`: how a job is split. The planner ranks it and the runtime executes it."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from pydantic import model_validator
@@ -307,7 +308,10 @@ class Layout(Record):
         return range(start, start + self.layers_per_stage[stage])
 
     def describe(self) -> str:
-        """A short form such as `tp=8+sp pp=2 dp=4 zero=1 mbs=1 x 8 recompute=selective`."""
+        """A short form such as `tp=8+sp pp=2 dp=4 zero=1 mbs=1 x 8 recompute=selective`.
+
+        It names the layers of stages where they differ from those of `even_split`.
+        """
         parts = [f"tp={self.tensor_parallel}" + ("+sp" if self.sequence_parallel else "")]
         parts.append(f"pp={self.pipeline_parallel}")
         if self.virtual_pipeline_parallel > 1:
@@ -340,6 +344,8 @@ class Layout(Record):
         if self.muon_mode != "default":
             parts.append(f"muon_mode={self.muon_mode}")
         parts += [name for name in ("expert_halves", "cuda_graphs") if getattr(self, name)]
+        if self.layers_per_stage != even_split(sum(self.layers_per_stage), len(self.layers_per_stage)):
+            parts.append(f"layers={written_split(self.layers_per_stage)}")
         return " ".join(parts)
 
     def describe_recompute(self) -> str:
@@ -424,3 +430,14 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
             f"{stages} stages cannot share {layers} layers: each needs at least one; use 1 to {layers} stages"
         )
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+
+
+def written_split(layers_per_stage: Sequence[int]) -> str:
+    """Layers of each stage as a sum, in which `5*3` are three stages of 5 layers each.
+
+    Examples:
+        >>> written_split((4, 5, 5, 5, 4, 4, 4, 1))
+        '4+5*3+4*3+1'
+    """
+    runs = [(layers, len(list(run))) for layers, run in groupby(layers_per_stage)]
+    return "+".join(f"{layers}*{count}" if count > 1 else str(layers) for layers, count in runs)

@@ -20,6 +20,8 @@ def degrees_in(text: str) -> Iterator[str]:
     Examples:
         >>> list(degrees_in("tp=4+sp pp=8 mbs=1 x 4 recompute=full/block:2"))[:4]
         ['tp=4', 'sp=true', 'pp=8', 'mbs=1']
+        >>> list(degrees_in("pp=4 layers=9*2+8+6"))
+        ['pp=4', 'layers_per_stage=9,9,8,6']
     """
     for word in _MORE.split(text.strip()):
         yield from _spelled(word)
@@ -41,6 +43,8 @@ def _spelled(word: str) -> Iterator[str]:
         yield f"mbs={re.sub(r' x [0-9]+$', '', value)}"
     elif name == "offload":
         yield from (f"offload_{what}=true" for what in value.split("+"))
+    elif name == "layers":
+        yield f"layers_per_stage={','.join(_every_stage(value))}"
     elif name == "recompute" and (parts := re.fullmatch(r"(\w+)(?:\((.+)\))?(?:/(\w+):(\d+))?", value)):
         kind, modules, method, layers = parts.groups()
         yield f"recompute={kind}"
@@ -50,3 +54,10 @@ def _spelled(word: str) -> Iterator[str]:
             yield from (f"recompute_method={method}", f"recompute_num_layers={layers}")
     else:
         yield f"{word}=true" if word in SWITCHES else word
+
+
+def _every_stage(text: str) -> Iterator[str]:
+    """The layers of each stage of a sum, in which `9*2` are two stages; what is no such sum as it is."""
+    for part in re.split(r"[+,]", text):
+        run = re.fullmatch(r"\s*([0-9]+)\s*\*\s*([1-9][0-9]{0,3})\s*", part)
+        yield from [run[1]] * int(run[2]) if run else [part]

@@ -19,12 +19,28 @@ JOB: dict[str, Any] = {"model": "llama3-8b", "device": "h100"}
 def test_a_printed_layout_costs_what_the_plan_says(pin, prefer):
     found = planner.search(**JOB, world_size=16, global_batch_size=64, pin=pin, prefer=prefer)
     for plan in found.plans(3):
-        if len(set(plan.layout.layers_per_stage)) > 1:
-            continue  # Layers of stages are not printed.
         again = planner.evaluate(plan.layout.describe(), **JOB)
         assert again == plan.estimate
         pinned = planner.search(**JOB, world_size=16, global_batch_size=64, pin=plan.layout.describe())
         assert plan.layout in [one.layout for one in pinned.plans(20)]
+
+
+def test_unequal_stages_are_written_and_read():
+    found = planner.search(**JOB, world_size=16, global_batch_size=128)
+    texts = {plan.layout.describe(): plan for plan in found.plans(20)}
+    assert len(texts) == 20  # No two plans are written in the same words.
+    uneven = [plan for plan in texts.values() if len(set(plan.layout.layers_per_stage)) > 1]
+    assert uneven
+    for plan in uneven[:4]:
+        [written] = degrees_in(plan.layout.describe().split()[-1])
+        assert sum(map(int, written.removeprefix("layers_per_stage=").split(","))) == 32
+        assert planner.evaluate(plan.layout.describe(), **JOB) == plan.estimate
+
+
+def test_layers_of_stages_are_a_sum():
+    [pinned] = degrees_in("layers=4+5*3+1")
+    assert pinned == "layers_per_stage=4,5,5,5,1"
+    assert list(degrees_in("pp=2, layers=17,15")) == ["pp=2", "layers_per_stage=17,15"]
 
 
 def test_what_is_left_out_follows_from_the_job():
@@ -59,6 +75,8 @@ def test_what_is_left_out_follows_from_the_job():
         ("dp=2 precision=bf16", {"precision": "fp32", "global_batch_size": 8}, "layout dp=2 pre"),
         ({"tp": 2}, {"world_size": 8, "global_batch_size": 8}, "layout {'tp': 2}: expected a Layout"),
         ("tp=x", {}, "layout: tensor_parallel=x: expected a whole number"),
+        ("dp=2 layers=x*2", {}, "layout: layers_per_stage=x*2: expected layers of each stage"),
+        ("pp=2 layers=16*3", {"world_size": 8}, "layout pp=2 layers=16*3: "),
         ("fast", {}, "layout: 'fast': expected name=value"),
         ("dp=2 mbs=3", {"global_batch_size": 8}, "layout dp=2 mbs=3: "),
     ],
