@@ -58,6 +58,8 @@ class Abilities(Record):
     schedules: tuple[Schedule, ...] = get_args(Schedule)
     context_parallel_forms: tuple[ContextParallelForm, ...] = get_args(ContextParallelForm)
     """None of them: no context parallelism."""
+    exchanges_whole_kv_heads: bool = False
+    """All-to-all context parallelism gives each rank key/value heads of its own: it repeats none of them."""
     context_parallel_schedules: tuple[Schedule, ...] = get_args(Schedule)
     """Schedules that go with context parallelism."""
     uneven_schedules: tuple[Schedule, ...] = get_args(Schedule)

@@ -13,7 +13,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import fp8_conflict
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import BLOCK, Bools, Ints, LayoutTable, code_of, value_of
+from costmodels.spec.table import ALL_TO_ALL, BLOCK, Bools, Ints, LayoutTable, code_of, value_of
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins, WherePossible
 from planner.space.kind_rules import kind_rules
@@ -167,6 +167,18 @@ def _expert_rules(engine: Engine) -> Iterator[Rule]:
             ),
             of_mesh=True,
         )
+    if runs.exchanges_whole_kv_heads:
+        yield Rule(
+            "engine_context_kv_heads",
+            lambda model, d: (d.context_parallel_form == ALL_TO_ALL)
+            & (_kv_heads_of_rank(model, d) % d.context_parallel != 0),
+            lambda model, d: (
+                f"engine {engine.name} gives each rank of context_parallel_form all_to_all key/value heads of "
+                f"its own: context_parallel {d.context_parallel} does not divide the "
+                f"{_kv_heads_of_rank(model, d)} of a tensor-parallel rank; use all_gather or ring ({COMMAND})"
+            ),
+            of_mesh=True,
+        )
     if runs.expert_split != "any":
         yield _expert_split(engine)
     if runs.experts_over_data_parallel:
@@ -179,6 +191,12 @@ def _expert_rules(engine: Engine) -> Iterator[Rule]:
             ),
             of_mesh=True,
         )
+
+
+def _kv_heads_of_rank(model: ModelSpec, d: LayoutTable) -> Ints:
+    """Key/value heads of a tensor-parallel rank before ranks exchange them, [n]."""
+    heads = model.heads if model.latent_attention is not None else model.kv_heads
+    return np.maximum(heads // d.tensor_parallel, 1)
 
 
 def _schedule_rules(engine: Engine) -> Iterator[Rule]:

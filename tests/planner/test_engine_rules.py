@@ -73,12 +73,26 @@ def test_all_layouts_of_a_search_are_what_the_engine_runs(name: str, model: Mode
             assert getattr(layout, degree) == 1 or getattr(runs, degree)
         assert not layout.sequence_parallel or runs.sequence_parallel
         assert not runs.whole_kv_heads or layout.tensor_parallel <= model.kv_heads
+        if layout.context_parallel_form == "all_to_all" and runs.exchanges_whole_kv_heads:
+            ranks = layout.tensor_parallel * layout.context_parallel
+            assert layout.context_parallel == 1 or model.kv_heads % ranks == 0
         assert not layout.offload_optimizer or layout.zero_stage in runs.offload_optimizer_zero_stages
         assert not model.tied or layout.schedule not in runs.untied_schedules
         if model.experts and runs.expert_split != "any":
             whole = runs.expert_split != "as_layers" and layout.expert_parallel > 1
             assert layout.expert_tensor_parallel == (1 if whole else layout.tensor_parallel)
         assert not runs.experts_over_data_parallel or layout.data_parallel % layout.expert_parallel == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "most"),
+    [("megatron", "h100", 4), ("nemo", "h100", 4), ("mindspeed", "ascend-910b", 16), ("bundled", "h100", 16)],
+)
+def test_all_to_all_where_each_rank_has_key_heads_of_its_own(engine: str, device: str, most: int) -> None:
+    # Transformer Engine repeats no heads of keys before it exchanges them, MindSpeed and the runtime do.
+    job: dict[str, Any] = {"device": device, "global_batch_size": 64, "engine": engine}
+    result = search("llama3-8b", world_size=32, pin=["tp=2", "cp_form=all_to_all"], **job)
+    assert max(found(result, "context_parallel")) == most  # 8 heads of keys, 4 on a tensor-parallel rank
 
 
 def test_counts_name_the_rule_and_add_up() -> None:
