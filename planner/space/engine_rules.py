@@ -170,11 +170,13 @@ def _expert_rules(engine: Engine) -> Iterator[Rule]:
     if runs.exchanges_whole_kv_heads:
         yield Rule(
             "engine_context_kv_heads",
-            lambda model, d: (d.context_parallel_form == ALL_TO_ALL)
-            & (_kv_heads_of_rank(model, d) % d.context_parallel != 0),
             lambda model, d: (
-                f"engine {engine.name} gives each rank of context_parallel_form all_to_all key/value heads of "
-                f"its own: context_parallel {d.context_parallel} does not divide the "
+                (d.context_parallel_form == ALL_TO_ALL)
+                & (_kv_heads_of_rank(model, d) % d.context_parallel != 0)
+            ),
+            lambda model, d: (
+                f"engine {engine.name} gives each rank of context_parallel_form all_to_all key/value heads "
+                f"of its own: context_parallel {d.context_parallel} does not divide the "
                 f"{_kv_heads_of_rank(model, d)} of a tensor-parallel rank; use all_gather or ring ({COMMAND})"
             ),
             of_mesh=True,

@@ -211,6 +211,12 @@ def test_layers_of_stages(arguments: str, stages: tuple[int, ...]) -> None:
             "--num-query-groups",
             "kv_heads",
         ),
+        (
+            "--micro-batch-size 1 --group-query-attention --num-query-groups 4 --cp-comm-type a2a "
+            "--tensor-model-parallel-size 2\n--context-parallel-size 4",
+            "--context-parallel-size",
+            "2 query groups of a tensor-parallel rank",
+        ),
         ("--micro-batch-size 1\n--swiglu --squared-relu", "--swiglu", "contradict"),
     ],
 )

@@ -46,6 +46,9 @@ class _Facts:
         return decimal(text)
 
 
+REPEAT_KEYS = ("mindspeed", "megatron-deepspeed")
+"""Software that repeats heads of keys where ranks that exchange tokens for heads outnumber them."""
+
 Fault = tuple[Severity, str, str, str]
 """Severity, the flag to blame, what is wrong, and what to write instead."""
 
@@ -114,6 +117,10 @@ def _sizes(f: _Facts) -> Iterator[Fault]:
     if f.form == "all_to_all" and m.heads % (f.tp * f.cp):
         text = f"Ulysses needs attention heads ({m.heads}) divisible by tensor {f.tp} x context {f.cp}"
         yield "illegal", CP, text, "use a ring"
+    elif f.form == "all_to_all" and f.framework not in REPEAT_KEYS and _key_heads(f) % f.cp:
+        groups = f"the {_key_heads(f)} query groups of a tensor-parallel rank"
+        text = f"{f.cp} does not divide {groups}, and Transformer Engine repeats none before it exchanges them"
+        yield "illegal", CP, text, "use --cp-comm-type p2p or all_gather"
     if f.sequence_parallel and m.seq % f.tp:
         yield "illegal", "--sequence-parallel", f"{m.seq} tokens are not divisible by {f.tp}", ""
     if m.experts and m.experts % f.ep:
@@ -121,6 +128,12 @@ def _sizes(f: _Facts) -> Iterator[Fault]:
         yield "illegal", name, f"{f.ep} does not divide the {m.experts} experts", _divisors(m.experts, f.ep)
     if f.world is not None and f.world % shards == 0:
         yield from _of_replicas(f, f.world // shards)
+
+
+def _key_heads(f: _Facts) -> int:
+    """Heads of keys of a tensor-parallel rank, before ranks exchange them."""
+    heads = f.model.heads if f.model.latent_attention is not None else f.model.kv_heads
+    return max(heads // f.tp, 1)
 
 
 def _of_replicas(f: _Facts, replicas: int) -> Iterator[Fault]:
