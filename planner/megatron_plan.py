@@ -109,15 +109,15 @@ def _asked_of(problem: Problem, name: str) -> Problem:
 def _differences(here: Layout, there: Layout) -> Iterator[str]:
     """The words of another layout that differ, in their order, and what this one has in their place."""
     mine, theirs = _words(here), _words(there)
+    if len(here.layers_per_stage) != len(there.layers_per_stage):
+        mine.pop("layers", None)  # Other stages have other layers.
     for name in dict.fromkeys([*theirs, *mine]):
         if mine.get(name) == theirs.get(name):
             continue
         if name not in theirs:
-            yield f"no {name}={mine[name]}"
+            yield "equal stages" if name == "layers" else f"no {name}={mine[name]}"
         else:
             yield f"{name}={theirs[name]}" + (f" (here {mine[name]})" if name in mine else "")
-    if mine == theirs and here.layers_per_stage != there.layers_per_stage:
-        yield "other layers on its stages"
 
 
 def _words(layout: Layout) -> dict[str, str]:

@@ -119,7 +119,7 @@ def _sizes(f: _Facts) -> Iterator[Fault]:
         yield "illegal", CP, text, "use a ring"
     elif f.form == "all_to_all" and f.framework not in REPEAT_KEYS and _key_heads(f) % f.cp:
         groups = f"the {_key_heads(f)} query groups of a tensor-parallel rank"
-        text = f"{f.cp} does not divide {groups}, and Transformer Engine repeats none before it exchanges them"
+        text = f"{f.cp} does not divide {groups}, which Transformer Engine repeats for no exchange"
         yield "illegal", CP, text, "use --cp-comm-type p2p or all_gather"
     if f.sequence_parallel and m.seq % f.tp:
         yield "illegal", "--sequence-parallel", f"{m.seq} tokens are not divisible by {f.tp}", ""
