@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from costmodels import ModelSpec, Router
 from costmodels.catalogue import load_model
 from costmodels.errors import InputError
 from costmodels.spec.model_parts import MultiTokenPrediction
 from planner import evaluate, search, suggest
+from runtime.parallel.graphed_pass import WARM_UP, GraphedPass
 from runtime.settings.checks import check_job
 from runtime.settings.job_rules import check_rules, job_rules
 from runtime.settings.training_options import DataOptions
@@ -164,3 +168,26 @@ def test_a_search_proposes_graphs_where_they_can_be_alone() -> None:
 def test_who_has_no_graphs_is_told(model: str, job: dict[str, Any], refusal: str) -> None:
     with pytest.raises(InputError, match=f"pin cuda_graphs: {refusal}"):
         suggest(model, **JOB, **job, pin="cuda_graphs=1")
+
+
+def test_a_pass_reads_the_micro_batch_of_its_call_and_leaves_it_alone() -> None:
+    """Warm-ups run as they are; then one capture, whose graph reads from the same places for good."""
+    captured: list[int] = []
+
+    def capture(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        captured.append(len(seen))
+        return run
+
+    seen: list[tuple[int, int]] = []
+
+    def run(tokens: Tensor, labels: Tensor) -> Tensor:
+        seen.append((tokens.data_ptr(), labels.data_ptr()))
+        return (tokens * labels).sum()
+
+    one = GraphedPass(run, torch.device("cpu"), capture)
+    given = [(torch.full((2, 3), number), torch.arange(6).view(2, 3)) for number in range(1, 9)]
+    assert [float(one(*pair)) for pair in given] == [15.0 * number for number in range(1, 9)]
+    assert [int(tokens[0, 0]) for tokens, _ in given] == list(range(1, 9))
+    assert len(set(seen)) == 1 and captured == [WARM_UP]
+    one.end()
+    assert one.replay is None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +14,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from costmodels import MultiTokenPrediction
+from costmodels.catalogue import load_model
 from costmodels.layers import shapes
 from costmodels.layers.shapes import CHUNK_TOKENS, MOST_CHUNKS, loss_chunks
 from runtime.parallel.loss import (
     Scores,
+    TokenLoss,
     Vocabulary,
     capped,
     eager_scores,
     fusible_scores,
     head_loss,
 )
+from tests.support.layouts import parse_layout
 from tests.support.ranks import tensor as work
 from tests.support.worker_pool import WorkerPool
 
@@ -160,3 +167,62 @@ def test_a_split_vocabulary_gives_the_loss_of_a_whole_one(
     whole = torch.cat([part for _, _, part in parts])
     torch.testing.assert_close(whole, weight_gradient.float(), rtol=1e-5, atol=1e-4)
     assert not whole[vocab:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_logit_is_too_large(form: str, dtype: torch.dtype) -> None:
+    """exp of a logit of 89 is beyond fp32, and of -104 is zero."""
+    logits = torch.tensor([[300.0, 200.0, -100.0], [-300.0, -300.0, -400.0]]).to(dtype)
+    targets = torch.tensor([1, 0])
+    loss, gradient = FORMS[form](Vocabulary(3), logits.clone(), targets, torch.tensor(2.0))
+    assert float(loss) == pytest.approx(100 + math.log(2))
+    expected = 2 * (logits.float().softmax(-1) - functional.one_hot(targets, 3))
+    torch.testing.assert_close(gradient, expected.to(dtype))
+
+
+def token_loss(depths: int) -> TokenLoss:
+    spec = load_model("gpt2-nano").model_copy(
+        update={"vocab": 9, "seq": 8, "mtp": MultiTokenPrediction(depths=depths, loss_factor=0.6)}
+    )
+    grid: Any = SimpleNamespace(tp_rank=0, device=torch.device("cpu"))
+    made = TokenLoss(spec, parse_layout("gbs=6", spec), grid)
+    made.further_losses = torch.zeros(depths)
+    return made
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_the_loss_of_each_depth_is_a_mean_over_the_tokens_that_it_predicts(stays: bool) -> None:
+    loss, head = token_loss(2), torch.nn.Linear(WIDTH, 9, bias=False)
+    if stays:
+        loss.stay()
+    draw = torch.Generator().manual_seed(0)
+    expected = torch.zeros(2)
+    for step, (scale, targets) in enumerate([(4.0, None), (3.0, (40.0, 30.0, 20.0))]):
+        loss.scale, loss.targets = scale, targets
+        loss.begin_step()
+        predicted = targets or (48.0, 42.0, 36.0)
+        assert [loss.predicted(depth) for depth in range(3)] == list(predicted)
+        for depth in range(3):
+            labels = torch.randint(0, 9, (2, 3, 8), generator=draw)
+            # The last tokens of a sequence have none so far on.
+            labels[:, depth, 8 - depth :] = ~labels[:, depth, 8 - depth :]
+            loss.labels = labels
+            assert torch.equal(loss.further(depth + 1) >= 0, torch.ones(2, 8, dtype=torch.bool))
+            x = torch.randn(2, 8, WIDTH, generator=draw, requires_grad=True)
+            found = loss(head, x, depth)
+            part = functional.cross_entropy(
+                head(x).flatten(0, 1),
+                labels[:, depth].clamp(min=-1).flatten(),
+                reduction="sum",
+                ignore_index=-1,
+            )
+            part = part * scale / predicted[depth]
+            if depth:
+                expected[depth - 1] += part.detach()
+            # Both depths together have the weight that the model gives them.
+            part = part * (0.3 if depth else 1.0)
+            torch.testing.assert_close(found, part)
+            [one], [other] = (torch.autograd.grad(result, x) for result in (found, part))
+            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(loss.further_losses, expected)

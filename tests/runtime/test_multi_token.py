@@ -20,6 +20,7 @@ from planner import suggest
 from runtime import convert
 from runtime.huggingface.stored_model import StoredModel
 from runtime.job.initial_state import check_loaded
+from runtime.model.multi_token import with_further_losses
 from runtime.model.transformer import Transformer
 from runtime.parallel.documents import document_starts
 from runtime.settings.checks import check_job
@@ -256,3 +257,19 @@ def test_plans_count_time_and_memory_on_the_last_stage() -> None:
     assert other.step_time_s > one.step_time_s
     first, last = ([stage.parameters for stage in estimate.memory] for estimate in (one, other))
     assert first[:3] == last[:3] and last[3] > first[3]
+
+
+def test_what_is_reported_is_the_loss_and_what_trains_is_all_of_them() -> None:
+    """Depths come one after the other: each takes what the one before it made, and embeddings of its token."""
+    x, loss = torch.randn(1, 3, 2, requires_grad=True), torch.tensor(5.0, requires_grad=True)
+    modules: list[Any] = [lambda x, token, by=by: by * x + token for by in (2.0, 3.0)]
+    found = with_further_losses(
+        loss, x, modules, lambda ids: 10.0 * ids, lambda y, depth: depth * y.square().sum(), torch.tensor
+    )
+    assert found.item() == 5.0
+    first = 2 * x + 10
+    expected = loss + first.square().sum() + 2 * (3 * first + 20).square().sum()
+    for one, other in zip(
+        torch.autograd.grad(found, (loss, x)), torch.autograd.grad(expected, (loss, x)), strict=True
+    ):
+        torch.testing.assert_close(one, other)

@@ -105,3 +105,17 @@ def test_products_and_gradients_are_those_of_the_dense_matrix(dtype: torch.dtype
     torch.testing.assert_close(found, gradient @ dense)
     # Nothing as large as the matrix waits for backward.
     assert all(one.numel() < dense.numel() for one in kept)
+
+
+@pytest.mark.parametrize(("first", "outputs"), [(0, 256), (256, 200), (100, 300), (300, 220), (511, 9)])
+def test_rows_of_a_rank_are_those_of_the_whole_matrix(first: int, outputs: int) -> None:
+    weight = drawn(520, 96, 5, spread=4.0)
+    whole, part = stored(weight), NF4Weight(outputs, 96, torch.float32, first_row=first)
+    groups = slice(first // GROUP, -(-(first + outputs) // GROUP))
+
+    def largest(factors: Tensor) -> Tensor:
+        assert bool((factors <= whole.factors[groups]).all())
+        return whole.factors[groups]
+
+    part.fill(weight[first : first + outputs], largest)
+    assert torch.equal(part.dense(), whole.dense()[first : first + outputs])

@@ -151,3 +151,17 @@ def test_frequencies_are_those_of_transformers(scaling: RopeScaling, half: int, 
     expected, factor = utils.ROPE_INIT_FUNCTIONS[scaling.kind](config, torch.device("cpu"))
     torch.testing.assert_close(frequencies(2 * half, theta, scaling), expected, rtol=2e-5, atol=1e-9)
     assert table_factor(scaling) == pytest.approx(factor)
+
+
+def test_heads_in_16_bits_are_turned_in_fp32_and_rounded_once() -> None:
+    cos, sin = rotary_table(torch.arange(900, 932), 8, 10000.0, None)
+    x = torch.randn(2, 3, 32, 12, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, exact = rotate(x, cos, sin), rotate(x.double(), cos, sin)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, exact.bfloat16())
+    # Half of each pair is four elements on, and what has no pair stays.
+    one, other = x.double()[..., :4], x.double()[..., 4:8]
+    angle = torch.arange(900, 932).double()[:, None] * 10000.0 ** (-torch.arange(4).double() / 4)
+    turned = torch.cat((one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()), -1)
+    torch.testing.assert_close(exact[..., :8].double(), turned, rtol=1e-3, atol=1e-3)
+    assert torch.equal(found[..., 8:], x[..., 8:])
