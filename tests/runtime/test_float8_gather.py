@@ -108,3 +108,12 @@ def test_products_by_one_scale_are_those_of_rounded_operands() -> None:
     to_x, to_weight = torch.autograd.grad(result, leaves, pull)
     torch.testing.assert_close(to_x, narrow_pull @ narrow_weight)
     torch.testing.assert_close(to_weight, narrow_pull.T @ narrow_x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_matrix_of_zeros_stays_one(dtype: torch.dtype) -> None:
+    """The first gradients of an adapter are zero."""
+    from runtime.parallel.float8_tensorwise import narrow
+
+    found = narrow(torch.zeros(3, 16), dtype)
+    assert found.scale.isfinite() and not found.elements.float().any()

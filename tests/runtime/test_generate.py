@@ -18,6 +18,7 @@ from runtime.huggingface.folder_kind import COMPANIONS
 from runtime.huggingface.stored_model import StoredModel, open_model
 from tests.support import stored_models as model_files
 from tests.support.hugging_face import MODELS, hugging_face, skip_unless_there
+from tests.support.models import FORMS
 from tests.support.models import MODELS as OUR_MODELS
 from tests.support.worker_pool import WorkerPool
 
@@ -60,6 +61,21 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one_group = OUR_MODELS["llama"].model_copy(update={"kv_heads": 1})
     model_files.write_checkpoint(one_group, folder / "one_group")
     return folder
+
+
+@pytest.mark.parametrize("name", ["gpt2", "deepseek", "sinks", "capped", "delta"])
+def test_a_cache_gives_the_logits_of_whole_texts(name: str, tmp_path: Path) -> None:
+    """Whatever the rows become, and for the next batch too, whose texts are shorter."""
+    model_files.write_checkpoint((OUR_MODELS | FORMS)[name], tmp_path)
+    generator = Generator(tmp_path, text=Text(ByteTokenizer()))
+    texts = torch.randint(0, 250, (3, 14), generator=torch.Generator().manual_seed(0)).tolist()
+    for prompts in (PROMPTS, [[4, 2], [6]]):
+        grown = [[row[:made] for row in texts[: len(prompts)]] for made in range(15)]
+        plain, cached = generator._plain_step(prompts), generator._cached_step(prompts, 14)
+        expected = {made: plain(grown[made]) for made in (0, 1, 2, 13, 14)}
+        for made, found in enumerate(map(cached, grown)):
+            if made in expected:
+                torch.testing.assert_close(found, expected[made], rtol=1e-3, atol=1e-3)
 
 
 def test_experts_take_in_all_tokens_of_a_text(tmp_path: Path) -> None:

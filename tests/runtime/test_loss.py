@@ -198,7 +198,7 @@ def test_the_loss_of_each_depth_is_a_mean_over_the_tokens_that_it_predicts(stays
         loss.stay()
     draw = torch.Generator().manual_seed(0)
     expected = torch.zeros(2)
-    for step, (scale, targets) in enumerate([(4.0, None), (3.0, (40.0, 30.0, 20.0))]):
+    for scale, targets in ((4.0, None), (3.0, (40.0, 30.0, 20.0))):
         loss.scale, loss.targets = scale, targets
         loss.begin_step()
         predicted = targets or (48.0, 42.0, 36.0)

@@ -260,7 +260,7 @@ def test_plans_count_time_and_memory_on_the_last_stage() -> None:
 
 
 def test_what_is_reported_is_the_loss_and_what_trains_is_all_of_them() -> None:
-    """Depths come one after the other: each takes what the one before it made, and embeddings of its token."""
+    """Depths come one after the other: each takes what the one before it made and embeds its token."""
     x, loss = torch.randn(1, 3, 2, requires_grad=True), torch.tensor(5.0, requires_grad=True)
     modules: list[Any] = [lambda x, token, by=by: by * x + token for by in (2.0, 3.0)]
     found = with_further_losses(
