@@ -281,3 +281,47 @@ def test_an_experts_bias_changes_who_is_chosen_and_not_its_weight() -> None:
     assert router.expert_bias.grad is None
     assert router.weight.grad is not None
     assert router.weight.grad.any()
+
+
+def test_logits_choose_where_scores_have_underflown() -> None:
+    """Of experts that share the weights among those chosen; all others are chosen by scores and biases."""
+    logits = torch.tensor([-200.0, -150.0, -120.0, 0.0])
+    x = torch.ones(1, 1, 1)
+    for routing, chosen in (
+        (Routing(normalised=True), [3, 2, 1]),
+        (Routing(normalised=False), None),
+        (Routing(normalised=True, expert_bias=True), [3, 0, 1]),
+    ):
+        spec = MODELS["qwen"].model_copy(update={"router": routing, "experts": 4, "top_k": 3, "hidden": 1})
+        router = Router(spec)
+        router.weight.data = logits.unsqueeze(1)
+        if router.expert_bias is not None:
+            router.expert_bias = torch.tensor([0.2, 0.1, 0.0, 0.0])
+        seen: list[Tensor] = []
+        choose = router.choose
+        router.choose = lambda scores, seen=seen, choose=choose: seen.append(scores) or choose(scores)  # type: ignore[method-assign]
+        _, found = router(x)
+        expected = logits if chosen == [3, 2, 1] else logits.softmax(-1)
+        assert torch.equal(seen[0][0, 0], expected)
+        assert chosen is None or found.flatten().tolist() == chosen
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_weights_of_inputs_are_factors_of_what_goes_into_experts(top_k: int) -> None:
+    spec = MODELS["mixtral"].model_copy(
+        update={"top_k": top_k, "router": Routing(score="sigmoid", normalised=False, weighs_inputs=True)}
+    )
+    layer = MixtureOfExperts(spec)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    x = leaf(2, 5, spec.hidden, seed=1)
+    weights, chosen = layer.router(x)
+    experts = layer.experts
+    assert experts.gate is not None
+    expected = torch.zeros_like(x)
+    for choice in range(top_k):
+        given = x * weights[..., choice, None]
+        up, gate, down = (one[chosen[..., choice]] for one in (experts.up, experts.gate, experts.down))
+        inner = F.silu((gate @ given.unsqueeze(-1)).squeeze(-1)) * (up @ given.unsqueeze(-1)).squeeze(-1)
+        expected = expected + (down @ inner.unsqueeze(-1)).squeeze(-1)
+    assert_same_gradients(layer(x), expected, [x, *layer.parameters()], seed=3)

@@ -1,0 +1,128 @@
+"""Which parts of a stage go to a compiler, and which layers run as chains; nothing is compiled here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.model.experts import MixtureOfExperts
+from runtime.model.transformer import Block, Transformer
+from runtime.train import stages
+from runtime.train.stages import _chain_layers, _compile, _compile_within_experts, _is_one_graph
+from tests.support.layouts import parse_layout
+from tests.support.models import FORMS, MODELS
+
+SPECS = MODELS | FORMS
+
+
+def last_block(name: str, is_whole: bool = False) -> Block:
+    with torch.device("meta"):
+        block = Transformer(SPECS[name], 256).blocks[-1]
+    if isinstance(block.mlp, MixtureOfExperts):
+        block.mlp.is_whole = is_whole
+    return block
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Functions that are given to a compiler, or kept from it, by the class and name of what they were."""
+    found: dict[str, list[str]] = {"compile": [], "disable": []}
+
+    def noting(what: str) -> Any:
+        def note(function: Any, **_: Any) -> Any:
+            owner = getattr(function, "__self__", None)
+            found[what].append(f"{type(owner).__name__}.{function.__name__}")
+            return function
+
+        return note
+
+    monkeypatch.setattr(torch, "compile", noting("compile"))
+    monkeypatch.setattr(torch.compiler, "disable", noting("disable"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "is_whole", "one_graph", "within"),
+    [
+        ("llama", False, True, []),
+        ("mixtral", True, True, []),
+        ("mixtral", False, False, ["Activation.forward"]),
+        ("deepseek", True, True, []),
+        ("deepseek", False, False, ["MLP.forward", "Activation.forward"]),
+        ("capped", False, False, []),
+    ],
+)
+def test_a_compiler_gets_what_can_be_one_graph(
+    name: str, is_whole: bool, one_graph: bool, within: list[str], asked: dict[str, list[str]]
+) -> None:
+    assert _is_one_graph(last_block(name, is_whole)) == one_graph
+    _compile_within_experts(last_block(name, is_whole))
+    assert asked == {"compile": within, "disable": []}
+    kept_out = (
+        ["CoreAttention.forward"] if name == "capped" else ["MixtureOfExperts.forward"] if within else []
+    )
+    for has_compiled_within in (True, False):
+        asked["compile"].clear()
+        asked["disable"].clear()
+        _compile(last_block(name, is_whole), in_two=False, has_compiled_within=has_compiled_within)
+        parts = [] if has_compiled_within else within
+        assert asked == {"compile": [*parts, "Block.forward"], "disable": kept_out}
+    asked["compile"].clear()
+    asked["disable"].clear()
+    _compile(last_block(name, is_whole), in_two=True)
+    assert asked == {"compile": [*within, "Block.up_to_core", "Block.from_core"], "disable": kept_out}
+
+
+def test_two_parts_of_a_layer_make_what_it_makes(asked: dict[str, list[str]]) -> None:
+    spec = MODELS["llama"]
+    block = Transformer(spec, 256).blocks[0]
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(parameter.numel()))
+    x = torch.randn(2, 8, spec.hidden, generator=torch.Generator().manual_seed(0))
+    block.attention.tables = block.attention.position_tables(8, torch.device("cpu"))
+    expected = block(x)
+    _compile(block, in_two=True)
+    torch.testing.assert_close(block(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "chains"),
+    [
+        ("llama", "", [4]),
+        ("llama", "cp=2,cp_form=all_gather", [4]),
+        ("llama", "cp=2,cp_form=ring", None),
+        ("llama", "offload_activations=1", None),
+        ("llama", "recompute=full,recompute_num_layers=2", None),
+        ("llama", "recompute=full,recompute_method=block,recompute_num_layers=1", [3]),
+        ("llama", "recompute=full,recompute_method=block,recompute_num_layers=2", [2, 2]),
+        # One dense layer, which is alone, and three whose experts no compiler takes.
+        ("deepseek", "", []),
+        ("capped", "", []),
+        ("sinks", "", []),
+    ],
+)
+def test_neighbours_that_are_alike_run_as_chains(
+    name: str, text: str, chains: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = SPECS[name]
+    with torch.device("meta"):
+        stage = Transformer(spec, 256)
+    made: list[list[Any]] = []
+
+    def chain(alike: list[Any], copies: Any) -> Any:
+        made.append(alike)
+        return SimpleNamespace(run=lambda x: [*x, *alike])
+
+    monkeypatch.setattr(stages, "LayerChain", chain)
+    for block in stage.stack:
+        block.forward = lambda x, block=block: [*x, block]  # type: ignore[method-assign]
+    copies: Any = None
+    _chain_layers(stage, spec, parse_layout(text, spec), copies)
+    assert [len(alike) for alike in made] == (chains or [])
+    assert ("run_layers" in stage.__dict__) == (chains is not None)
+    if chains is not None:
+        empty: Any = []
+        assert list(stage.run_layers(empty)) == list(stage.stack), "each layer once, in their order"
