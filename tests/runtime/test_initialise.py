@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from costmodels import ModelSpec
+from runtime.model.adapters import DOWN, UP
 from runtime.model.transformer import Transformer
-from runtime.parallel.initialisation import initialise, name_seed
+from runtime.parallel.initialisation import full_weight, initialise, name_seed
 from tests.support.models import FORMS, MODELS, llama
 
 WIDE = ModelSpec(name="wide", layers=8, hidden=128, heads=4, vocab=500, seq=64, max_positions=256)
@@ -97,3 +98,44 @@ def test_an_untied_head_is_drawn_apart_and_a_tied_stage_head_is_the_embedding() 
     assert torch.equal(last.head.weight, whole["embedding.tokens.weight"])
     layer: Any = last.layers["3"]
     assert torch.equal(layer.mlp.up.weight, whole["layers.3.mlp.up.weight"])
+
+
+def test_parts_of_linear_attention_begin_as_in_published_code() -> None:
+    """Depthwise convolutions as PyTorch's, decays between exp(-0.01) and exp(-16) times a softplus of one."""
+    spec = FORMS["delta"].model_copy(update={"hidden": 256, "norm_from_one": True, "lora": None})
+    values = weights(spec)
+    ends: dict[str, list[torch.Tensor]] = {}
+    for name, value in values.items():
+        ends.setdefault(name.rpartition(".")[2] if "norm" not in name else name, []).append(value.flatten())
+    assert (torch.cat(ends["step_bias"]) == 1).all()
+    rates = torch.cat(ends["rate"]).exp()
+    assert (rates >= 0.01).all() and (rates <= 16).all() and rates.std() > 1
+    convolutions = [name for name in values if name.endswith("_conv")]
+    assert len(convolutions) >= 3
+    for name in convolutions:
+        taps = values[name].shape[1]
+        # A uniform distribution up to the root of 1 / taps has this deviation.
+        assert values[name].std().item() == pytest.approx((1 / taps) ** 0.5 / 3**0.5, rel=0.15), name
+    norms = {name: value for name, value in values.items() if "norm" in name}
+    assert {float(value[0]) for name, value in norms.items() if "gated_norm" in name} == {1.0}
+    assert {float(value[0]) for name, value in norms.items() if "gated_norm" not in name} == {0.0}
+
+
+def test_adapters_begin_as_nothing() -> None:
+    name, shape = "layers.0.attention.query.adapter", torch.Size((8, 400))
+    down = full_weight(f"{name}{DOWN}", shape, WIDE, 1, 0.02)
+    limit = 400**-0.5
+    assert 0.97 * limit < float(down.abs().max()) <= limit
+    assert float(down.std()) == pytest.approx(limit / 3**0.5, rel=0.05)
+    assert not full_weight(f"{name}{UP}", torch.Size((400, 8)), WIDE, 1, 0.02).any()
+    assert not full_weight("layers.0.attention.core.sinks", torch.Size((8,)), WIDE, 1, 0.02).any()
+
+
+def test_buffers_begin_as_zeros_whatever_was_in_their_memory() -> None:
+    model = Transformer(MODELS["deepseek"], 256)
+    buffers = dict(model.named_buffers())
+    assert buffers
+    for buffer in buffers.values():
+        buffer.fill_(7)
+    initialise(model, MODELS["deepseek"], 1)
+    assert not any(buffer.any() for buffer in buffers.values())
