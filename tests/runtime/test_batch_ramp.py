@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from costmodels.errors import InputError
+from costmodels.spec.table import LayoutTable
 from planner.options.flags import arguments
 from runtime.logs.sample_log import read_samples
 from runtime.settings.batch_ramp import BatchRamp, batch_ramp, ramp_rule
@@ -75,6 +76,18 @@ def test_a_ramp_that_cannot_run_is_refused_in_one_line(
     assert str(refused.value).startswith("--rampup-batch-size")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("layout", "micro_batches"), [("dp=2", 2), ("dp=2,mbs=2", 4), ("mbs=3", 3), ("", 1)])
+def test_a_ramp_runs_where_every_batch_of_it_is_whole_micro_batches(layout: str, micro_batches: int) -> None:
+    full = parse_layout(f"gbs=12,{layout}", SPEC)
+    for start in range(1, 14):
+        for increment in (1, 2, 3, 4, 6, 12):
+            sizes = range(start, 13, increment)
+            leads = start <= 12 and sizes[-1] == 12
+            runs = leads and all(size % micro_batches == 0 for size in sizes)
+            found = ramp_rule((start, increment, 10)).broken(SPEC, LayoutTable.of([full]))
+            assert bool(found.all()) != runs, (start, increment)
 
 
 SIZES = [4, 4, 8, 8, 12, 12]
