@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from costmodels import MultiTokenPrediction
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.transformer import Block, Transformer
 from runtime.train import stages
-from runtime.train.stages import _chain_layers, _compile, _compile_within_experts, _is_one_graph
+from runtime.train.stages import (
+    _chain_layers,
+    _compile,
+    _compile_within_experts,
+    _is_one_graph,
+    _is_whole,
+)
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, MODELS
 
@@ -126,3 +133,42 @@ def test_neighbours_that_are_alike_run_as_chains(
     if chains is not None:
         empty: Any = []
         assert list(stage.run_layers(empty)) == list(stage.stack), "each layer once, in their order"
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "whole"),
+    [
+        ("precision=bf16", ("full",), [True] * 5),
+        # The layer of multi-token prediction, the fifth, is as the last one.
+        ("precision=bf16", ("linear", "full"), [False, True, False, True, True]),
+        ("precision=bf16", ("full", "full", "full", "linear"), [True, True, True, False, False]),
+        ("precision=bf16,ep=2,dp=2", ("full",), [False] * 5),
+        ("precision=bf16,dp=2,zero=1", ("full",), [False] * 5),
+        ("precision=fp32", ("full",), [stages.COMPILES_WIDE] * 5),
+    ],
+)
+def test_layers_of_experts_are_whole_where_no_size_depends_on_routers(
+    text: str, pattern: Any, whole: list[bool]
+) -> None:
+    spec = FORMS["delta"].model_copy(
+        update={
+            "attention_pattern": pattern,
+            "experts": 4,
+            "top_k": 2,
+            "expert_ffn": 96,
+            "mtp": MultiTokenPrediction(depths=1),
+        }
+    )
+    with torch.device("meta"):
+        stage = Transformer(spec, 256)
+    layout, grid = parse_layout(text, spec), SimpleNamespace(device=torch.device("cpu"))
+    any_grid: Any = grid
+    found = [
+        _is_whole(block.mlp, spec, number, layout, any_grid)
+        for number, block in zip(stage.numbers, stage.blocks, strict=True)
+        if isinstance(block.mlp, MixtureOfExperts)
+    ]
+    assert found == whole
+    # GEMMs of groups take rows of 16 bytes.
+    odd = MixtureOfExperts(spec.model_copy(update={"expert_ffn": 92}))
+    assert not _is_whole(odd, spec, 1, layout, any_grid)
