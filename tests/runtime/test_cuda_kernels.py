@@ -61,7 +61,7 @@ def test_attention_within_a_reach_and_its_gradients_are_those_of_a_cpu(
     mask = mask_of(tokens, reach) if has_mask else None
     with torch.enable_grad():
         own = [x.clone().requires_grad_() for x in leaves]
-        expected = reaching_attention(*own[:3], reach, own[3] if has_sinks else None, mask)
+        expected = reaching_attention(own[0], own[1], own[2], reach, own[3] if has_sinks else None, mask)
         pull = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
         gradients = torch.autograd.grad(expected, own, pull)
     call = Called(_Reaching)

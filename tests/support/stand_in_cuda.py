@@ -8,7 +8,7 @@ autograd Function is called by its name (`Called`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +37,7 @@ class StandIn(Tensor):
             strides=held.stride(),
             storage_offset=held.storage_offset(),
             dtype=held.dtype,
-            device="cuda",
+            device=torch.device("cuda"),
         )
         made.held = held.detach()
         return made
@@ -52,7 +52,9 @@ class StandIn(Tensor):
         return tree_map(on_cuda, run(*tree_map(held, args), **tree_map(held, kwargs or {})))
 
     @classmethod
-    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{operation}: a call that PyTorch's functions do not see")
 
 
@@ -71,7 +73,6 @@ def on_cuda(x: Any) -> Any:
 @contextmanager
 def made_on_host() -> Iterator[None]:
     """Let new tensors of the device be made on the host: they meet the others in operations."""
-    functions = {name: getattr(torch, name) for name in ("arange", "ones", "zeros", "full", "empty")}
 
     def made(function: Callable[..., Tensor]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +81,9 @@ def made_on_host() -> Iterator[None]:
 
         return make
 
-    with patch.multiple(torch, **{name: made(function) for name, function in functions.items()}):
+    with ExitStack() as stack:
+        for name in ("arange", "ones", "zeros", "full", "empty"):
+            stack.enter_context(patch.object(torch, name, made(getattr(torch, name))))
         yield
 
 
