@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import planner
 from costmodels import Layout, Lora, ModelSpec
@@ -22,7 +25,7 @@ from runtime.checkpoint.tensor_store import StoredTensors
 from runtime.dryrun.run import fake_process_group, trace
 from runtime.model.nf4 import rounded
 from runtime.parallel.mesh import build_grid
-from runtime.parallel.quantised_base import base_weights
+from runtime.parallel.quantised_base import BaseWeight, base_weights
 from runtime.settings.checks import check_job
 from runtime.train.stages import build_stage
 from tests.support.hugging_face import MODELS as THEIRS
@@ -173,6 +176,34 @@ def test_only_matrices_of_layers_are_in_4_bits() -> None:
     held = sum(one.codes.nbytes + one.scales.nbytes + one.factors.nbytes for one in found.values())
     assert held == sum(matrix_bytes(one.inputs, one.outputs) for one in found.values())
     assert not any(name.endswith(("embedding.tokens.weight", "head.weight")) for name in found)
+
+
+@pytest.mark.parametrize("rows", [700, 1024])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_share_the_scales_of_groups_that_lie_on_both(
+    rows: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the second rank begin in a group of 256 that is not the first one."""
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.randn(rows, 64, generator=draw) * torch.rand(rows, 1, generator=draw)
+    of_rows = whole.abs().amax(1, keepdim=True)
+    half = rows // 2
+    other = of_rows.clone()
+    other[rank * half : (rank + 1) * half] = 0.0
+
+    def all_reduce(x: torch.Tensor, operation: Any, group: Any) -> None:
+        assert operation == dist.ReduceOp.MAX
+        groups = [part.max() for part in other.split(256)]
+        x.copy_(torch.maximum(x, torch.stack(groups).unsqueeze(1)))
+
+    with fake_process_group(2, rank):
+        mesh = init_device_mesh("cpu", (2,))
+        part = whole.chunk(2)[rank]
+        parameter = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        weight = BaseWeight(parameter, torch.float32, None)
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        weight.take(part)
+    assert torch.equal(weight.dense(), rounded(whole)[rank * half : (rank + 1) * half])
 
 
 @pytest.mark.slow
