@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from runtime.model import attention_kernels, routing
+from runtime.model import attention_kernels, flash_linear_attention, routing
 from runtime.model.attention import CoreAttention
 from runtime.model.attention_kernels import masked_attention, suffix_attention, takes_flash
 from runtime.model.fused_attention import _Reaching, fused_backward, fused_forward, reaching_attention
@@ -228,3 +229,13 @@ def test_grouped_gemms_are_for_bf16_on_hopper_and_data_centre_blackwell(
         assert routing.takes_grouped(dtype, device, *widths) == (major in majors)
     aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
     assert routing.takes_grouped(dtype, torch.device("cpu"), *widths) == aligned
+
+
+def test_kernels_of_fla_take_16_bits_of_cuda_devices_with_memory() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        v = torch.zeros(1, 2, 3, 4, dtype=dtype)
+        assert flash_linear_attention.takes(on_cuda(v)) == (dtype.itemsize == 2)
+        assert not flash_linear_attention.takes(v)
+    with FakeTensorMode():
+        fake = torch.empty(1, 2, 3, 4, dtype=torch.bfloat16, device="cuda")
+    assert not flash_linear_attention.takes(fake)

@@ -325,3 +325,13 @@ def test_weights_of_inputs_are_factors_of_what_goes_into_experts(top_k: int) -> 
         inner = F.silu((gate @ given.unsqueeze(-1)).squeeze(-1)) * (up @ given.unsqueeze(-1)).squeeze(-1)
         expected = expected + (down @ inner.unsqueeze(-1)).squeeze(-1)
     assert_same_gradients(layer(x), expected, [x, *layer.parameters()], seed=3)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, 2.5])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_weights_are_scaled_whatever_the_factor(scale: float, normalised: bool) -> None:
+    x = leaf(2, 16, 64, seed=7)
+    _, plain, chosen = routed(spec_with(score="sigmoid", normalised=normalised), x)
+    _, weights, alike = routed(spec_with(score="sigmoid", normalised=normalised, scale=scale), x)
+    assert torch.equal(chosen, alike)
+    torch.testing.assert_close(weights, scale * plain)
