@@ -18,6 +18,7 @@ from costmodels.errors import InputError
 from costmodels.spec.model_flops import flops_per_sequence
 from planner import suggest
 from runtime import convert
+from runtime.huggingface.mapping import mapping, our_shapes
 from runtime.huggingface.stored_model import StoredModel
 from runtime.job.initial_state import check_loaded
 from runtime.model.multi_token import with_further_losses
@@ -273,3 +274,10 @@ def test_what_is_reported_is_the_loss_and_what_trains_is_all_of_them() -> None:
         torch.autograd.grad(found, (loss, x)), torch.autograd.grad(expected, (loss, x)), strict=True
     ):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dense", [0, 1, 4])
+def test_modules_of_files_are_like_the_last_layer(dense: int) -> None:
+    spec = FORMS["further"].model_copy(update={"dense_layers": dense})
+    named = {part.ours for entry in mapping("deepseek_v3", spec) for part in entry.parts}
+    assert named == set(our_shapes(spec))
