@@ -12,7 +12,7 @@ import torch
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from runtime.dryrun.run import fake_process_group
-from runtime.parallel.float8 import check_float8
+from runtime.parallel.float8 import _product, check_float8
 from runtime.parallel.mesh import build_grid
 from runtime.settings.idle_flags import idle_flag_notes
 from runtime.settings.loss_scale import LossScale, loss_scale_of
@@ -298,3 +298,18 @@ def test_ranks_that_split_no_parameters_train_as_under_fsdp(pool: WorkerPool, te
     apart = 1e-2 if "zbv" in text else 1e-6
     for plain, wrapped in pool.run(work.with_and_without_fsdp, layout.world_size, spec, layout, 4):
         assert difference([plain], wrapped).largest < apart
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "mxfp8"])
+def test_products_in_8_bits_add_their_bias(recipe: Any) -> None:
+    if recipe != "mxfp8":
+        pytest.importorskip("torchao")
+    product = _product(recipe)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*sides, generator=generator) for sides in ((2, 32, 64), (32, 64)))
+    bias = torch.randn(32, generator=generator).requires_grad_()
+    found, plain = product(x, weight, bias), product(x, weight, None)
+    torch.testing.assert_close(found, plain + bias)
+    pull = torch.randn(found.shape, generator=generator)
+    [gradient] = torch.autograd.grad(found, bias, pull)
+    torch.testing.assert_close(gradient, pull.sum((0, 1)))
