@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,10 @@ def test_two_parts_of_a_layer_make_what_it_makes(asked: dict[str, list[str]]) ->
     torch.testing.assert_close(block(x), expected)
 
 
+def _noted(block: Block, before: list[Block]) -> list[Block]:
+    return [*before, block]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "chains"),
     [
@@ -125,7 +130,8 @@ def test_neighbours_that_are_alike_run_as_chains(
 
     monkeypatch.setattr(stages, "LayerChain", chain)
     for block in stage.stack:
-        block.forward = lambda x, block=block: [*x, block]  # type: ignore[method-assign]
+        noting: Any = partial(_noted, block)
+        block.forward = noting  # type: ignore[method-assign]
     copies: Any = None
     _chain_layers(stage, spec, parse_layout(text, spec), copies)
     assert [len(alike) for alike in made] == (chains or [])

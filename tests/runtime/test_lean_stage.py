@@ -36,7 +36,7 @@ class Parts:
         own.fwd_cache = {number: ((torch.ones(1),), [torch.ones(1)]) for number in range(BATCHES)}
         documents: Any = SimpleNamespace(enter=lambda module, number: self.calls.append(("enter", number)))
         stage.documents = documents
-        stage.loss, stage.labels = SimpleNamespace(labels=None), ["a", "b", "c"]  # type: ignore[assignment]
+        own.loss, own.labels = SimpleNamespace(labels=None), ["a", "b", "c"]
         self.copies = SimpleNamespace(
             add_gradients=lambda: self.calls.append(("add",)), reduce=lambda: self.calls.append(("reduce",))
         )

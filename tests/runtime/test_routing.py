@@ -299,7 +299,13 @@ def test_logits_choose_where_scores_have_underflown() -> None:
             router.expert_bias = torch.tensor([0.2, 0.1, 0.0, 0.0])
         seen: list[Tensor] = []
         choose = router.choose
-        router.choose = lambda scores, seen=seen, choose=choose: seen.append(scores) or choose(scores)  # type: ignore[method-assign]
+
+        def noting(scores: Tensor, seen: list[Tensor] = seen, choose: Any = choose) -> Tensor:
+            seen.append(scores)
+            result: Tensor = choose(scores)
+            return result
+
+        router.choose = noting  # type: ignore[method-assign]
         _, found = router(x)
         expected = logits if chosen == [3, 2, 1] else logits.softmax(-1)
         assert torch.equal(seen[0][0, 0], expected)
