@@ -4,10 +4,15 @@ A plan that leaves as much memory as one should comes before all that do not. Po
 (`planner.preference`), what a layout holds, and how far it may lie behind the fastest one follow from its
 degrees, so that all layouts are looked at at once. Of those that could be first few are priced, the simplest
 at first, until one of them is not told apart from the fastest.
+
+The more two layouts differ, the less their order is sure. So a layout may not be told apart from the fastest
+while others are, which are as fast and simpler. Hence whatever is as fast as the simplest one is looked at
+once more, and the simplest of these is first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -54,11 +59,27 @@ def preferred_first(problem: Problem, space: Space, found: Fit, floor: Floor, ra
     if not problem.preference.weighs or problem.objective == "memory" or not len(ranking):
         return ranked
     choice = _Choice(problem, space, found, floor, ranking.prices.take(ranking.places[:1]))
-    priced = choice.simplest(ranking.prices, ranking.places)
+    ranked, place, points = _simplest(choice, ranked)
+    behind = choice.behind_fastest(ranked.ranking.prices.take(np.array([place])))
+    if behind > 0.0:
+        ranked, place, points = _simplest(replace(choice, behind=behind), ranked)
+    moved = choice.moved(ranked.ranking.prices.take(np.array([place])), points)
+    if moved is not None:
+        ranked, added = ranked.beside(moved)
+        place = int(added[0])
+    return replace(ranked, ranking=_first(ranked.ranking, place))
+
+
+def _simplest(choice: _Choice, ranked: Ranked) -> tuple[Ranked, int, float]:
+    """The simplest layout of a ranking, of its tail and of what is solved: its place and its points.
+
+    The ranking comes back with what was added and simulated.
+    """
+    priced = choice.simplest(ranked.ranking.prices, ranked.ranking.places)
     assert priced is not None  # The fastest is not told apart from itself.
     prices, place, points = priced
-    ranked = replace(ranked, ranking=replace(ranking, prices=prices))
-    tail = ranking.tail
+    ranked = replace(ranked, ranking=replace(ranked.ranking, prices=prices))
+    tail = ranked.ranking.tail
     if tail is not None:
         other = choice.of_rows(tail.rows, points)
         if other is not None:
@@ -69,11 +90,7 @@ def preferred_first(problem: Problem, space: Space, found: Fit, floor: Floor, ra
         ranked, added = ranked.beside(solved)
         place = int(added[0])
         points = float(choice.points(solved.table, solved.peak_memory_bytes)[0])
-    moved = choice.moved(ranked.ranking.prices.take(np.array([place])), points)
-    if moved is not None:
-        ranked, added = ranked.beside(moved)
-        place = int(added[0])
-    return replace(ranked, ranking=_first(ranked.ranking, place))
+    return ranked, place, points
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,8 @@ class _Choice:
     floor: Floor
     fastest: Prices
     """The fastest plan alone, its pipeline simulated."""
+    behind: float = 0.0
+    """How far behind the fastest layouts count as if they tied, as a natural logarithm."""
 
     @cached_property
     def reach(self) -> float:
@@ -105,13 +124,18 @@ class _Choice:
         """Rows that are not told apart from the fastest, [n]."""
         score, best = (logarithms(self.problem.objective, each)[0] for each in (prices, self.fastest))
         result: Bools = score - best < self.reach * order_width(self.fastest, prices)
-        return result | (score <= best)
+        return result | (score - best <= self.behind)
+
+    def behind_fastest(self, one: Prices) -> float:
+        """How far a layout lies behind the fastest, as a natural logarithm."""
+        score, best = (logarithms(self.problem.objective, each)[0] for each in (one, self.fastest))
+        return float(score[0] - best[0])
 
     def could_tie(self, table: LayoutTable) -> Floats:
         """The slowness up to which each row is not told apart from the fastest, at most, [n]."""
         spread = float(self.fastest.spread[0])
         width = widths_of(differences(self.fastest.table, table), spread, order_widths())
-        last: Floats = self.pace * np.exp(self.reach * width) * (1.0 + 1e-6)
+        last: Floats = self.pace * np.exp(np.maximum(self.reach * width, self.behind)) * (1.0 + 1e-6)
         return last
 
     @property
@@ -151,7 +175,9 @@ class _Choice:
     def of_rows(self, rows: Ints, most: float) -> tuple[int, float] | None:
         """The simplest of some rows of the space that ties, with its points; fewer than `most`."""
         wide = widths_of(_widest(self.space.table), float(self.fastest.spread[0]), order_widths())
-        rows = self.floor.rows_below(rows, self.pace * float(np.exp(self.reach * wide[0])))
+        rows = self.floor.rows_below(
+            rows, self.pace * math.exp(max(self.reach * float(wide[0]), self.behind))
+        )
         points = self.points(self.space.table.take(rows), self.found.peaks[rows])
         rows, points = rows[points < most], points[points < most]
         table = self.space.table.take(rows)

@@ -55,7 +55,7 @@ def lag_reason(objective: Objective, candidate: Candidate, best: Candidate) -> s
 
 def preferred_reason(objective: Objective, winner: Candidate, fastest: Candidate, room: Room) -> str:
     """The reason why the first of a ranking is before one that is faster by the estimate."""
-    what = f"the fastest within the estimate's error, {fastest[0].describe()}"
+    what = f"the fastest, {fastest[0].describe()}"
     lead = f"{lead_share(objective, fastest[1], winner[1])} faster"
     if room.lacks(fastest[1]) and not room.lacks(winner[1]):
         return (
@@ -68,7 +68,7 @@ def preferred_reason(objective: Objective, winner: Candidate, fastest: Candidate
 def ahead_reason(objective: Objective, candidate: Candidate, best: Candidate, room: Room) -> str:
     """The reason why a plan that is faster by the estimate than the first of a ranking is not before it."""
     lead = (
-        f"{lead_share(objective, candidate[1], best[1])} faster than the first, within the estimate's error"
+        f"{lead_share(objective, candidate[1], best[1])} faster than the first by the estimate"
     )
     if room.lacks(candidate[1]) and not room.lacks(best[1]):
         return f"{lead}, and leaves {room.left_gib(candidate[1]):.1f} GiB of memory"

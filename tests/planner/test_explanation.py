@@ -418,4 +418,4 @@ def test_a_plan_that_is_first_though_another_is_faster_says_why():
     assert found.first_faster
     verdict = only([outcome_of(found, found.best.layout.describe())])
     assert verdict.outcome == "first" and verdict.reason == found.best.reason
-    assert f"the fastest within the estimate's error, {found.fastest.layout.describe()}, " in verdict.reason
+    assert f"the fastest, {found.fastest.layout.describe()}, " in verdict.reason

@@ -18,6 +18,7 @@ from planner import Plan, search
 from planner.preference import FASTEST, Preference, parse_preference, usual_complexity
 from planner.ranking import contenders
 from planner.ranking.complexity import points_of
+from planner.solve.concatenation import concatenate_prices
 
 TINY = ModelSpec(name="tiny", layers=8, hidden=2048, heads=16, vocab=32000, seq=2048)
 WIDE = ModelSpec(name="wide", layers=12, hidden=8192, heads=16, vocab=32000, seq=2048)
@@ -59,13 +60,26 @@ def keys(result, prices):
     return 1e9 * short + points_of(problem.preference.points, prices.table, problem.cluster, problem.engine)
 
 
+def slower(result, fastest, prices):
+    """How much slower rows are than the fastest, as a natural logarithm."""
+    if result.problem.objective == "step-time":
+        return np.log(prices.step_time_s / fastest.step_time_s)
+    return np.log(fastest.tokens_per_s / prices.tokens_per_s)
+
+
 def tied(result, fastest, prices):
     """Rows whose chance to be faster than the fastest is what `order.yaml` calls not told apart, or more."""
-    slower = np.log(fastest.tokens_per_s / prices.tokens_per_s)
-    if result.problem.objective == "step-time":
-        slower = np.log(prices.step_time_s / fastest.step_time_s)
-    chance = 0.5 - np.arctan(slower / order_width(fastest, prices)) / math.pi
+    chance = 0.5 - np.arctan(slower(result, fastest, prices) / order_width(fastest, prices)) / math.pi
     return chance > order_widths().told_apart
+
+
+def as_fast_as_the_simplest(result, fastest, sure, prices):
+    """Rows that are no slower than the simplest of those that tie with the fastest."""
+    points, behind = keys(result, sure), slower(result, fastest, sure)
+    bar = behind[points == points.min()].min()
+    rows = np.flatnonzero(slower(result, fastest, prices) <= bar + 1e-9)
+    some = prices.simulate(rows).take(rows)
+    return some.take(slower(result, fastest, some) <= bar + 1e-9)
 
 
 @pytest.mark.parametrize("few", [False, True])
@@ -78,6 +92,7 @@ def test_the_first_plan_is_the_simplest_of_all_that_tie(model, job, few, monkeyp
     # Closed forms and simulated pipelines must agree that a plan ties.
     sure = prices.simulate(good).take(good)
     sure = sure.take(tied(every, fastest, sure))
+    sure = concatenate_prices([sure, as_fast_as_the_simplest(every, fastest, sure, prices)])
     expected = keys(every, sure).min()
     if few:
         for name, number in {"FEW": 100, "SAMPLE": 50, "PLACES": 40}.items():
@@ -85,7 +100,8 @@ def test_the_first_plan_is_the_simplest_of_all_that_tie(model, job, few, monkeyp
     result = search(model, **job)
     first = result.first(1)
     assert keys(result, first)[0] <= expected
-    assert tied(result, fastest, first).all()
+    last = slower(every, fastest, sure).max()
+    assert tied(result, fastest, first).all() or slower(result, fastest, first)[0] <= last + 1e-9
     # Equally simple ones go by speed, and the others keep their order.
     alike = keys(every, sure) == keys(result, first)[0]
     if alike.any():
@@ -104,6 +120,23 @@ def test_the_first_plan_is_the_simplest_of_all_that_tie(model, job, few, monkeyp
     assert len(np.unique(result.fitting)) == result.feasible
 
 
+def test_no_layout_is_first_while_a_simpler_one_is_as_fast() -> None:
+    """The order is less sure with context parallelism, which alone makes no plan worth starting.
+
+    The fastest leaves less than 2 GiB. Of layouts that leave them one with cp=4 is not told apart from it.
+    """
+    result = search("llama2-70b", world_size=64, device="h100", max_global_batch_size=512)
+    first, others = result.plan(0), result.plans(30)
+    assert first.layout.context_parallel == 1
+    points = keys(result, result.first(30))
+    simpler = [
+        plan
+        for plan, of_plan in zip(others, points, strict=True)
+        if of_plan < points[0] and plan.estimate.tokens_per_s >= first.estimate.tokens_per_s
+    ]
+    assert not simpler
+
+
 def test_simplicity_decides():
     model, job = PROBLEMS[2]
     fastest, first = (search(model, prefer=word, **job).plan(0) for word in ("fastest", "simple"))
@@ -113,7 +146,7 @@ def test_simplicity_decides():
     ]
     assert points[1] < points[0] and first.estimate.tokens_per_s < fastest.estimate.tokens_per_s
     assert first.reason.startswith(("simpler than", "leaves "))
-    assert f"the fastest within the estimate's error, {fastest.layout.describe()}, " in first.reason
+    assert f"the fastest, {fastest.layout.describe()}, " in first.reason
 
 
 LAYOUTS = [
