@@ -67,9 +67,7 @@ def preferred_reason(objective: Objective, winner: Candidate, fastest: Candidate
 
 def ahead_reason(objective: Objective, candidate: Candidate, best: Candidate, room: Room) -> str:
     """The reason why a plan that is faster by the estimate than the first of a ranking is not before it."""
-    lead = (
-        f"{lead_share(objective, candidate[1], best[1])} faster than the first by the estimate"
-    )
+    lead = f"{lead_share(objective, candidate[1], best[1])} faster than the first by the estimate"
     if room.lacks(candidate[1]) and not room.lacks(best[1]):
         return f"{lead}, and leaves {room.left_gib(candidate[1]):.1f} GiB of memory"
     return f"{lead}, and less simple"
