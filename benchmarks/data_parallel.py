@@ -247,6 +247,11 @@ def data_parallel(
         print()
     else:
         show(report, on_cpu=not gpus)
+    _check_losses(worst)
+
+
+def _check_losses(worst: float) -> None:
+    """End with exit code 1 where losses in fp32 differ by more than `LIMIT`, or are no numbers."""
     if not worst <= LIMIT:
         print(
             f"benchmarks.data_parallel: losses in fp32 differ by {worst:.1e}, more than {LIMIT}",
