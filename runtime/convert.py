@@ -251,7 +251,7 @@ def _kept_config(model: HuggingFaceModel) -> Config:
 def _planned(
     stored: StoredModel | TunedModel, config: Config, names: Names, wanted: torch.dtype | None
 ) -> Iterator[PlannedTensor]:
-    """The tensors of theirs that a checkpoint becomes."""
+    """The tensors of the Hugging Face model that a checkpoint becomes."""
     # Neighbours in the mapping need the same tensor of ours, that of all experts.
     read_ours = lru_cache(maxsize=1)(stored.read_ours)
 

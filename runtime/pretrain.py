@@ -110,7 +110,7 @@ def plan_of_job(job: Job, ranks: Ranks, given: Plan | None, previous: PreviousRu
 
 
 def check_job(plan: Plan, job: Job, world_size: int) -> None:
-    """Refuse, with one line, what would fail later."""
+    """Raise `InputError` for flags that would fail later."""
     job.training.check()
     job.output.check()
     check_save(job.output)

@@ -69,7 +69,7 @@ def call_seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def slowest(seconds: float, device: torch.device) -> float:
-    """The largest of what the ranks have measured."""
+    """The largest of the ranks' measurements."""
     found = torch.tensor(seconds, dtype=torch.float64, device=device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""The checkpoint that adapters belong to: its name in theirs, and whether it is still there."""
+"""The base checkpoint of adapters: the reference to it, and the check that it is still there."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Owner:
         return None
 
     def _beat(self) -> None:
-        """Count while the record is this process's."""
+        """Raise the count of the record while it is this process's."""
         while not self.ended.wait(BEAT_S):
             with contextlib.suppress(OSError):
                 if _read(self.path, self.record.token) is None:

@@ -144,13 +144,13 @@ def _runtime() -> Any:
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Copies what this rank writes, no more, as soon as the ranks have agreed on who writes what."""
+    """A planner that copies the tensors of this rank as soon as the ranks have agreed on who writes them."""
 
     def __init__(self, copies: HostCopies) -> None:
         super().__init__()
         self.host = copies
         self.taken = threading.Event()
-        """Set when training may go on."""
+        """An event that is set when training may go on."""
         self.parts: dict[Any, Tensor] = {}
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:

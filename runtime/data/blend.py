@@ -74,7 +74,7 @@ class BlendedDataset:
         return int(corpora[position % _BLOCK]), int(samples[position % _BLOCK])
 
     def _choose(self, number: int) -> list[int]:
-        """The corpus of each position of a block of which it is known where it begins."""
+        """The corpus of each position of a block whose start is known."""
         counts, weights = list(self._begins[number]), self.weights
         choices = []
         for position in range(number * _BLOCK, (number + 1) * _BLOCK):

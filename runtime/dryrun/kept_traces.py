@@ -31,7 +31,7 @@ LARGEST = 1 << 20
 """Bytes of a file."""
 
 MOST = 2000
-"""Files that are kept; beyond that the older half goes."""
+"""The most files that are kept; beyond this number the older half is deleted."""
 
 TRACED = (
     *("costmodels/spec", "costmodels/layers"),

@@ -245,7 +245,7 @@ def _held(losses: int, executor: Executor) -> Iterator[None]:
 
 @contextmanager
 def frozen_objects() -> Iterator[None]:
-    """Let collections pass over what was there before: PyTorch alone is a million objects."""
+    """Let collections pass over objects that were there before: PyTorch alone has a million."""
     gc.freeze()
     try:
         yield

@@ -47,7 +47,7 @@ class Activity(NamedTuple):
     micro_batch: int | None
     """Counted from 1."""
     period: str
-    """`iteration 12`, or what else the run is at."""
+    """The phase of the run, such as `iteration 12`."""
     iteration: int
     """Steps that were begun."""
     in_step: bool

@@ -40,7 +40,7 @@ class Sampler:
         self.steps = 0
 
     def sample(self, elapsed_s: float) -> None:
-        """Look once; what is seen stands for the `elapsed_s` seconds since the last look."""
+        """Look once at the rank; its operation stands for the `elapsed_s` seconds since the last look."""
         now = heartbeat.activity()
         if now.in_step:
             self.samples += 1

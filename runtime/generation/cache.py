@@ -38,7 +38,7 @@ class Cache:
         self.at: Tensor | None = None
         """[B] position of each row's one new token; None while whole prompts go through."""
         self.end = 0
-        """Tokens that attention has to look at: one more than the largest position."""
+        """The number of tokens that attention has to look at: one more than the largest position."""
         self.lengths = torch.zeros(0, dtype=torch.int64)
         """[B] tokens of each row's prompt."""
         self.layers = [_kept_by(block.attention, self) for block in stage.blocks]

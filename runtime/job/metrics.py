@@ -236,5 +236,5 @@ def _quiet_writer(failed: threading.ExceptHookArgs) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no word for NaN and infinity."""
+    """A number for JSON, which has no word for NaN and infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -39,7 +39,7 @@ SMALL_WITHOUT = {
     "data": "left out: the default corpus is learned",
     "output": "left out: flags beside --config say what is kept of a job in small",
 }
-"""Groups of which a job in small takes nothing from the files."""
+"""Groups of flags that a job in small does not take from the files."""
 
 SMALL_STEPS = 20
 """Optimizer steps of a job in small, where none are asked for."""

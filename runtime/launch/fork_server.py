@@ -36,7 +36,7 @@ LOOK_PERIOD_S = 0.5
 """Seconds between looks at whether ranks that are to end have had their time."""
 
 SIGNALS = (*LEFT_TO_RANKS, END, signal.SIGUSR1)
-"""Signals that somebody here hears of."""
+"""Signals that this process or its ranks handle."""
 
 HOST = "127.0.0.1"
 
@@ -182,7 +182,7 @@ class _Agent:
         self._end()
 
     def _pass_on(self, *_: object) -> None:
-        """One rank that takes note of a request is enough for all."""
+        """Pass a request to save on to one rank, which is enough for all."""
         if self.first in self.running:
             os.kill(self.first, signal.SIGUSR1)
 

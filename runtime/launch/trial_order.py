@@ -25,7 +25,7 @@ class TrialSeries:
     """The trials in the order in which they ran."""
     best: Trial
     untried: tuple[tuple[Plan, Expected], ...]
-    """The most promising first."""
+    """Plans that were not measured, the most promising first."""
     regret: float | None
     """Share by which the best of the other plans may be faster than the kept one, 19 times of 20. None where
     the objective is not time."""

@@ -13,7 +13,7 @@ PROGRESS = re.compile(r"runtime: (.+) \.\.\.")
 """A line of `progress`; its group says what goes on."""
 
 listener: Callable[[str, bool], None] | None = None
-"""Takes what this process says beside its streams, and whether that is amiss: a file of the rank."""
+"""A function that also gets each message of this process, and whether it is an error: the rank's file."""
 
 _told: set[str] = set()
 """Streams whose write errors have been reported."""

@@ -26,7 +26,7 @@ END_S = 30.0
 
 
 class Tracker(Protocol):
-    """A run that a service keeps."""
+    """The record of a run at a service."""
 
     def log(self, figures: Mapping[str, float], iteration: int) -> None:
         """Add figures of an iteration."""

@@ -112,7 +112,7 @@ class MultiHeadAttention(nn.Module, ABC):
     output: nn.Linear
     rotates: bool
     make_tables: MakeTables | None
-    """None where positions do nothing to the layer."""
+    """The maker of position tables; None where positions do nothing to the layer."""
     tables: Tables | None
 
     def __init__(self, reach: Reach = EVERYTHING, sinks: int = 0) -> None:

@@ -27,7 +27,7 @@ class Scorer(Protocol):
 
 
 class FurtherToken(nn.Module):
-    """One module: what the last depth made of positions, and embeddings of further tokens, [B, S, D] each."""
+    """One MTP module, of the last depth's output and embeddings of later tokens, [B, S, D] each."""
 
     def __init__(self, spec: ModelSpec, block: nn.Module) -> None:
         super().__init__()

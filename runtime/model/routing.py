@@ -270,7 +270,7 @@ class _Sorted(NamedTuple):
 
 
 class LocalDispatch:
-    """All experts and all tokens are here."""
+    """The dispatch of a rank that has all experts and all tokens."""
 
     def __init__(self, experts: int, drops: bool) -> None:
         self.experts, self.drops = experts, drops

@@ -137,7 +137,7 @@ class Transformer(nn.Module):
                 alike = spec.model_copy(update={"attention_pattern": (kind.attention,)})
                 add_adapters(block, alike, kind.mlp)
         self.score: Scorer | None = None
-        """Makes of the head and its input what the model returns in the place of logits: a loss."""
+        """A function of the head and its input whose result, a loss, the model returns instead of logits."""
         self.numbers = [*layers, *range(spec.layers, spec.layers + len(self.mtp))]
         """The layer number of each block in `blocks`; MTP blocks follow the layers of the whole model."""
         self.ends_share = spec.tied or spec.mtp is not None

@@ -17,7 +17,7 @@ LEAST_SQUARE = 1e-30
 """Added to each square of a gradient (the paper's first epsilon)."""
 
 LEAST_INSTABILITY = 1e-16
-"""Added to each square of an update's distance to the momentum (the paper's second epsilon)."""
+"""Term added to each square of an update's distance to the momentum (the paper's second epsilon)."""
 
 LEAST_SHARE = torch.finfo(torch.float32).tiny
 """Least of a row's mean beside that of all rows: its root has a reciprocal in fp32."""

@@ -122,7 +122,7 @@ class _Travelling(NamedTuple):
     counts: Tensor
     """[E / ep] rows of each expert that works here, of all ranks that have a part of it."""
     totals: list[int]
-    """Rows that come to each of the etp ranks of the same experts."""
+    """Numbers of rows that come to each of the etp ranks of the same experts."""
     order: Tensor
     """Places of the rows, sorted by expert, in what arrives, each rank's part of the same length."""
 

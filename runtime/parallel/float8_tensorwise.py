@@ -22,7 +22,7 @@ class Formats(NamedTuple):
     """The formats of a device."""
 
     operand: torch.dtype
-    """The format of weights and activations: it has more digits."""
+    """The number format of weights and activations, which has more digits than that of gradients."""
     gradient: torch.dtype
     """The format of gradients of activations: it has a wider range."""
 

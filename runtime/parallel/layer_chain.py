@@ -154,7 +154,7 @@ class _Run(NamedTuple):
 
 
 class _Chain(torch.autograd.Function):
-    """The layers after the first."""
+    """The layers after the first one, as one function of autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: _Run) -> Tensor:

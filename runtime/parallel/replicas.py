@@ -1,7 +1,7 @@
-"""Parameters that several data- or context-parallel ranks hold whole (ZeRO 0): what says so.
+"""The marks of parameters that several data- or context-parallel ranks hold whole (ZeRO 0).
 
-They are distributed tensors with one more dimension of the mesh in front, over which nothing is split. So the
-optimizer, checkpoints and the norm of the gradient know that other ranks hold the same.
+The parameters are distributed tensors with one more dimension of the mesh in front, over which nothing is
+split. So the optimizer, checkpoints and the norm of the gradient know that other ranks hold the same.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _message_of(action: Any) -> Message:
 
 
 def _peer_of(send: Message) -> Message:
-    """The receive of what is sent."""
+    """The action that receives a sent message."""
     name, stage, number = send
     receive, further = SENDS[name]
     return receive, stage + further, number

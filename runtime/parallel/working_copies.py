@@ -60,7 +60,7 @@ class GradientSums:
         self.sums: dict[int, Tensor] = {}
         """The sum of each copy, by the copy's number."""
         self.left = 0
-        """Gradients that the running backward pass has not made, while somebody counts."""
+        """The number of gradients that the running backward pass has yet to make, while they are counted."""
         self.is_last = False
         """The running backward pass is the last one of the step."""
         self.is_whole = False

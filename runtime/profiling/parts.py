@@ -143,7 +143,7 @@ class _Taken:
         self.place = 0
 
     def add(self, start: int, end: int) -> int:
-        """Take a piece; nanoseconds of it that nobody had taken."""
+        """Take a stretch of time; returns the nanoseconds of it that no other event had taken."""
         start, end = max(start, self.reached), min(end, self.step.end_ns)
         if end <= start:
             return 0

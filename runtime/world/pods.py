@@ -18,7 +18,7 @@ PER_NODE = ("PET_NPROC_PER_NODE", "PET_N_PROC_PER_NODE", "NPROC_PER_NODE")
 """Variables with the number of devices of a node, or a word such as `auto`."""
 
 MASTER_PORT = 29500
-"""Torchrun's."""
+"""The default port of torchrun."""
 
 
 def pod_task(environment: Environment) -> Task | None:
