@@ -59,7 +59,7 @@ def test_it_says_what_a_question_to_that_engine_answers(planner_command: Any, jo
     mine = dict(word.split("=", 1) for word in map(str.strip, here))
     changes = answer["megatron"]["differs"]
     if "equal stages" in changes or any(re.search(r"\b(pp|vpp)=", change) for change in changes):
-        mine.pop("layers", None)  # Those of other stages, or of stages that are equal there.
+        mine.pop("layers", None)  # Layers of other stages, or of stages that are equal there.
     for change in changes:
         if change == "equal stages":
             continue

@@ -1,4 +1,4 @@
-"""Which parts of a stage go to a compiler, and which layers run as chains; nothing is compiled here."""
+"""Parts of a stage that go to a compiler, and layers that run as chains; nothing is compiled here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on CUDA devices alone, on tensors that stand in for theirs: the numbers of a CPU."""
+"""Code that runs on CUDA devices alone, on tensors that stand in for theirs: the numbers of a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What FSDP2 is told of each stage: over which ranks, in which formats, and when it lets go of parameters."""
+"""Settings of FSDP2 for each stage: its ranks, its formats, and when it lets go of parameters."""
 
 from __future__ import annotations
 

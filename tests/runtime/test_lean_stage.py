@@ -1,4 +1,4 @@
-"""What a pipeline stage keeps and lets go, between the calls of PyTorch's schedules."""
+"""Tensors that a pipeline stage keeps and lets go, between the calls of PyTorch's schedules."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Parts:
         return note
 
     def places(self) -> list[str]:
-        """Where the buffers of inputs and of gradients are, microbatch by microbatch."""
+        """Places of the buffers of inputs and of gradients, microbatch by microbatch."""
         every = (self.stage.args_recv_info, self.stage.grad_recv_info)
         return ["".join(infos[n][0].buffer.device.type[0] for n in range(BATCHES)) for infos in every]
 
     def kept(self) -> list[bool]:
-        """Whether what backward needs of each microbatch is there."""
+        """True for each microbatch whose tensors for backward are there."""
         own: Any = self.stage
         return [bool(own.fwd_cache[number][0]) for number in range(BATCHES)]
 
@@ -83,7 +83,7 @@ def test_buffers_live_from_the_receive_to_the_use(
         ("forward_one_chunk", 1, (), {}, ["mcm" if receives else "mmm", "mmm"]),
     ]
     assert parts.places() == ["mmm", "mmm"]
-    # What goes to the next rank is kept until it is sent.
+    # Outputs for the next rank are kept until they are sent.
     forgets = not has_backward and index == 3
     assert parts.kept() == [True, not forgets, True]
     stage.get_fwd_send_ops(1)

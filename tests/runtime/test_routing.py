@@ -284,7 +284,7 @@ def test_an_experts_bias_changes_who_is_chosen_and_not_its_weight() -> None:
 
 
 def test_logits_choose_where_scores_have_underflown() -> None:
-    """Of experts that share the weights among those chosen; all others are chosen by scores and biases."""
+    """Logits choose experts that share the weights among the chosen; scores and biases choose all others."""
     logits = torch.tensor([-200.0, -150.0, -120.0, 0.0])
     x = torch.ones(1, 1, 1)
     for routing, chosen in (

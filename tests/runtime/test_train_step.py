@@ -1,4 +1,4 @@
-"""What a training step does with losses, norms and counts, beside parts that only note what they are told."""
+"""Losses, norms and counts of a training step, beside parts that only note what they are told."""
 
 from __future__ import annotations
 

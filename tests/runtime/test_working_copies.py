@@ -23,7 +23,7 @@ RANKS = 2
 
 @pytest.fixture
 def reduced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """What ranks have summed up, in its order; each sum is there once somebody waits for it."""
+    """Tensors that ranks have summed up, in order; each sum is there once somebody waits for it."""
     done: list[Tensor] = []
 
     def all_reduce(x: Tensor, group: Any, async_op: bool) -> Any:
@@ -51,7 +51,7 @@ def passes(copies: list[nn.Parameter], number: int) -> list[Tensor]:
 def test_gradients_of_all_passes_are_summed_and_then_over_ranks(
     grouped: bool, stays: bool, given: bool, dtype: torch.dtype, sums: torch.dtype, reduced: list[Tensor]
 ) -> None:
-    """By autograd's hooks, or handed over by what computes without it; two steps of three passes."""
+    """Gradients come by autograd's hooks, or from code without autograd; two steps of three passes."""
     copies = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((3, 4), (5,), (2, 2))]
     done: list[str] = []
     group: Any = "the replicas" if grouped else None

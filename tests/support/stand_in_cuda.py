@@ -59,7 +59,7 @@ class StandIn(Tensor):
 
 
 def held(x: Any) -> Any:
-    """What stands for a tensor, or a device, on the host; all else as it is."""
+    """The stand-in of a tensor, or of a device, on the host; all else as it is."""
     if isinstance(x, torch.device):
         return torch.device("cpu")
     return x.held if isinstance(x, StandIn) else x
@@ -88,7 +88,7 @@ def made_on_host() -> Iterator[None]:
 
 
 class Called:
-    """What autograd hands from a Function's forward to its backward."""
+    """The context that autograd hands from a Function's forward to its backward."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self.function, self.needs_input_grad = function, (True,) * 8
@@ -147,7 +147,7 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor, bias: Tensor | None, scale: fl
 
 
 def _apart(q: Tensor, k: Tensor, last: bool) -> Tensor:
-    """How far keys are behind queries, [T, P]; `last`: queries are those of the last tokens."""
+    """Positions of keys behind queries, [T, P]; `last`: queries are those of the last tokens."""
     tokens, keys = q.shape[2], k.shape[2]
     return torch.arange(keys) - torch.arange(tokens)[:, None] - (keys - tokens) * last
 
@@ -235,7 +235,7 @@ def _efficient(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Its causal mask is that of the first tokens."""
+    """The kernel's causal mask is that of the first tokens."""
     _check_efficient(q, k, v, bias)
     assert with_lse and not dropout
     scores = _scores(q, k, (_apart(q, k, last=False) > 0) & is_causal, bias, scale)
@@ -290,7 +290,7 @@ def _check_narrow(left: Tensor, right: Tensor) -> None:
 
 
 def _untiled(factors: Tensor, rows: int, blocks: int) -> Tensor:
-    """What elements of a matrix are multiplied by, [rows, blocks], from cuBLAS' tiles of 128 x 4 factors."""
+    """Factors of the elements of a matrix, [rows, blocks], from cuBLAS' tiles of 128 x 4 factors."""
     tiles_across = -(-blocks // 4)
     assert factors.numel() == -(-rows // 128) * tiles_across * 512
     exponents = factors.view(torch.uint8).flatten().tolist()
@@ -327,7 +327,7 @@ def _blockwise_product(
 
 
 SAYS = {Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
-"""What the stand-in answers for itself."""
+"""Attributes that the stand-in answers for itself."""
 
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention: _flash,
