@@ -104,7 +104,7 @@ class _Choice:
     fastest: Prices
     """The fastest plan alone, its pipeline simulated."""
     behind: float = 0.0
-    """How far behind the fastest layouts count as if they tied, as a natural logarithm."""
+    """The lag behind the fastest up to which layouts count as ties, as a natural logarithm."""
 
     @cached_property
     def reach(self) -> float:
@@ -127,7 +127,7 @@ class _Choice:
         return result | (score - best <= self.behind)
 
     def behind_fastest(self, one: Prices) -> float:
-        """How far a layout lies behind the fastest, as a natural logarithm."""
+        """The lag of a layout behind the fastest, as a natural logarithm."""
         score, best = (logarithms(self.problem.objective, each)[0] for each in (one, self.fastest))
         return float(score[0] - best[0])
 

@@ -61,7 +61,7 @@ def keys(result, prices):
 
 
 def slower(result, fastest, prices):
-    """How much slower rows are than the fastest, as a natural logarithm."""
+    """The lag of rows behind the fastest, as a natural logarithm."""
     if result.problem.objective == "step-time":
         return np.log(prices.step_time_s / fastest.step_time_s)
     return np.log(fastest.tokens_per_s / prices.tokens_per_s)
