@@ -31,9 +31,9 @@ class JobEnd:
     job: Job
     """The job, with the file of its plan."""
     log_dir: Path
-    """The folder of its logs, which the flags of the job need not name."""
+    """The folder of the job's logs, which its flags need not name."""
     start: int = 0
-    """The iteration that it began with."""
+    """The iteration that the job began with."""
 
     def print(self, outcome: Outcome) -> None:
         """Say how the job ended, and how to go on; nothing that goes wrong here changes its exit code."""

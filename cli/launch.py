@@ -117,7 +117,7 @@ def launch(options: LaunchOptions, trial: TrialOptions, **groups: Any) -> None:
 
 
 def _run_script(job: Job, options: LaunchOptions) -> int:
-    """Run a script of other software with a plan; its exit code."""
+    """Run a script of other software with a plan; return its exit code."""
     folder = Path(
         job.output.log_dir or f"runs/{datetime.now():%Y%m%d-%H%M%S}-{Path(str(options.script)).stem}"
     )

@@ -28,7 +28,7 @@ MOST_WAITING = 4
 
 
 class Display:
-    """Shows the lines of a job; nothing that goes wrong in it is raised, and it is told once."""
+    """The lines of a job on screen; an error here is not raised, and is told once."""
 
     def __init__(self, status: Status, train_iters: int) -> None:
         self.status, self.train_iters = status, train_iters

@@ -19,7 +19,7 @@ PATIENCE_S = 1.0
 def waiting(what: str) -> Iterator[None]:
     """Show `what` and the seconds that it takes, from the first second on, on a terminal.
 
-    It is gone when the block ends, so that the answer stands alone.
+    The line is gone when the block ends, so that the answer stands alone.
     """
     if sys.stderr is None or not sys.stderr.isatty():
         yield

@@ -73,7 +73,7 @@ def rank_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Lay
     """Seconds that each pipeline rank computes for one microbatch, [pp].
 
     Args:
-        engine: as `costmodels.pricing.price` takes it.
+        engine: engine as `costmodels.pricing.price` takes it.
     """
     [seconds] = stage_seconds(model, cluster, engine, LayoutTable.of([layout]))
     stages = seconds.forward + seconds.inputs + seconds.weights

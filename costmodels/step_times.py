@@ -100,11 +100,11 @@ def _after_backward(
 ) -> tuple[Floats, Floats, Floats]:
     """Seconds of copies of gradients once a step, of data-parallel ranks, and of the optimizer, [n] each.
 
-    Those of the site where they take longest together, which the others wait for.
+    The seconds are those of the site where they are longest together; the other sites wait for it.
 
     Args:
-        layers: of the slowest rank, [n].
-        forward, backward: seconds of a microbatch on it, [n], which the exchange hides behind.
+        layers: layers of the slowest rank, [n].
+        forward, backward: seconds of a microbatch on that rank, [n], which the exchange hides behind.
     """
     found = np.full((3, len(costs.table)), -np.inf)
     shared, experts = costs.parameters

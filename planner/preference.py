@@ -73,7 +73,7 @@ class Preference(Record):
     """Memory that a plan should leave free, as a share; the smaller of the usual two where neither is
     given."""
     complexity: Complexity | None = None
-    """Points of the user's own; those of this package unless given."""
+    """Points of the user's own; the points of this package unless given."""
 
     def headroom_bytes(self, memory_bytes: float) -> float:
         """Bytes that the fullest device should have left."""

@@ -148,7 +148,7 @@ def _string(statement: ast.stmt | None) -> str | None:
 
 
 def _records_below(record: type[BaseModel]) -> list[type[BaseModel]]:
-    """A record and all that its fields hold."""
+    """A record and all records that its fields hold."""
     found: list[type[BaseModel]] = []
     left: list[Any] = [record]
     while left:

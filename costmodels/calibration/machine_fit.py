@@ -55,8 +55,8 @@ def fitted_device(plain: Device, engine: Engine, found: Measurements) -> Device:
     """`plain` with the rates and the constants that were measured.
 
     Args:
-        plain: as the catalogue has it, for so many ranks.
-        engine: that ran the steps, as the catalogue has it.
+        plain: device as the catalogue has it, for so many ranks.
+        engine: engine that ran the steps, as the catalogue has it.
     """
     device, constants = _start(plain, engine, found)
     if not found.steps:
@@ -68,7 +68,7 @@ def refitted_device(device: Device, engine: Engine, ranks: int, steps: Sequence[
     """A device whose constants fit whole steps, from those that it has.
 
     Args:
-        ranks: on one node.
+        ranks: ranks of one node.
     """
     batches = batches_of(steps)
     known = _knowledge(device, engine.for_device(device), steps)

@@ -37,7 +37,7 @@ def robust_fit(
     proportion, not in squares, so that a row that nothing explains bends nothing.
 
     Args:
-        errors: of all rows, as natural logarithms, [n], by the values of the constants.
+        errors: errors of all rows, as natural logarithms, [n], by the values of the constants.
         tolerance: error of a row that weighs as much as a constant's likely deviation.
     """
     names = list(known)

@@ -151,7 +151,7 @@ def load_engine(name: str, fits: Fits | None = None) -> Engine:
     """The engine of a catalogue name or a YAML file; `InputError` for an unknown one or a wrong value.
 
     Args:
-        fits: what takes the place of calibrated.yaml.
+        fits: fits in the place of calibrated.yaml.
     """
     return _engine_of_file(name) if is_file_name(name) else _catalogued_engine(name, fits)
 

@@ -47,9 +47,9 @@ class Gemm(NamedTuple):
     n: Floats
     times: Floats
     wide: bool = False
-    """An fp8 recipe leaves them in 16 bits."""
+    """True if an fp8 recipe leaves the operands in 16 bits."""
     cast: bool = False
-    """The kernels before and after them write their operands in 8 bits."""
+    """True if the kernels before and after the GEMM write its operands in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Operators:
     whole: bool
     """A compiler may take all of it, experts too."""
     routed_bytes: Floats
-    """Tokens that one rank sends to experts of other ranks' devices, and gets back."""
+    """Bytes of tokens that one rank sends to experts on other ranks, and gets back."""
     expert_gather_bytes: Floats
-    """Tokens that the ranks which share experts gather, and whose results they sum and scatter."""
+    """Bytes of tokens that ranks which share experts gather, and whose results they sum and scatter."""
     alternate_gemms: tuple[Gemm, ...] = ()
     """GEMMs among `gemms` that selective recomputation repeats where it saves every second one: of keys,
     of attention's output, and the second of a gated MLP (`ActivationConstants.saves_alternate_products`)."""

@@ -91,7 +91,7 @@ class Matrix(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Parameters of all of them."""
+        """Parameters of all matrices of this shape."""
         return self.number * self.outputs * self.inputs
 
 
@@ -122,7 +122,7 @@ def matrix_flops(matrix: Matrix, mode: MuonMode, ranks: Floats) -> Floats:
     distribute a matrix always work along the side that they do not split, though it be the longer one.
 
     Args:
-        ranks: that split the matrix, [n].
+        ranks: ranks that split the matrix, [n].
     """
     one = np.ones_like(ranks)
     short, long = sorted((matrix.outputs, matrix.inputs))
@@ -145,7 +145,7 @@ def newton_schulz_flops(
     """FLOPs of one rank for each parameter of the matrices of layers, [n]: the mean of `layer_matrices`.
 
     Args:
-        ranks: that split a matrix, [n]; one unless given.
+        ranks: ranks that split a matrix, [n]; one unless given.
     """
     ranks = np.ones(1) if ranks is None else np.asarray(ranks, dtype=np.float64)
     matrices = layer_matrices(model)
@@ -161,7 +161,7 @@ def orthogonal_bytes(model: ModelSpec, mode: MuonMode, ranks: Floats) -> Floats:
     gathered and these joined besides; those of whole matrices have what was sent to them.
 
     Args:
-        ranks: that split a matrix, [n].
+        ranks: ranks that split a matrix, [n].
     """
     found = np.zeros_like(ranks)
     for one in layer_matrices(model):

@@ -64,7 +64,7 @@ def turned_back_at_once(model: ModelSpec, mlp: MlpKind, tensor_parallel: Floats)
 
 
 def block_parameters(model: ModelSpec, mlp: MlpKind, tensor_parallel: Floats) -> Floats:
-    """Weights of all these matrices of a block on one of `tensor_parallel` ranks."""
+    """Weights of the quantised matrices of a block on one of `tensor_parallel` ranks."""
     found = np.zeros_like(tensor_parallel)
     for layer in quantised_layers(model, mlp):
         inputs, outputs = layer.sides(tensor_parallel)

@@ -48,7 +48,7 @@ def experts_are_whole(model: ModelSpec, layout: Layout) -> bool:
     all of a compiled layer again.
 
     Args:
-        model: with the attention of the layer alone.
+        model: model with the attention of the layer alone.
     """
     wraps = layout.zero_stage > 0 or layout.offload_optimizer
     in_ring = layout.context_parallel > 1 and layout.context_parallel_form == "ring"
@@ -132,8 +132,8 @@ def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
 def whole_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
     """Width of keys and values on one device when context-parallel ranks share out whole heads.
 
-    Each of K heads is repeated cp / gcd(K, cp) times before the exchange: the fewest with which every rank
-    has those that its queries need.
+    Each of K heads is repeated cp / gcd(K, cp) times before the exchange. That is the fewest repeats with
+    which every rank has the heads that its queries need.
     """
     width = key_value_width(model, table)
     if model.latent_attention is not None:
@@ -167,8 +167,11 @@ def routed_rows(model: ModelSpec, table: LayoutTable, load: float | None = None)
     """Tokens that the experts of one device take in, each token once for each of its experts.
 
     Every rank sends out tokens of its own, 1/tp of those of a microbatch; the experts of ep x etp ranks are
-    spread over ep of them. `load` is that of the fullest device over the mean, where there are several and
-    the model says nothing of it; that of natural routing unless given.
+    spread over ep of them.
+
+    Args:
+        load: rows of the fullest device over the mean, where there are several devices and the model gives no
+            load; natural routing unless given.
     """
     if model.router.loads:
         said = model.router.load_of

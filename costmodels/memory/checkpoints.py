@@ -34,7 +34,7 @@ class StoredBytes(NamedTuple):
 def stored_bytes(cluster: Cluster, engine: Engine, layout: Layout) -> StoredBytes:
     """Bytes of each parameter in a checkpoint of a layout.
 
-    An engine whose master copy of the weights is what it trains (FSDP2) does not store them twice.
+    An engine that trains its master copy of the weights (FSDP2) stores no second copy.
     """
     optimizer = UPDATES[layout.optimizer]
     policy = engine.for_device(cluster.device).memory_policy(layout.precision)
@@ -82,7 +82,7 @@ def checkpoint_memory(
     one that training waits for may be of a copy, too (`CheckpointConstants.host_copies`).
 
     Args:
-        estimate: of the layout.
+        estimate: estimate of the layout.
     """
     each = stored_bytes(cluster, engine, layout)
     table = LayoutTable.of([layout])

@@ -384,7 +384,7 @@ def take_end_reduction(parts: dict[str, Floats], gradients: Floats, reduction: F
 
     Args:
         gradients: bytes of those of all stages, [n, k].
-        reduction: what `end_reduction_bytes` has.
+        reduction: the result of `end_reduction_bytes`.
     """
     if reduction is ZERO:
         return
@@ -469,7 +469,7 @@ def _played_bytes(
     Args:
         parameters: their bytes if all stages are gathered, [n, k].
         gradients: bytes of those of all stages, [n, k].
-        again: what the backward pass of a layer has besides, [n, k].
+        again: further bytes in the backward pass of a layer, [n, k].
     """
     chunks = table.virtual_pipeline_parallel[:, None]
     # The gradient that comes in, and what ranks sum, are whole where the sequence is not split.
@@ -544,7 +544,7 @@ def stage_memory(
     Arrays of shape [n, k], or such that broadcast to it (`costmodels.ranks.reductions`).
 
     Args:
-        moment: what is there together of activations and gradients; the fullest moment unless given.
+        moment: bytes of activations and gradients that are there together; the fullest moment unless given.
     """
     held_parameters = rank_parameters(sizes, ranks)
     parameters, gradients, optimizer = model_states(engine, table, sizes, ranks, held_parameters)
@@ -594,7 +594,7 @@ def _sharded_moment(
     Args:
         flying: microbatches in flight.
         together: the most of each kind, whether or not at one moment.
-        moment: as for `stage_memory`.
+        moment: see `stage_memory`.
     """
     activations, logits, gradients, parameters = together
     every_gradient, flight = gradients, passes_in_flight(table, ranks, flying)

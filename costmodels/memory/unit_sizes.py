@@ -44,7 +44,7 @@ class UnitSizes:
     mtp_experts: Floats
     """Parameters of the routed experts of all these modules."""
     mtp_activations: Floats
-    """Bytes that they keep from forward to backward."""
+    """Bytes that MTP modules keep from forward to backward."""
     dense_activations: Floats
     """Bytes from forward to backward."""
     moe_activations: Floats
@@ -95,7 +95,7 @@ class UnitSizes:
     """Bytes of the frozen matrices of a layer in 4 bits."""
     quantised_moe_layer: Floats
     dequantised: Floats
-    """Bytes of those that are in the format that computes at a time."""
+    """Bytes of dequantised matrices that are there at a time, in the format that computes."""
 
 
 def _attention_parameters(model: ModelSpec, tp: Floats) -> tuple[Floats, Floats]:
@@ -225,7 +225,8 @@ class _Loss(NamedTuple):
     kept: Floats
     """The part of `logits` that stays from forward to backward."""
     gradients: Floats
-    """Gradients of the logits that wait for that of the output matrix, or that one itself."""
+    """Gradients of the logits that wait for the gradient of the output matrix, or the latter gradient itself.
+    """
     of_each_depth: Floats
     """Gradients of the output matrix that the loss of an MTP module holds."""
 

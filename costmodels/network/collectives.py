@@ -215,7 +215,7 @@ class Group:
 
     @property
     def islands(self) -> Ints:
-        """Islands that it touches; the most where it lies across borders."""
+        """Islands that a group touches; the most where the group lies across borders."""
         return self.placement.spans[0][1]
 
     @cached_property

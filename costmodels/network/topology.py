@@ -36,7 +36,7 @@ class Tier:
 
     name: str
     reach: int
-    """Neighbouring ranks that it joins."""
+    """Neighbouring ranks that one tier joins."""
     bandwidth: float
     """Bytes per second and direction: one device's share when all devices send at once."""
     latency: float

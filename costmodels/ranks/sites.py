@@ -31,14 +31,14 @@ class Site:
     engine: Engine
     """Engine with its constants for the device."""
     absent: float
-    """Bytes that one of its devices has less than one of the kind with most memory."""
+    """Bytes by which a device of this node has less memory than one of the kind with most."""
 
 
 def sites(cluster: Cluster, engine: Engine) -> tuple[Site, ...]:
     """The devices of the cluster; of two kinds each, and then each on the links that join both.
 
     Args:
-        engine: with its constants for all devices, as the catalogue has it.
+        engine: engine with its constants for all devices, as the catalogue has it.
     """
     if not cluster.parts:
         return (Site(cluster, engine.for_device(cluster.device), 0.0),)
@@ -113,7 +113,7 @@ def site_values(site: Ints, codes: Sequence[int], value: Callable[[int], Floats]
     Args:
         site: index of the site of each entry.
         codes: the indices that there are.
-        value: of an index, an array that broadcasts to the shape of `site`.
+        value: function of an index: an array that broadcasts to the shape of `site`.
     """
     if len(codes) == 1:
         return value(codes[0])

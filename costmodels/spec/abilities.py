@@ -32,9 +32,9 @@ class Abilities(Record):
 
     source: str = ""
     devices: tuple[DeviceKind, ...] = get_args(DeviceKind)
-    """Kinds of devices that it runs on."""
+    """Kinds of devices that the engine runs on."""
     untried_devices: tuple[DeviceKind, ...] = ()
-    """Kinds of devices that it should run on, and that nobody has tried."""
+    """Kinds of devices that the engine should run on, and that nobody has tried."""
     priced_devices: tuple[DeviceKind, ...] = ()
     """Kinds of devices whose steps are priced, to compare what to rent, and that it cannot run on."""
     tensor_parallel: bool = True
@@ -57,7 +57,7 @@ class Abilities(Record):
     """Experts are spread over data-parallel ranks alone."""
     schedules: tuple[Schedule, ...] = get_args(Schedule)
     context_parallel_forms: tuple[ContextParallelForm, ...] = get_args(ContextParallelForm)
-    """None of them: no context parallelism."""
+    """Forms of context parallelism that the engine runs; none without context parallelism."""
     exchanges_whole_kv_heads: bool = False
     """All-to-all context parallelism gives each rank key/value heads of its own: it repeats none of them."""
     context_parallel_schedules: tuple[Schedule, ...] = get_args(Schedule)
@@ -69,7 +69,7 @@ class Abilities(Record):
     offload_activations_schedules: tuple[Schedule, ...] = get_args(Schedule)
     """Schedules that go with offloaded activations."""
     untied_schedules: tuple[Schedule, ...] = ()
-    """Schedules of models alone whose output head has a weight of its own."""
+    """Schedules only for models whose output head has a weight of its own."""
     zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     pipeline_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     """Stages that go with pipeline parallelism."""
@@ -78,7 +78,7 @@ class Abilities(Record):
     context_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     """Stages that go with context parallelism."""
     expert_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
-    """Stages that go with expert parallelism."""
+    """ZeRO stages that go with expert parallelism."""
     hybrid_zero_stages: tuple[ZeroStage, ...] = ZERO_STAGES
     """Stages that keep copies of what they split (`Layout.zero_replicas`)."""
     recompute: tuple[Recompute, ...] = get_args(Recompute)

@@ -16,9 +16,9 @@ class RecipeConstants(Record):
     """GEMMs of one recipe of fp8, where they differ from what the engine does unless it is told."""
 
     efficiency: Fraction | None = None
-    """`fp8_efficiency` of it."""
+    """`fp8_efficiency` of the recipe."""
     cast_bytes: NonNegative | None = None
-    """`fp8_cast_bytes` of it."""
+    """`fp8_cast_bytes` of the recipe."""
 
 
 class GemmConstants(Constants):

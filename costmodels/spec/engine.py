@@ -114,7 +114,7 @@ class Engine(Record):
     measured_layers: tuple[MeasuredLayer, ...] = ()
     """Corrections of dense layers by their shape, for one device (`costmodels/time/measured_layers.py`)."""
     runs: Abilities = Abilities()
-    """Layouts that it can run; all of them in plans that do not say."""
+    """Layouts that the engine can run; all layouts in plans that do not say."""
     spread: Spread = Spread()
     """Distance of measured steps from the estimate."""
     devices: dict[str, dict[str, Any]] = Field(default_factory=dict)

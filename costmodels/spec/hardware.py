@@ -36,7 +36,7 @@ class MeasuredCollective(Record):
     devices: Count
     """Ranks of the group."""
     nodes: Count
-    """Nodes over which they were spread evenly."""
+    """Nodes over which the ranks were spread evenly."""
     bus_bandwidth: Positive
     """Bytes per second: what nccl-tests call busbw, which is the link's whatever the number of ranks."""
     message_bytes: Positive | None = None
@@ -99,7 +99,7 @@ class Device(Record):
     """Collectives that were measured between such devices; they stand for `Cluster.measured` where no table
     is given."""
     announced: bool = False
-    """Nobody can buy it yet: its figures are what its maker says it will do."""
+    """True for a device that nobody can buy yet; its figures are its maker's claims."""
     source: str = ""
 
     @property

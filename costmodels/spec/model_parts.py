@@ -141,7 +141,7 @@ class MultiTokenPrediction(Record):
     depths: Count
     """Modules, one after the other (Megatron-LM's `--mtp-num-layers`)."""
     loss_factor: Positive = 0.1
-    """Factor of the mean of their losses in the objective (`--mtp-loss-scaling-factor`)."""
+    """Factor of the mean loss of MTP modules in the objective (`--mtp-loss-scaling-factor`)."""
 
 
 class RopeScaling(Record):

@@ -1,4 +1,4 @@
-"""Seconds of what data-parallel ranks exchange, and of the optimizer.
+"""Seconds of the data-parallel exchange, and of the optimizer.
 
 ZeRO's volumes (Rajbhandari et al., arXiv:1910.02054, section 7): one all-reduce of the gradients, or a
 reduce-scatter of gradients and an all-gather of parameters; stage 3 gathers in every forward and

@@ -108,7 +108,7 @@ def gemm_rates(
     """The rates of an engine's GEMMs on a device.
 
     Args:
-        recipe: of GEMMs in fp8.
+        recipe: recipe of GEMMs in fp8.
         wide: an fp8 recipe leaves them in 16 bits.
     """
     wide_peak = wide_peak_flops(device, precision)

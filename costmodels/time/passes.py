@@ -165,7 +165,7 @@ class _Unit:
 
     @cached_property
     def rates(self) -> GemmRates:
-        """Rates of its GEMMs."""
+        """Rates of the unit's GEMMs."""
         recipe = self.table.fp8_recipe
         return gemm_rates(self.device, self.engine, self.table.precision, self.wide, recipe)
 
@@ -183,7 +183,7 @@ class _Unit:
         return constants.passes * np.where(self.apart, constants.split_backward, 1.0) / self.rates.bandwidth
 
     def products(self, gemms: tuple[Gemm, ...]) -> Floats | float:
-        """Seconds of some of its products, each once."""
+        """Seconds of some of the unit's GEMMs, each once."""
         return gemm_seconds(gemms, self.rates)
 
     @cached_property
@@ -437,7 +437,7 @@ def _alternates(unit: _Unit) -> Bools:
 
 
 def _repeated_collectives(unit: _Unit, full: Bools, mlp: Bools, ends: Floats, stops: bool) -> Floats:
-    """Share of a layer's tensor-parallel collectives in what is computed again: all of them, or the MLP's.
+    """Share of a layer's tensor-parallel collectives that recomputation repeats: all of them, or the MLP's.
 
     The last one of a dense layer is a reduce-scatter, a quarter of the layer's, or an all-reduce, half of
     them.

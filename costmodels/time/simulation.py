@@ -219,7 +219,7 @@ def simulate(
 
     Args:
         chunks: model chunks on each pipeline rank.
-        seconds: of the pipeline x chunks stages.
+        seconds: seconds of the pipeline x chunks stages.
 
     Raises:
         InputError: the schedule does not run this number of chunks or of microbatches.

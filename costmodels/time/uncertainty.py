@@ -52,7 +52,7 @@ def spread(
     Measured layers leave `measured` instead, as far as they are known.
 
     Args:
-        engine: with its constants for the device.
+        engine: engine with its constants for the device.
         time: seconds of each part of `StepTime`, arrays of shape [n].
         step_time: their sum.
         known: `layer_table.known_share` of the rows, 0 to 1.

@@ -58,7 +58,7 @@ def parse_goal(
 
     Args:
         tokens: None where no number of tokens was given.
-        price: of one device for an hour; a budget without a currency is in that of the price.
+        price: price of one device for an hour; a budget without a currency is in that of the price.
     """
     days = None
     if deadline_days is not None:

@@ -216,7 +216,7 @@ class Goodput:
     interval_steps: int
     """Steps between two checkpoints."""
     interval_s: float
-    """Seconds of these steps."""
+    """Seconds of the steps between two checkpoints."""
     evaluation_s: float
     """Seconds of evaluation for each step, in the mean."""
     data_s: float

@@ -50,7 +50,7 @@ def parse_money(name: str, given: str | float, least: float, most: float, what: 
     """A sum of money from `least` to `most`: a number, or text with a currency's sign or code.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         what: it is for, such as `for a device and hour`.
 
     Raises:

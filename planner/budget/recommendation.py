@@ -45,8 +45,8 @@ def recommend(
     """The size to take of those that have a plan; None where none has.
 
     Args:
-        runs: of the same tokens by the number of devices, ascending.
-        goal: what the run must keep.
+        runs: runs of the same tokens by the number of devices, ascending.
+        goal: limits that the run must keep.
         by_objective: an objective other than speed in words, and the best of some sizes by it.
     """
     if not runs:

@@ -21,7 +21,7 @@ from planner.budget.words import DAY, duration, scaled_number, short_number
 SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 MOST_TOKENS = 1e18
-"""A thousand times what anyone has trained on."""
+"""The most tokens of a run: a thousand times the largest published training."""
 
 LEAST_PRICE, MOST_PRICE = 1e-9, 1e9
 """Money for a device and hour, in any currency."""
@@ -101,7 +101,7 @@ def run(
     """Days and money that a layout takes to train on some tokens.
 
     Args:
-        estimate: of the layout.
+        estimate: estimate of the layout.
         tokens: a number, or text as `parse_tokens` reads it.
         price_per_hour: money for one device and hour, as `parse_price` reads it.
         failures: adds the time that checkpoints, restarts, lost steps, evaluation and data take.

@@ -68,7 +68,7 @@ def fullest(estimate: Estimate) -> StageMemory:
 def _terms(
     names: tuple[str, ...], first: StepTime | StageMemory, second: StepTime | StageMemory, scale: float = 1.0
 ) -> tuple[Term, ...]:
-    """The terms that either has, those of the second times `scale`."""
+    """The terms that either plan has, those of the second plan times `scale`."""
     terms = [Term(name, getattr(first, name), getattr(second, name) * scale) for name in names]
     held = [term for term in terms if term.first or term.second]
     return tuple(sorted(held, key=lambda term: -abs(term.difference)))

@@ -32,7 +32,8 @@ SHORT = {name: short for short, name in SHORT_NAMES.items()}
 
 @dataclass(frozen=True)
 class Neighbour:
-    """The best layout with one degree changed (two of the mesh, whose product stays), all else anew."""
+    """The best layout with one degree changed (two of the mesh, whose product stays), all else
+    re-optimised."""
 
     change: str
     """The change in words, such as `tp 8 -> 16, dp 4 -> 2`."""
@@ -44,7 +45,7 @@ class Neighbour:
     """The figure that plans are ranked by, in the unit of `objective.METRICS`. With `were_it_legal` it is the
     figure that the illegal change would have."""
     lacks_gib: float | None
-    """GiB that it lacks; None where it fits or is illegal."""
+    """GiB that the changed plan lacks; None where the plan fits or is illegal."""
     rule: str | None
     """The rule that forbids all of them; None where one is legal."""
     were_it_legal: float | None

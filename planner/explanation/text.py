@@ -127,5 +127,5 @@ def change_line(change: Change, objective: Objective) -> str:
 
 
 def _ranked(objective: Objective, value: float | None) -> str:
-    """The figure that ranks, where it is not the tokens per second, which are there anyway."""
+    """The figure that plans are ranked by; empty for tokens per second, which the line shows anyway."""
     return "" if value is None or objective == "throughput" else f", {metric_text(objective, value)},"

@@ -193,7 +193,7 @@ def _beside(texts: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Part:
-    """One file, and what it is."""
+    """One file and its kind."""
 
     source: Source
     kind: Kind | None

@@ -98,8 +98,8 @@ def sort_words(
     """The words of a command without those flags of Megatron-LM and MindSpeed that it need not know.
 
     Args:
-        following: how many words each flag of the command takes.
-        sets_aside: whether a flag that the command lacks is one it need not know.
+        following: number of words that follow each flag of the command.
+        sets_aside: test of whether the command may ignore a flag that it lacks.
         turns_samples: write `--train-samples` as steps of the `--global-batch-size` that is given.
     """
     names = {word.partition("=")[0] for word in words}

@@ -83,7 +83,7 @@ def append(run: PastRun, path: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def _alone(descriptor: int) -> Iterator[None]:
-    """Keep other processes from writing meanwhile, where the file system can."""
+    """Lock a file against writes of other processes, where the file system can."""
     try:
         import fcntl
     except ImportError:  # Of Windows, where appending is all that there is.

@@ -64,7 +64,7 @@ class ClusterKeywords(NetworkKeywords, total=False):
     """The memory and the links of a cluster, where they are not as the catalogue says of its devices."""
 
     device_memory_gib: float | None
-    """GiB of a device, instead of its own."""
+    """GiB of a device, instead of the memory in the catalogue."""
     memory_margin_gib: float | None
     """GiB to set aside on each device, instead of the estimated driver context, communicators and memory that
     the allocator cannot use (0 for tensors alone)."""

@@ -15,7 +15,7 @@ def resolve_device(name: str, ranks: int = 1) -> Device:
     """The device of a name or file; what `planner calibrate` has measured of it here comes first.
 
     Args:
-        ranks: that share the machine, where the device is its CPU.
+        ranks: ranks that share the machine, where the device is its CPU.
 
     Raises:
         InputError: the name is unknown, or a file of measurements is not to be trusted.

@@ -117,7 +117,7 @@ RANGE_DEGREES = (
 """Numbers that the search varies: ranges and lists of them may be given."""
 
 WORD_DEGREES = ("recompute", "schedule", "context_parallel_form")
-"""Words that it varies."""
+"""Degrees of words that the search varies."""
 
 
 @dataclass(frozen=True)

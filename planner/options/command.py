@@ -103,8 +103,8 @@ def check_flags(params: Sequence[Any], words: Sequence[str], command: str) -> No
     """Raise `InputError`, which names every flag among `words` that is none of `params`, and what comes near.
 
     Args:
-        params: of the command.
-        command: what the user calls it.
+        params: parameters of the command.
+        command: name of the command, as the user types it.
     """
     following = {
         name: 0 if getattr(param, "is_flag", False) else param.nargs

@@ -25,9 +25,9 @@ class Bounds:
     least: float
     most: float = MOST
     above: bool = False
-    """`least` itself is none of them."""
+    """True if `least` itself is not allowed."""
     below: bool = False
-    """`most` itself is none of them."""
+    """True if `most` itself is not allowed."""
 
     def __contains__(self, value: float) -> bool:
         """Return whether `value` is within the bounds."""

@@ -40,7 +40,7 @@ class Spelling:
     """Flags of `typed` that are given without a value."""
 
     def of(self, message: str) -> str:
-        """`message` with these names."""
+        """`message` with the names as the command line spells them."""
         if _OF_A_FILE.match(message):
             return message
         for begin, flag in self.begins.items():

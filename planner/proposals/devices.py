@@ -20,7 +20,7 @@ MOST_TIMES = 64
 
 
 def with_world_size(problem: Problem, world_size: int) -> Problem:
-    """The problem on `world_size` devices, joined as those that it has."""
+    """The problem on `world_size` devices, with the links of the present devices."""
     cluster = problem.cluster
     # One node that is not full gains devices before a second one is needed.
     local = cluster.devices_per_node

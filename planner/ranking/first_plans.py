@@ -64,11 +64,11 @@ class Ranked:
 
     ranking: Ranking
     rows: Ints
-    """Rows of the legal layouts that those of `ranking.prices` are, and then those of its tail."""
+    """The row of the legal layouts for each row of `ranking.prices`, and then for each row of its tail."""
     legal: int
     """The number of legal layouts."""
     added: tuple[Prices, ...] = ()
-    """The last ones of them, which nobody had listed before."""
+    """The last legal layouts, which nobody had listed before."""
 
     def beside(self, more: Prices) -> tuple[Ranked, Ints]:
         """The ranking with further layouts behind all its prices, and their rows there, [n].

@@ -51,9 +51,9 @@ def preferred_first(problem: Problem, space: Space, found: Fit, floor: Floor, ra
     """The ranking with the plan to prefer at its first place; the others keep their order.
 
     Args:
-        found: which layouts of the space fit.
-        floor: what none of them can beat.
-        ranked: by what the objective wants, the first ones simulated.
+        found: layouts of the space that fit.
+        floor: lower bounds of slowness for the layouts of the space.
+        ranked: the ranking by the objective, the first plans simulated.
     """
     ranking = ranked.ranking
     if not problem.preference.weighs or problem.objective == "memory" or not len(ranking):

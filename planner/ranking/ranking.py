@@ -126,7 +126,7 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
     among the first, and of what is solved for them.
 
     Args:
-        found: which of the listed layouts fit.
+        found: the listed layouts that fit.
         known: prices of layouts that fit.
     """
     model, cluster, engine = problem.model, problem.cluster, problem.constants

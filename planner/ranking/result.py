@@ -75,7 +75,7 @@ class SearchResult:
     space when somebody asks for them.
     """
     rows: Ints
-    """Rows of `table` that those of `ranking.prices` are, and then those of its tail."""
+    """The row of `table` for each row of `ranking.prices`, and then for each row of its tail."""
     solutions: int = 0
     """Layouts with solved degrees, which the counts and the table have besides the enumerated ones."""
     offloads: bool = False

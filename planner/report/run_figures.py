@@ -59,7 +59,7 @@ def steps(runs: Sequence[LoggedRun], estimate: Estimate | None = None) -> Figure
     """Measured steps of runs beside the predicted ones, with the median of each run.
 
     Args:
-        estimate: of the plan of the only run, whose range is drawn too.
+        estimate: estimate of the plan of the only run, whose range is drawn too.
     """
     lines = [run.line("step_time_s") for run in runs]
     if not any(values for _, values in lines):
@@ -144,7 +144,7 @@ def _name(runs: Sequence[LoggedRun], run: LoggedRun, label: str) -> str:
 
 
 def _colour(runs: Sequence[LoggedRun], number: int, alone: int) -> str:
-    """The colour of a run beside others, or the usual one of what is shown of it alone."""
+    """The colour of a run among others; for a run alone, the usual colour of its metric."""
     return COLOURS[alone if len(runs) == 1 else number % len(COLOURS)]
 
 

@@ -51,7 +51,7 @@ class JobScript:
     """The program that trains where it is not this package: a file such as pretrain_gpt.py, with its
     arguments."""
     setup: str | None = None
-    """A line of shell before it, such as `source .venv/bin/activate`."""
+    """A line of shell before the job, such as `source .venv/bin/activate`."""
     kind: str | None = None
     """Kind of a Kubernetes object."""
     notes: list[str] = field(default_factory=list)

@@ -28,7 +28,7 @@ Number = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(v
 
 
 class RankedDevice(BaseModel):
-    """One device."""
+    """A device of a server, with its address and its rank."""
 
     model_config = ConfigDict(extra="allow")
 

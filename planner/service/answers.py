@@ -264,7 +264,7 @@ def ask(
     """The answer to a question; raises `InputError` for a wrong one, and where no layout is legal.
 
     Args:
-        rules: what this job cannot run.
+        rules: rules for layouts that this job cannot run.
         top: plans that are listed.
         waiting: surrounds what takes some time.
     """
@@ -336,7 +336,7 @@ def _of_problem(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
 
 
 def _joined(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
-    """The network as it was understood, where flags say something of it."""
+    """A note on the network, where flags say something of it."""
     if cluster.network():
         yield f"network: {describe(problem.cluster)}"
 

@@ -36,11 +36,11 @@ class Field:
     section: str
     """Heading of the help under which its flag stands."""
     spellings: tuple[str, ...] = ()
-    """The flags that give it."""
+    """The flags that give the field."""
     values: tuple[str, ...] = ()
     """Values that are known; others may be right too."""
     degree: str | None = None
-    """The degree of freedom that it fixes."""
+    """The degree of freedom that the field fixes."""
 
     def schema(self) -> dict[str, Any]:
         """The field as a JSON schema."""

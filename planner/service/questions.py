@@ -110,7 +110,7 @@ def answer(
             `config` with the text or the object of a Hugging Face config.json. `fields` lists all of them.
         files: values may name files of this machine, and models of the Hub.
         top: plans that are listed.
-        hub: without `files`, how far an id on the Hub is followed.
+        hub: reach of the look-up of ids on the Hub, without `files`.
 
     Raises `InputError`, in the words of the command line, for a wrong question, and where no layout is legal.
     Where nothing fits, `error` of the answer says so and `proposals` what would.

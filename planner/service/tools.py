@@ -53,7 +53,7 @@ class Tool:
     description: str
     """The contents of the answer, with units."""
     schema: dict[str, Any]
-    """The JSON schema of its arguments."""
+    """The JSON schema of the tool's arguments."""
     example: dict[str, Any]
     """Arguments that can be given, which a test does."""
     answer: Callable[[Values], dict[str, Any]]

@@ -36,7 +36,7 @@ def most_within(measure: Callable[[Ints], Floats], limit: float, low: Ints, high
     to be.
 
     Args:
-        measure: of counts, with which it grows: along a line, or the largest of a few.
+        measure: function of counts that grows with them: along a line, or the largest of a few.
     """
     below, above = measure(low), measure(high)
     low = np.where(above <= limit, high, low)

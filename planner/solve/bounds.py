@@ -35,7 +35,7 @@ class Worth:
 
     objective: Objective
     last: float
-    """`slowness` of the last of these."""
+    """`slowness` of the last plan among the first of the ranking."""
 
     def __call__(self, table: LayoutTable, seconds: Floats) -> Bools:
         result: Bools = slowness(self.objective, table.global_batch_size, seconds) <= self.last
@@ -50,7 +50,7 @@ class Floor:
     work: Places
     """Numbers of work, one for each row of the space (`planner.space.grid.Space`)."""
     slowness: Floats
-    """The least, by these numbers."""
+    """The least slowness of each number of work."""
 
     def of(self, rows: Ints) -> Floats:
         """The least slowness of some rows, [n]."""

@@ -62,7 +62,7 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
 
     Args:
         parts: prices of layouts that fit.
-        worth: whether rows that take so many seconds would be among the first.
+        worth: test of whether rows with so many seconds would be among the first.
     """
     where = problem.model, problem.cluster, problem.constants
     moves = moves_of(problem)

@@ -27,7 +27,7 @@ class Fit:
     states: Bools
     """Rows whose parameters, gradients and optimizer states alone would, on every pipeline rank."""
     mean: Bools
-    """Rows whose states would if all pipeline ranks had as many."""
+    """Rows whose states would fit if they were equal on all pipeline ranks."""
     peaks: Floats
     """Bytes of the fullest device; infinite for those that cannot fit whatever they recompute."""
 

@@ -75,7 +75,7 @@ def further_space(
 
     Args:
         space: the enumerated layouts.
-        found: which of them fit.
+        found: the enumerated layouts that fit.
         anything: some layout fits. Where none does, small microbatches alone are looked at: larger ones fit
             no better.
         usual: those with the enumerated microbatches, which have unequal chunks; else those with others.
@@ -288,10 +288,10 @@ class _Units:
     kept: Floats
     """Bytes that a layer keeps."""
     freed: Floats
-    """Bytes that it can keep less for each sequence, [shapes, 2 at most]."""
+    """Bytes that a layer can keep less for each sequence, [shapes, 2 at most]."""
     again: Floats
-    """Seconds for each sequence that it takes longer then (`least_recompute_seconds`), [shapes, 2 at most,
-    parts]."""
+    """Seconds for each sequence that recomputation of these bytes takes (`least_recompute_seconds`), [shapes,
+    2 at most, parts]."""
     rank: FullestRank
     """The fullest rank of each pair."""
 

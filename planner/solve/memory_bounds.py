@@ -37,7 +37,7 @@ class FullestRank:
     in_flight: Floats
     """Layers alive at most, times the microbatches that each is alive for."""
     states: Floats
-    """Bytes that it holds at least besides what layers keep for their backward pass."""
+    """Bytes that the rank holds at least, besides activations that layers keep for their backward pass."""
 
 
 def fullest_rank(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> FullestRank:

@@ -105,8 +105,8 @@ def mixed_solutions(
     worth it. Where the best layers do not fit, those are tried that do, and more recomputation.
 
     Args:
-        kinds: of recomputation that may be solved for.
-        prices: of the rows as they are that fit.
+        kinds: kinds of recomputation that may be solved for.
+        prices: prices of the rows that fit as they are.
     """
     where = model, cluster, engine
     groups = list(_groups(where, table, worth_among([prices])))

@@ -78,7 +78,7 @@ def pipelines(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutT
     """The seconds of the ranks of each row; leading dense layers count as if all were on the first rank.
 
     Args:
-        engine: with its constants for all devices.
+        engine: engine with its constants for all devices.
         table: rows whose layers recompute alike.
     """
     units = unit_seconds(model, cluster, engine, table)
@@ -259,8 +259,8 @@ def with_layers(table: LayoutTable, row: Ints, layers: Ints) -> LayoutTable:
     """Rows of a table with other layers on their ranks.
 
     Args:
-        row: of each result.
-        layers: of each rank, [results, ranks]; 0 for ranks that a row does not have.
+        row: row of each result.
+        layers: layers of each rank, [results, ranks]; 0 for ranks that a row does not have.
     """
     part = table.take(row)
     in_v = part.runs(*V_SCHEDULES).tolist()

@@ -40,11 +40,11 @@ MOST_PASSES = 60_000
 def played_moves(
     problem: Problem, first: Prices, allowed: Callable[[Prices], Bools] | None = None
 ) -> Prices | None:
-    """The plans of `first` with layers moved between stages, of those that it makes faster.
+    """Plans of `first` that become faster when layers move between stages, with these layers moved.
 
     Args:
         first: prices of layouts that fit, the best ones first, with simulated pipelines.
-        allowed: which layouts are answers; all that fit unless given.
+        allowed: test of the layouts that may be answers; all that fit unless given.
     """
     some = np.flatnonzero(has_movable_layers(problem, first.table))
     if not len(some) or "layers_per_stage" in problem.pins:

@@ -75,10 +75,10 @@ def least_recompute(
 
     Args:
         space: every legal layout, where recomputation is none, selective (core attention) or full.
-        found: which of them fit.
-        kinds: what the pins leave.
+        found: the layouts that fit.
+        kinds: kinds of recomputation that the pins leave.
         worth: of the families, those that could be worth it are solved.
-        floor: what no layout of the space can beat.
+        floor: lower bounds of slowness for the layouts of the space.
         plain_alone: the space lists layouts that recompute nothing alone.
         fewer: a step may have fewer microbatches.
     """

@@ -41,8 +41,8 @@ def hybrid_solutions(
     Where copies leave too little memory, more layers recompute, as far as `kinds` has any recomputation.
 
     Args:
-        prices: of layouts that fit, with one copy (`hybrid_candidates`).
-        worth: whether rows that take so many seconds are.
+        prices: prices of layouts that fit, with one copy (`hybrid_candidates`).
+        worth: test of whether rows with so many seconds would be among the first.
     """
     hybrid = np.isin(prices.table.zero_stage, engine.runs.hybrid_zero_stages)
     if not hybrid.all():

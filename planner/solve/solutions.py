@@ -48,11 +48,11 @@ def solutions(
 
     Args:
         space: legal layouts.
-        found: which of them fit.
-        floor: what none of them can beat.
+        found: the listed layouts that fit.
+        floor: lower bounds of slowness for the layouts of the space.
         prices: of those that fit; at least of all that would be in the first `FIRST` places if replicas
             exchanged nothing.
-        others: of other layouts that fit, which leave fewer places.
+        others: prices of other layouts that fit, which leave fewer places.
         plain_alone: `space` lists layouts that recompute nothing alone.
     """
     fewer = problem.batch.maximum and problem.objective in ("throughput", "cost")

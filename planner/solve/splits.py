@@ -135,7 +135,7 @@ def balanced_splits(
     Args:
         table: rows of the schedule 1f1b with even stages, which recompute the same in all layers.
         fits: rows that are within the device's memory.
-        worth: whether rows that take so many seconds are.
+        worth: test of whether rows with so many seconds would be among the first.
     """
     leading = model.leading_layers if model.routed_layers else 0
     none = np.zeros(0, dtype=np.int64)

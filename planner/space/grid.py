@@ -86,7 +86,7 @@ class Space:
     illegal: dict[str, int]
     """Layouts by the first rule that they break; rules that none breaks are left out."""
     has_reserve: bool = False
-    """Layouts in reserve are among them, because no other is legal."""
+    """True if layouts in reserve are among the legal ones, because no other is legal."""
 
 
 @dataclass(frozen=True)

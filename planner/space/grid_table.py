@@ -34,9 +34,9 @@ class GridTable(LayoutTable):
         """The layouts at some places of a grid.
 
         Args:
-            columns: by field, arrays with an axis for each of the grid's, of its length or of one.
-            places: of each row, along each axis of the grid.
-            formats: what all rows share (`costmodels.spec.table.FORMATS`).
+            columns: arrays by field, with an axis for each of the grid's, of its length or of one.
+            places: places of each row, along each axis of the grid.
+            formats: values that all rows share (`costmodels.spec.table.FORMATS`).
         """
         table = cls.__new__(cls)
         vars(table).update(

@@ -71,7 +71,7 @@ def meshes_with_forms(world_size: int, pins: Pins) -> Ints:
 
 
 def with_experts(model: ModelSpec, meshes: Ints, pins: Pins) -> Ints:
-    """Rows of meshes with ep and etp: all divisors of the experts, and one device or tp of them an expert."""
+    """Rows of meshes with ep and etp: ep divides the number of experts, and etp is 1 or tp."""
     spread = np.array(
         allowed_values(pins, "expert_parallel", divisors(model.experts) if model.experts else [1]),
         dtype=np.int64,

@@ -41,7 +41,7 @@ class OpenGrid(LayoutTable):
         return np.broadcast_shapes(*(array.shape for array in self.columns.values()))
 
     def map(self, change: Callable[[Ints | Bools], Any]) -> OpenGrid:
-        """The grid of what `change` makes of each array."""
+        """The grid whose arrays are the results of `change`."""
         return OpenGrid.on({name: change(array) for name, array in self.columns.items()})
 
     def _most_sequences(self) -> Ints:

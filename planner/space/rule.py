@@ -25,7 +25,8 @@ class Rule:
     """The rule looks at the mesh and the schedule alone; it is asked before the rules of all layouts where it
     is about an engine or a job."""
     reserve: bool = False
-    """Layouts that break it are looked at where they could be among the first (`planner.solve.further`)."""
+    """Layouts that break the rule are looked at where they could be among the first
+    (`planner.solve.further`)."""
     lifted_by: tuple[tuple[str, ...], ...] = ()
     """Groups of degrees: pins of all of any one group say that the user wants the redundant layout."""
 

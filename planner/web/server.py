@@ -62,9 +62,9 @@ def question_app(host: str, workers: Workers | None = None, hub: HubUse = "cache
     """The application that answers questions.
 
     Args:
-        host: that it is reached by; names of other hosts are refused on a loopback address.
-        workers: which make the answers.
-        hub: how far the id of a model on the Hugging Face Hub is followed.
+        host: name or address of the server; names of other hosts are refused on a loopback address.
+        workers: processes that make the answers.
+        hub: reach of the look-up of ids on the Hugging Face Hub.
     """
     shared = workers or Workers()
 
@@ -110,7 +110,7 @@ def application(
     """A page with its scripts, what it draws with, and further routes.
 
     Args:
-        close: what is called when the server ends.
+        close: function that is called when the server ends.
     """
     texts = {
         "plotly.js": plotly_script("the page"),
@@ -162,7 +162,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def address(opened: socket.socket) -> str:
-    """The address of a page at a socket."""
+    """The URL of a page that a socket serves."""
     host, port = opened.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 

@@ -66,7 +66,7 @@ class KnownFlag:
     """The software that has the flag: `megatron`, `mindspeed` or `llmacc`."""
     about: str = ""
     field: str = ""
-    """The field of the planner's own options that it gives."""
+    """The field of the planner's own options that the flag gives."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class GivenFlag:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Variables in its values that the script does not set."""
+        """Variables in the flag's values that the script does not set."""
         return tuple(dict.fromkeys(name for word in self.values for name in word.unknown))
 
 

@@ -30,7 +30,7 @@ class KeyTable(NamedTuple):
     roles: Mapping[str, Role]
     """The role of each key, by its present name and by its earlier names."""
     fields: Mapping[str, str]
-    """Keys by the field that they give."""
+    """Keys by the field of `Layout` or `ModelSpec` that a key gives."""
     flags: Mapping[str, str]
     """Keys by the flag of Megatron-LM that says the same."""
     earlier: Mapping[str, str]

@@ -69,7 +69,7 @@ class Keyed:
         return any(path.startswith(f"{section}.") for path in self.entries for section in sections)
 
     def first(self, *paths: str) -> Entry | None:
-        """The first of these keys that has a value."""
+        """The first of the keys that has a value."""
         return next((self.entries[path] for path in paths if path in self), None)
 
     def text(self, *paths: str) -> str | None:

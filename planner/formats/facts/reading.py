@@ -36,7 +36,7 @@ class ConfigProblem:
     certain: bool = False
     """The problem holds whatever the rest of the job is: a value is wrong by itself."""
     of_price: bool = False
-    """Memory and time rest on it, and legality does not."""
+    """Memory and time depend on the problem, and legality does not."""
 
     def describe(self) -> str:
         """One line: where, what, what instead."""
@@ -153,7 +153,7 @@ class Problems:
         certain: bool = False,
         of_price: bool = False,
     ) -> None:
-        """Keep one more, of this file unless another is named; the same one is kept once."""
+        """Add a problem, of this file unless another is named; equal problems are kept once."""
         problem = ConfigProblem(severity, text, flag, line, remedy, file or self.file, certain, of_price)
         if problem not in self.found:
             self.found.append(problem)

@@ -21,7 +21,7 @@ class Source:
     page: bool = False
     """The file is a page on which a configuration stands."""
     world_size: int | None = None
-    """Devices on which it starts its job, of a script whose flags stand for keys."""
+    """Devices on which a script starts its job, where the script's flags stand for keys."""
     local_world_size: int | None = None
     """Devices of a node."""
     others: tuple[tuple[str, str], ...] = ()

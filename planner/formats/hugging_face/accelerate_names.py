@@ -16,7 +16,7 @@ KEYS = {
     "context_parallel_form": "parallelism_config.parallelism_config_cp_comm_strategy",
     "micro_batches": "deepspeed_config.gradient_accumulation_steps",
 }
-"""Keys of its YAML by the field of `Layout` that they give; batches are the training script's."""
+"""Keys of accelerate's YAML by the field of `Layout` that a key gives; the training script sets batches."""
 
 KIND = "distributed_type"
 DEEPSPEED_ZERO = "deepspeed_config.zero_stage"

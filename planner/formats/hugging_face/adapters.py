@@ -27,7 +27,7 @@ class AdapterDefaults:
 
     method: str = "full"
     rank: int | None = None
-    """None where it has no default."""
+    """The default rank; None for a trainer without one."""
     targets: tuple[LoraTarget, ...] = ("query", "value")
     """Target modules by peft's defaults (peft/utils/constants.py, for models of Llama's kind)."""
 

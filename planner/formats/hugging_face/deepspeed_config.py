@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: what it says of batches, ZeRO and number formats (deepspeed/runtime/config.py)."""
+"""DeepSpeed's JSON: batches, ZeRO and number formats in it (deepspeed/runtime/config.py)."""
 
 from __future__ import annotations
 

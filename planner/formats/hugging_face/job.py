@@ -44,7 +44,7 @@ class Job:
 
 
 def software_of(launch: Launch | None) -> str:
-    """The software whose command it is, by the name of its program."""
+    """The software of a command, by the name of its program."""
     words = [] if launch is None else [*(word.text for word in launch.launcher), launch.program]
     names = {word.rpartition("/")[2] for word in words}
     if "swift" in names or any("swift/cli/" in word for word in words):

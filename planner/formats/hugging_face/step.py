@@ -9,7 +9,7 @@ from planner.formats.hugging_face.job import Job
 from planner.formats.hugging_face.names import ACCELERATE_KEYS, MICRO, STEPS
 
 _MICRO_BATCHES = {"ms-swift": 1, "axolotl": 1}
-"""Default microbatches that are not TrainingArguments'.
+"""Default sequences of a microbatch, of trainers whose default is not that of TrainingArguments.
 
 swift/trainers/arguments.py and axolotl/utils/schemas/training.py.
 """

@@ -24,7 +24,7 @@ def dispatch_flags(model: ModelSpec, layout: Layout, engine: Engine) -> dict[str
     """The flags of the exchange of experts that a price rests on; none where no tokens travel.
 
     Args:
-        engine: with its constants for the device.
+        engine: engine with its constants for the device.
     """
     if not model.experts or layout.expert_parallel == 1:
         return {}

@@ -27,7 +27,7 @@ RUN, NODES, DEVICES = "RUN_NUMBER", "NUM_NODES", "GPUS_PER_NODE"
 """Variables that the tests' script takes from outside."""
 
 LOCAL = "8"
-"""`GPUS_PER_NODE` where nothing says it."""
+"""The default of `GPUS_PER_NODE`."""
 
 
 def recognises(entries: Entries) -> bool:

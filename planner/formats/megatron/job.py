@@ -57,7 +57,7 @@ class Job:
         return int(found[-1])
 
     def is_given(self, *names: str) -> bool:
-        """Return whether any of these flags is given."""
+        """Return whether any flag of `names` is given."""
         return any(name in self.given for name in names)
 
     def word(self, name: str) -> GivenFlag | None:

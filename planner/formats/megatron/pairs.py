@@ -71,7 +71,7 @@ CONFLICTS = (
 
 
 _NONE_AT_ZERO = ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction")
-"""Flags that say nothing where they are 0."""
+"""Flags that have no effect where their value is 0."""
 _ZEROS = ("0", "0.0")
 
 

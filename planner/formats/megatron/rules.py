@@ -36,7 +36,7 @@ class _Facts:
     connections: str | None
 
     def has(self, *names: str) -> bool:
-        """Return whether any of these flags is given."""
+        """Return whether any flag of `names` is given."""
         return any(name in self.given for name in names)
 
     def number(self, name: str) -> float | None:

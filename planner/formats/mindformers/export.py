@@ -36,7 +36,7 @@ PATTERNS = {
     "norm": (r"ffn_norm\.norm", r"attention_norm\.norm"),
     "activation": (r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu"),
 }
-"""Operators of its Llama by the module that recomputes them (its page "Memory Optimization")."""
+"""Operators of MindFormers' Llama by the module that recomputes them (its page "Memory Optimization")."""
 
 
 _EXPERTS = dict.fromkeys(("experts", "top_k", "expert_ffn", "shared_expert_ffn", "mlp_pattern"))
@@ -51,7 +51,7 @@ LLAMA: Said = {
     **dict.fromkeys(f"latent_attention.{name}" for name in LatentAttention.model_fields),
     **_EXPERTS,
 }
-"""Parts of a model that its Llama has words for."""
+"""Parts of a model that MindFormers' Llama has words for."""
 
 GPT2: Said = {
     "gated": (False,),
@@ -63,7 +63,7 @@ GPT2: Said = {
     "max_positions": None,
     **_EXPERTS,
 }
-"""Parts of a model that its GPT-2 has words for."""
+"""Parts of a model that MindFormers' GPT-2 has words for."""
 
 BECAUSE = dict.fromkeys(
     ("gated", "activation", "norm", "position", "linear_bias", "qk_norm", "compressed_attention"),

@@ -29,7 +29,7 @@ SAID: Said = {
     **dict.fromkeys(("kv_heads", "max_positions", "norm_eps", "rope_theta", "tied", "qkv_bias")),
     **dict.fromkeys(("experts", "top_k", "expert_ffn", "shared_expert_ffn", "mlp_pattern")),
 }
-"""Parts of a model that it has words for: its models are Llama and Qwen 2."""
+"""Parts of a model that nanotron has words for; its models are Llama and Qwen 2."""
 
 BECAUSE = dict.fromkeys(
     ("gated", "activation", "norm", "position", "linear_bias", "qk_norm", "latent_attention"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.formats.facts.key_table import key_table
 
 KEYS = key_table("nanotron").fields
-"""Keys of its YAML by the field of `Layout` or `ModelSpec` that they give (keys/nanotron.yaml)."""
+"""Keys of nanotron's YAML by the field of `Layout` or `ModelSpec` that a key gives (keys/nanotron.yaml)."""
 
 REQUIRED = tuple(
     KEYS[name]

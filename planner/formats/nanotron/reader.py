@@ -126,7 +126,8 @@ def _model(keys: Keyed, places: Places) -> ModelSpec | None:
 
 
 def _layers_with_experts(keys: Keyed, layers: int) -> tuple[str, ...] | None:
-    """MLPs of all layers where `moe_config.layers` lists those with experts; None for all of them ([-1])."""
+    """MLPs of all layers where `moe_config.layers` lists the layers with experts; None for all layers
+    ([-1])."""
     entry = keys.entries.get(KEYS["layers_with_experts"])
     items = [] if entry is None or entry.items is None else list(entry.items)
     if not items or items == ["-1"] or layers > MOST_LAYERS:

@@ -27,7 +27,7 @@ RECIPES = {
     "bf16_with_mxfp8_mixed": "mxfp8",
     "bf16_with_nvfp4_mixed": "nvfp4",
 }
-"""`mixed_precision`: names of its recipes."""
+"""Number formats, by the name of a recipe of `mixed_precision`."""
 
 FP8_RECIPES = {"current": "tensorwise", "delayed": "delayed", "subchannel": "blockwise", "mxfp8": "mxfp8"}
 """Recipes of `--fp8-recipe`, by the words for them in these names."""

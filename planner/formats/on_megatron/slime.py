@@ -45,7 +45,7 @@ SWITCHES = (
     *("--normalize-advantages", "--skip-eval-before-train", "--enable-mtp-training", "--allgather-cp"),
     "--get-mismatch-metrics",
 )
-"""Flags of its own that no value follows."""
+"""Flags of slime's own that no value follows."""
 
 
 def _own(name: str) -> KnownFlag | None:

@@ -418,7 +418,7 @@ def _root(node: ast.expr) -> str:
 
 
 def _loaded(target: ast.expr) -> ast.expr:
-    """A target of an assignment, read."""
+    """The expression that reads a target of an assignment."""
     if isinstance(target, ast.Name):
         return ast.Name(target.id, ast.Load())
     if isinstance(target, ast.Attribute):

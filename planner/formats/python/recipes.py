@@ -43,11 +43,11 @@ class Recipe:
     changed_by: tuple[Made, ...]
     """Functions in none of the files that are given the configuration."""
     replaced: frozenset[str]
-    """Parts of the configuration that it makes anew, by path."""
+    """Parts of the configuration that the recipe makes anew, by path."""
     files: Mapping[str, str]
     """The file of each key."""
     calls: frozenset[str]
-    """Functions of the files that it calls."""
+    """Functions of the files that the recipe calls."""
 
 
 def recipes(

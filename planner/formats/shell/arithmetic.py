@@ -22,7 +22,7 @@ _LEVEL = {operator: level for level, operators in enumerate(_LEVELS) for operato
 _ASSIGNMENTS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "^=", "|=")
 
 Number = int | None
-"""A value; None where it is not known."""
+"""A number; None for a value that is not known."""
 
 
 def whole_value(
@@ -37,7 +37,7 @@ def whole_value(
     Args:
         value_of: the text of a variable, itself an expression; None where it is not known.
         assign: gives a variable a value.
-        left: how many more variables may be expressions, for all of an expression.
+        left: number of variables that may still be expressions, for a whole expression.
     """
     left = [MOST_VARIABLES] if left is None else left
     left[0] -= 1

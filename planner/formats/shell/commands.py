@@ -113,7 +113,7 @@ class _Reader:
         return self.chars[self.at : self.at + size]
 
     def _take_until(self, end: int) -> None:
-        """Add what stands before `end` to the word."""
+        """Add the characters before `end` to the word."""
         self.word += self.chars[self.at : end]
         self.at = end
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 Truth = bool | None
-"""None where it is not known."""
+"""A condition; None where it is not known."""
 
 
 def both(one: Truth, other: Truth) -> Truth:

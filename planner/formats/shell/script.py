@@ -52,9 +52,9 @@ class Script:
     """Comments for a batch system, such as `#SBATCH --nodes 4`."""
     variables: Mapping[str, Word]
     files: Mapping[str, Word]
-    """Texts that it writes into files (`cat <<END > FILE`), by the names of these."""
+    """Texts that the script writes into files (`cat <<END > FILE`), by the names of the files."""
     not_sourced: tuple[Word, ...]
-    """Files that it reads commands from, and that are not given."""
+    """Files that the script reads commands from, and that are not given."""
     environments: tuple[Mapping[str, Word], ...]
     """The variables that launchers look at, by command, as each command finds them."""
 
@@ -330,7 +330,8 @@ class _Reader:
             self.names.assign(each, unknown_value(each, raw[0][0][1]))
 
     def _counts(self, head: str, body: list[Event], depth: int) -> bool:
-        """Turn by turn of `for ((i=0; i<8; i++))`; False where it is not known, or does not end."""
+        """Run each turn of `for ((i=0; i<8; i++))`; return False where the turns are not known or do not
+        end."""
         parts = head[2:-2].split(";")
         if not head.startswith("((") or len(parts) != 3:
             return False

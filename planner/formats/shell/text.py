@@ -33,7 +33,7 @@ class Word:
     text: str
     line: int
     unknown: tuple[str, ...] = ()
-    """Names of what stands in it and cannot be known."""
+    """Names of variables and commands in the word that cannot be known."""
 
 
 def chars_of(source: str, line: int = 1) -> Chars:
@@ -126,7 +126,7 @@ class Part:
         self.start, self.stop = 0, len(chars)
 
     def of(self, start: int, stop: int) -> Part:
-        """A part of it; the indices are those of the whole text."""
+        """A part of a text; the indices are those of the whole text."""
         other = copy(self)
         other.start, other.stop = start, stop
         return other

@@ -29,7 +29,7 @@ class Variables:
         """The variable that the last `read` fills."""
 
     def texts(self, names: Collection[str]) -> dict[str, Word]:
-        """The values of those of some variables that are set to a text."""
+        """The values of the named variables that are set to a text."""
         found = {name: self.variables[name] for name in names if name in self.variables}
         return {
             name: word_of([char for char in value if isinstance(char, tuple)])
@@ -96,7 +96,7 @@ class Variables:
         self.variables.update({str(at): part for at, part in enumerate(arguments, 1)})
 
     def assignment(self, raw: Chars, runs: Truth) -> bool:
-        """Carry out `NAME=value`; whether it was one."""
+        """Carry out `NAME=value`; return whether the word was an assignment."""
         match = as_assignment(raw)
         if match is None:
             return False

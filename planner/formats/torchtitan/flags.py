@@ -39,7 +39,7 @@ class Command(NamedTuple):
     """A command that starts torchtitan."""
 
     entries: Entries
-    """Values of its flags and variables, as keys."""
+    """Values of the command's flags and variables, as keys."""
     world_size: int | None
     local_world_size: int | None
 

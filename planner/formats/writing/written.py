@@ -35,7 +35,7 @@ def written(text: str, form: Form, what: str) -> str:
     """`text` as a file takes it; all that callers give goes into files through this function.
 
     Args:
-        what: where the text comes from, such as `--partition`, for the message.
+        what: source of the text, such as `--partition`, for the message.
 
     Raises:
         InputError: the text cannot stand there: a line break, a control character, or a blank where nothing
