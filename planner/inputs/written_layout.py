@@ -117,6 +117,9 @@ def whole_layout_pins(text: str) -> list[str]:
     usual = UNNAMED | {"schedule": "1f1b" if chunks == 1 else "interleaved"}
     if named.get("recompute") == "selective":
         usual["recompute_modules"] = "core_attention"
+    if "recompute" not in named:
+        # Which layers recompute is a part of what is chosen then.
+        del usual["recompute_method"], usual["recompute_num_layers"]
     return [f"{name}={value}" for name, value in usual.items() if name not in named]
 
 

@@ -10,6 +10,7 @@ import planner
 from costmodels.errors import InputError
 from costmodels.spec.layout import Layout
 from planner.inputs.layout_notation import degrees_in, micro_batches_in
+from planner.inputs.written_layout import whole_layout_pins
 
 JOB: dict[str, Any] = {"model": "llama3-8b", "device": "h100"}
 
@@ -57,6 +58,14 @@ def test_what_is_left_out_follows_from_the_job():
     whole = planner.evaluate(layout, **JOB)
     assert planner.evaluate("tp=4,pp=2,vpp=2", **JOB, world_size=16, global_batch_size=32) == whole
     assert planner.evaluate("tp=4 pp=2 vpp=2 dp=2 mbs=1 x 16", **JOB) == whole
+
+
+def test_recomputation_that_a_whole_layout_does_not_name_is_chosen():
+    text = "tp=1 pp=1 dp=16 mbs=1 x 8"
+    job = JOB | {"world_size": 16, "global_batch_size": 128}
+    found = planner.search(**job, pin=[text, *whole_layout_pins(text)]).best
+    by_degrees = planner.search(**job, pin=["tp=1", "pp=1", "cp=1", "mbs=1"]).best
+    assert found.layout == by_degrees.layout and "norm" in found.layout.recompute_modules
 
 
 @pytest.mark.parametrize(
