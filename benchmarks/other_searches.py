@@ -96,7 +96,7 @@ def llm_analysis(model: ModelSpec, cluster: Cluster, batch: int) -> Asked | None
         for pp in divisors(cluster.world_size // tp)
         if model.heads % tp == 0 and model.layers % pp == 0
     ]
-    logging.disable(logging.CRITICAL)  # It reports every layout at length.
+    logging.disable(logging.CRITICAL)  # llm-analysis reports every layout at length.
     layouts, started = 0, time.perf_counter()
     for (tp, pp, dp), again, zero in product(meshes, ActivationRecomputation, DSZeRO):
         for micro_batch in divisors(batch):

@@ -27,7 +27,7 @@ def command(module: str, *arguments: str) -> list[str]:
 def main() -> None:
     """Become the module that the first argument names."""
     if ROOT not in map(os.path.realpath, sys.path):
-        sys.path.insert(0, ROOT)  # Of a source tree, say, that is not installed.
+        sys.path.insert(0, ROOT)  # A source tree, say, that is not installed.
     del sys.argv[0]
     run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

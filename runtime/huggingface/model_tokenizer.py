@@ -66,7 +66,7 @@ def check_same_tokenizer(place: str, model: Tokenizer, data: Tokenizer | Record)
         if all(own.get(token) == number for token, number in other.vocabulary().items()):
             return
     except InputError:
-        pass  # Its files are gone: all that is known is that the vocabularies are not the same.
+        pass  # The files are gone: all that is known is that the vocabularies are not the same.
     raise InputError(
         f"{place} has the tokenizer {model.name} ({model.vocab_size} ids), but the data was prepared with "
         f"{record}: its ids mean other text to the model; prepare it again with planner data prepare --model "

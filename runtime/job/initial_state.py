@@ -111,7 +111,7 @@ def known_tokenizer(
         try:
             return None if record is None else recorded_tokenizer(record)
         except InputError:
-            return None  # Its files are gone.
+            return None  # The tokenizer's files are gone.
     return tokenizer_for(options, vocab, own)
 
 

@@ -162,7 +162,9 @@ class _Supervisor:
         """The exit code of the job, which is ended where anything is raised meanwhile."""
         # A shell that starts this in the background made it ignore Ctrl-C; a signal must stop it anyway.
         previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # Of nohup.
+        if (
+            hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        ):  # nohup ignores it.
             previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._stop)
         if hasattr(signal, "SIGUSR1"):
             # torchrun would die of it; one rank that takes note of it is enough for all.

@@ -27,7 +27,7 @@ def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
-            sys.exit(1)  # It has ended before it was watched.
+            sys.exit(1)  # The parent has ended before it was watched.
     os.execvp(command[0], command)
 
 

@@ -16,7 +16,7 @@ def address_towards(host: str) -> str | None:
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # Of datagrams: nothing is sent.
+            probe.connect(address)  # A datagram socket: nothing is sent.
             return str(probe.getsockname()[0])
     return None
 

@@ -140,7 +140,7 @@ def test_a_job_that_slurm_starts_again_goes_on(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     code, out, _ = planner_command(*words)
-    assert code == 0 and "--load" not in out  # It was ended before it had saved.
+    assert code == 0 and "--load" not in out  # The job was ended before it had saved.
     checkpoint.partial_folder(Path("saved"), 5).mkdir(parents=True)
     checkpoint.publish(
         "saved", 5, {"iteration": 5, "model": load_model("gpt2-nano").model_dump(mode="json")}, {}

@@ -179,7 +179,7 @@ def test_two_ranks_try_a_plan_and_train_with_it(
     scratch, folder = tmp_path / "scratch", tmp_path / "run"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setenv("TMPDIR", str(scratch))  # Of torchrun and its ranks.
+    monkeypatch.setenv("TMPDIR", str(scratch))  # The folder of torchrun and its ranks.
     data = ("--data-path", write_corpus(tmp_path), "--split", "90,10,0", "--eval-iters", "0")
     code, out, err = planner_command(
         *("launch", *TINY, *LAYOUT, "--world-size", "2", *data, "--try", "1", "--try-iters", "3"),

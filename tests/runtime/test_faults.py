@@ -102,7 +102,7 @@ def test_time_that_the_process_did_not_run_is_no_hang() -> None:
 
 def test_saying_what_a_rank_does_costs_nothing_to_speak_of() -> None:
     def seconds() -> float:
-        started = time.process_time()  # Of this process alone, whatever else runs.
+        started = time.process_time()  # The time of this process alone.
         for number in range(2_000):
             heartbeat.set_operation("forward", number)
         return time.process_time() - started

@@ -83,7 +83,7 @@ def test_the_slow_one_is_named() -> None:
     # Two nodes have two directions.
     both = [LinkRate(0, 1, 1e8), LinkRate(1, 0, 1e9)]
     assert list(slow_links(both, ["a", "b"])) == ["slow link: a to b carries 0.1 GB/s, 0.55 usually"]
-    whole = GroupRate("all_reduce", 6, 3, 1e6, 1 << 20)  # Of all nodes, so it names none.
+    whole = GroupRate("all_reduce", 6, 3, 1e6, 1 << 20)  # A group of all nodes names none.
     rates = [[GroupRate("all_reduce", 2, 1, rate, 1 << 20), whole] for rate in (9e9, 9e9, 2e9)]
     ranks = [each for each in rates for _ in range(2)]
     assert list(slow_nodes(ranks, 2, ["a", "b", "c"])) == [

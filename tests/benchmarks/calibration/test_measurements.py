@@ -210,7 +210,7 @@ def test_what_was_taken_for_a_blank_is_told():
     assert row.taken == ("vpp 1, 2, 4, 8", "mbs 1, 2", "flash 1")
     # Some of Megatron's users on A100 had flash attention, others had not.
     both = of(source_id="korthikanti22", gpu="A100", flash="")
-    assert both.certain  # Its authors had none.
+    assert both.certain  # The authors had none.
     both = of(source_id="elsewhere", engine="megatron", gpu="A100", flash="")
     assert {engine.attention.flash for engine in (both.engine, *both.other_engines)} == {False, True}
 

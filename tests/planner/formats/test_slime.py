@@ -82,7 +82,7 @@ def test_samples_of_a_step_and_the_vocabulary_have_no_default(tmp_path: Path) ->
     own = MODEL.replace("--vocab-size 1000", "")
     texts = {"run.sh": SCRIPT.replace("EXTRA", "--global-batch-size 64"), "own.sh": own}
     known = written(tmp_path, texts, define=ALONE).reading.model
-    assert known is not None and known.vocab == load_model("qwen3-4b").vocab  # Its tokenizer's.
+    assert known is not None and known.vocab == load_model("qwen3-4b").vocab  # The tokenizer's.
     texts["run.sh"] = texts["run.sh"].replace("Qwen3-4B", "own")
     assert written(tmp_path, texts, define=ALONE).unknown == ("--vocab-size",)
 
