@@ -118,7 +118,7 @@ def whole_layout_pins(text: str) -> list[str]:
     if named.get("recompute") == "selective":
         usual["recompute_modules"] = "core_attention"
     if "recompute" not in named:
-        # Which layers recompute is a part of what is chosen then.
+        # The layers that recompute are chosen then, too.
         del usual["recompute_method"], usual["recompute_num_layers"]
     return [f"{name}={value}" for name, value in usual.items() if name not in named]
 
