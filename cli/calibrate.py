@@ -63,10 +63,10 @@ class RanksOptions:
 
 @flag_groups(options=CalibrateOptions, ranks=RanksOptions)
 def calibrate(options: CalibrateOptions, ranks: RanksOptions) -> None:
-    """Measure this machine in a minute or two; suggest and launch then plan with what it does.
+    """Measure this machine in a minute or two; suggest and launch then plan with the measured rates.
 
-    Kernels of a model's shapes, memory, launches, collectives and a few whole steps are timed, with nothing
-    else at work if figures are to be good. Other machines' files are given as --device FILE.json.
+    The command times kernels of a model's shapes, memory, launches, collectives and a few whole steps. For
+    good figures the machine should do nothing else. Other machines' files are given as --device FILE.json.
     """
     if ranks.json and not ranks.from_history:
         raise InputError("--json is about --from-history; give both, or leave it out")

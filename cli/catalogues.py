@@ -1,4 +1,4 @@
-"""`planner models`, `planner devices`, `planner engines`: what the catalogues hold."""
+"""`planner models`, `planner devices`, `planner engines`: the contents of the catalogues."""
 
 from __future__ import annotations
 

@@ -47,10 +47,11 @@ class CheckOptions:
 
 @flag_groups(options=CheckOptions, cluster=ClusterOptions)
 def check(options: CheckOptions, cluster: ClusterOptions) -> None:
-    """Is a training script legal, does it fit, how fast is it; and what would be better, as flags of its own.
+    """Check a training script: is it legal, does it fit, how fast is it, and which flags would be better?
 
-    What the file does not say has the default of its software; what it says and nobody can tell is not known.
-    Exit code 0 where it is legal and fits, 3 where it does not fit, 2 where it is illegal or not known.
+    A value that the file does not give has the default of its software; a value that cannot be known is
+    unknown. The exit code is 0 for a script that is legal and fits, 3 if it does not fit, 2 if it is illegal
+    or not known.
     """
     given: dict[str, Any] = {
         "world_size": cluster.world_size,

@@ -253,7 +253,7 @@ def info(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each pair.")] = False,
 ) -> None:
-    """Say what .bin/.idx pairs hold: documents, tokens, ids and the first text."""
+    """Show the contents of .bin/.idx pairs: documents, tokens, ids and the first text."""
     from runtime.data.description import Description, describe
     from runtime.data.tokenizers import implied_kind, load_tokenizer
 

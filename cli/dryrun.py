@@ -79,7 +79,7 @@ def dryrun(
     options: DryRunOptions,
     unused: object,
 ) -> None:
-    """Run the training step of a plan without GPUs or memory, and show what every stage would hold.
+    """Run the training step of a plan without GPUs or memory, and show the memory of every stage.
 
     Traces the best plan of the same flags as planner suggest, or the plan of a file.
     """

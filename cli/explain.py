@@ -91,7 +91,7 @@ def explain(
     questions: Questions,
     unused: object,
 ) -> None:
-    """Explain the best layout of a job: why it won, why others lost, its bottleneck, what would help.
+    """Explain the best layout: why it won, why others lost, its bottleneck, and changes that would help.
 
     The other flags of a training command are accepted too; those that rule layouts out are honoured
     (--compile, --reset-attention-mask, --rampup-batch-size).

@@ -141,7 +141,7 @@ def leave(outcome: Outcome | None) -> None:
 
 
 def _check_flags(job: Job, options: LaunchOptions, trial: TrialOptions, is_alone: bool) -> None:
-    """Raise `InputError` for what needs no plan to be refused."""
+    """Raise `InputError` for flags that can be refused without a plan."""
     job.training.check()
     job.output.check()
     if not is_restarted():

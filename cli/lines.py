@@ -24,7 +24,7 @@ FEWEST_COLUMNS = 20
 """Columns for which paragraphs are wrapped at least: Rich cuts them on a narrower screen."""
 
 FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE")
-"""Variables with which Rich draws styles on what is no terminal, or the other way round."""
+"""Variables with which Rich draws styles where standard output is no terminal, or the other way round."""
 
 BLOCKS = "█▓░"
 """The block characters of bars; each is one column wide, as ASCII characters are."""

@@ -54,7 +54,7 @@ def compare(
     second: Annotated[str, typer.Argument(metavar="B", help="Plan file, or the --log-dir of a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with every term.")] = False,
 ) -> None:
-    """Show two plans or runs side by side: what differs, what it costs, and what was measured."""
+    """Show two plans or runs side by side: their differences, costs and measurements."""
     from planner.explanation.comparison import compare as compared
     from planner.explanation.side_by_side import differing_fields, measured_steps
 
@@ -74,7 +74,8 @@ def compare(
 
 
 def _loaded(source: str) -> tuple[Plan, list[dict[str, Any]]]:
-    """A plan, or that of a run's folder, and what the run has logged; `InputError` where there is neither."""
+    """The plan in a file or in the folder of a run, and the records of the run; `InputError` where there is
+    neither."""
     folder = Path(source)
     if not is_folder(folder):
         return Plan.load(folder), []

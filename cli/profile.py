@@ -34,11 +34,12 @@ class ProfileOptions:
 
 @flag_groups(options=ProfileOptions)
 def profile(options: ProfileOptions) -> None:
-    """Run one rank of a plan for real on one device, and say what its seconds go to, beside the plan.
+    """Run one rank of a plan on one real device, and show its seconds by part, beside the prediction.
 
-    Its computation is exact, with fewer microbatches; no other rank exists, so that communication and the
-    bubble are the plan's. A device of the same maker stands in for that of the plan, such as an h200 for an
-    h100. Predictions are then for the device that runs. Their ratio scales the step to the plan's device.
+    The computation of the rank is exact, with fewer microbatches. No other rank exists, so that seconds of
+    communication and of the bubble are predictions. A device of the same maker stands in for that of the
+    plan, such as an h200 for an h100. Predictions are then for the device that runs. Their ratio scales the
+    step to the plan's device.
     """
     if options.plan is None:
         raise InputError("--plan FILE is missing: the plan whose rank to run, of planner suggest --save")

@@ -40,7 +40,7 @@ def check(
         str | None, typer.Option("--plan", metavar="FILE", help="Plan whose ranks the table is to have.")
     ] = None,
 ) -> None:
-    """Say what is wrong with a table: counts, ranks, addresses and devices."""
+    """Check a table of ranks: counts, ranks, addresses and devices."""
     world_size = None if plan is None else Plan.load(plan).layout.world_size
     table = read_rank_table(file)
     problems = list(rank_table_problems(table, world_size))

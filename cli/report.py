@@ -1,4 +1,4 @@
-"""The details of an answer of `planner suggest`: the ranking, and what the winner is made of."""
+"""The details of an answer of `planner suggest`: the ranking, and the winner's step and memory by part."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _bars(screen: Screen, bars: Sequence[Bar]) -> Iterator[Line]:
 def _rest(
     screen: Screen, result: SearchResult, rows: Sequence[DistinctPlan], run: Sequence[str]
 ) -> Iterator[Line]:
-    """The run, the next plan and what it lacks, ties, and the job."""
+    """The run, the next plan and its gap to the first, ties, and the job."""
     for line in (*_of_kinds(rows[0].plan), *run):
         yield from _wrapped(screen, line)
     if len(rows) > 1 and rows[0].plan.fits:

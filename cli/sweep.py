@@ -134,7 +134,7 @@ def _run(plan: Plan, job: Job, steps: int, results: Results, warm: WarmRanks) ->
 
 
 def _print(cases: Sequence[Case]) -> None:
-    """The table: the fastest run of each model first, and then what did not run."""
+    """A table with the fastest run of each model first, and then the runs that failed."""
     ran = [case for case in cases if case.measured_s is not None]
     names = list(dict.fromkeys(case.model for case in cases))
     rows = [

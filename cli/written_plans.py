@@ -10,7 +10,8 @@ from planner.plan import Plan
 
 
 def print_notes(plan: Plan, export: Export) -> None:
-    """Say on standard error what of a plan an export lacks, what that costs, and what its software wants."""
+    """Print to standard error the parts of a plan that an export lacks, their cost, and the needs of its
+    software."""
     for part in export.inexpressible:
         print(f"planner: not expressible in {export.target}: {part}", file=sys.stderr)
     if export.inexpressible:

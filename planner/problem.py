@@ -1,4 +1,4 @@
-"""`Problem`: what is asked of a search, all inputs resolved, and the keywords that say it."""
+"""`Problem`: a question for a search, all inputs resolved, and the keywords that give it."""
 
 from __future__ import annotations
 

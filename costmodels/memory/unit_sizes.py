@@ -1,4 +1,4 @@
-"""Parameters and activations of what pipeline ranks are made of: layers, embedding and head on one device."""
+"""Parameters and activations of the units of pipeline ranks: layers, embedding and head on one device."""
 
 from dataclasses import fields, replace
 from typing import NamedTuple

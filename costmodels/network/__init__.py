@@ -1,1 +1,1 @@
-"""Bandwidth and latency: what joins the devices of a cluster, and the seconds of collectives on it."""
+"""Bandwidth and latency: links between the devices of a cluster, and the seconds of collectives on them."""

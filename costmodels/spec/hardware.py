@@ -1,4 +1,4 @@
-"""`Device` and `Cluster`: what the model is trained on."""
+"""`Device` and `Cluster`: the hardware of a training job."""
 
 from typing import Annotated, Any, Literal
 

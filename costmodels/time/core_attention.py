@@ -1,4 +1,4 @@
-"""Seconds of core attention on one device, and of what context parallelism exchanges for it."""
+"""Seconds of core attention on one device, and of its context-parallel exchange."""
 
 from __future__ import annotations
 

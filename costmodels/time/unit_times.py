@@ -1,4 +1,4 @@
-"""Seconds and sizes of what pipeline ranks are made of, for the few shapes that layouts differ in."""
+"""Seconds and sizes of the units of pipeline ranks, for the few shapes in which layouts differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RunQuestion`: what was asked of the run of a plan, which its file keeps for the page about it."""
+"""`RunQuestion`: the question about the run of a plan, which its file keeps for the page about it."""
 
 from dataclasses import fields
 

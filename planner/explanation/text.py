@@ -78,7 +78,7 @@ def _rows(terms: tuple[Term, ...], scale: float, unit: str, digits: str) -> Iter
 
 
 def verdict_lines(verdict: Verdict) -> Iterator[str]:
-    """The lines that say what became of a layout."""
+    """The lines on the fate of a layout."""
     if verdict.outcome == "first" and verdict.comparison is not None:
         # It was not searched; the reason says what it would be.
         yield f"{verdict.degrees} {verdict.reason}"
@@ -103,7 +103,7 @@ def _counted(legal: int, feasible: int) -> str:
 
 
 def neighbour_line(neighbour: Neighbour, objective: Objective) -> str:
-    """The line that says what a layout one step from the best would be."""
+    """The line on a layout one step from the best."""
     return f"  {neighbour.change}: {_of_neighbour(neighbour, objective)}"
 
 
@@ -119,7 +119,7 @@ def _of_neighbour(neighbour: Neighbour, objective: Objective) -> str:
 
 
 def change_line(change: Change, objective: Objective) -> str:
-    """The line that says what one change of the job would buy."""
+    """The line on the gain of one change of the job."""
     after = change.why_not if change.plan is None else change.plan.layout.describe()
     ratio = "-" if change.ratio is None else f"{change.ratio:.2f} x"
     what = change.what if change.kind == "pin" else f"with {change.what}"

@@ -1,4 +1,4 @@
-"""Seconds of a step by what takes them, measured and predicted."""
+"""Seconds of a step by part, measured and predicted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from costmodels.spec.record import Name, NonNegative, Record
 
 
 class StepParts(Record):
-    """Seconds of one step on one rank by what took them; they add up to the step."""
+    """Seconds of the parts of one step on one rank; they add up to the step."""
 
     products: NonNegative = 0.0
     """GEMMs."""

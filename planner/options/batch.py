@@ -1,4 +1,4 @@
-"""The flags of the batch, and of what the best layout is best at."""
+"""The flags of the batch and of the objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of what a job runs on: devices, their number, and what joins them."""
+"""The flags of the cluster: devices, their number, and the links between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a page about a plan, as HTML: its facts, the ranking, what the runner-up lacks, several sizes."""
+"""Parts of a page about a plan, as HTML: its facts, the ranking, the gap to the runner-up, several sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Reading`: what files say of a training job, in the planner's terms, and what is wrong with them."""
+"""`Reading`: a training job as files describe it, in the planner's terms, with its problems."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEXT_TOKEN = "next token"
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """Something that is wrong with a configuration, and what to write instead."""
+    """An error in a configuration, or a note on it, and the remedy."""
 
     severity: Severity
     text: str
