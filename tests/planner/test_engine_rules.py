@@ -184,16 +184,40 @@ def test_a_head_that_shares_the_embedding_rules_out_dualpipev_on_mindspeed() -> 
         search(MODEL, **job)
 
 
-@pytest.mark.parametrize("name", engine_names())
-@pytest.mark.parametrize("kind", ["none", "selective", "full"])
-def test_without_a_kind_of_recomputation_what_does_not_fit_is_still_told(name: str, kind: str) -> None:
-    """Engines without modules to recompute have nothing left to solve where `full` is forbidden."""
-    job: dict[str, Any] = {
+def scarce(name: str, kind: str, world_size: int = 1) -> dict[str, Any]:
+    """The question of an engine that forbids a kind of recomputation, on devices with little memory."""
+    npu = load_engine(name).runs.devices == ("npu",)
+    return {
         "engine": name,
+        "world_size": world_size,
+        "device": "ascend-910b" if npu else "a100-80g",
         "device_memory_gib": 0.4,
         "memory_margin_gib": 0,
+        "max_global_batch_size": 16,
         "forbid": [f"recompute={kind}"],
     }
-    device = "ascend-910b" if load_engine(name).runs.devices == ("npu",) else "a100-80g"
-    with pytest.raises((NoLayoutFits, InputError), match=r"no layout of small fits|leaves none"):
-        suggest(MODEL, world_size=1, device=device, max_global_batch_size=16, **job)
+
+
+@pytest.mark.parametrize("name", engine_names())
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_without_a_kind_of_recomputation_the_best_or_closest_layout_is_found(name: str, kind: str) -> None:
+    """Engines without modules to recompute have nothing left to solve where `full` is forbidden."""
+    alone, together = (search(MODEL, **scarce(name, kind, devices)) for devices in (1, 8))
+    assert alone.best is None
+    for result in (alone, together):
+        assert (result.best or result.closest()[0]).layout.recompute != kind
+
+
+RECOMPUTATIONS = {
+    (runs.recompute, runs.recompute_modules, runs.recompute_some_layers): name
+    for name in engine_names()
+    for runs in [load_engine(name).runs]
+}
+"""An engine for each set of what engines recompute."""
+
+
+@pytest.mark.parametrize("name", RECOMPUTATIONS.values())
+def test_without_full_recomputation_what_does_not_fit_is_still_told(name: str) -> None:
+    """What would fit is searched with the same kinds of recomputation."""
+    with pytest.raises(NoLayoutFits, match=r"no layout of small fits"):
+        suggest(MODEL, **scarce(name, "full"))
