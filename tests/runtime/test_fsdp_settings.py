@@ -15,7 +15,7 @@ from runtime.model.experts import Experts
 from runtime.model.transformer import Block, Transformer
 from runtime.parallel import data
 from runtime.parallel.data import data_parallel, needs_data_parallel, wraps_stages
-from runtime.parallel.mesh import build_grid, expert_mesh_shape
+from runtime.parallel.mesh import build_grid
 from tests.support.layouts import parse_layout
 from tests.support.models import FORMS, MODELS
 
@@ -139,18 +139,3 @@ def test_parameters_are_shared_where_several_ranks_hold_them(
     layout = parse_layout(f"gbs=4,{text}" if text else "gbs=4", SPECS[name])
     grid: Any = SimpleNamespace(expert_mesh="there" if SPECS[name].experts else None)
     assert (needs_data_parallel(layout, grid), wraps_stages(layout)) == (needs, wraps)
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("dp=8,ep=2,zero=1", (1, 1, 4, 2, 1)),
-        ("dp=8,ep=2", (1, 4, 1, 2, 1)),
-        ("dp=8,ep=2,zero=3,zero_replicas=2", (1, 2, 2, 2, 1)),
-        ("dp=4,ep=4,zero=1,zero_replicas=2", (1, 1, 1, 4, 1)),
-        ("dp=2,tp=2,ep=2,etp=2,pp=2,zero=1", (2, 1, 1, 2, 2)),
-        ("dp=2,tp=2,pp=2,zero=1", (2, 1, 4, 1, 1)),
-    ],
-)
-def test_experts_have_a_mesh_of_their_own(text: str, sizes: tuple[int, ...]) -> None:
-    assert expert_mesh_shape(parse_layout(f"gbs=16,{text}", MODELS["mixtral"])) == sizes
