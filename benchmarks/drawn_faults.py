@@ -6,7 +6,7 @@ change is one of a sign, a factor, a border, an axis, a mask, a reduction or a g
 about numbers is left out by rule: checks of arguments, messages, names and paths.
 
 Some changes leave every result as it is. `drawn_faults_equal.yaml` names those that were drawn, each with the
-reason; the next one of the draw takes the place of each.
+reason; the next one of the draw takes the place of each, and of each that an earlier list has.
 """
 
 from __future__ import annotations
@@ -469,10 +469,10 @@ def main(
     most_tests: Annotated[int, typer.Option(help="How many test files each one has.")] = 8,
 ) -> None:
     """Draw a list of faults for `planted_faults --faults LIST`."""
-    equal = yaml.safe_load(EQUAL.read_text())
+    left_out = {*yaml.safe_load(EQUAL.read_text()), *(fault.name for fault in _written())}
     entries: list[dict[str, object]] = []
     for one in drawn(seed):
-        if one["name"] not in equal:
+        if one["name"] not in left_out:
             entries.append({**one, "tests": likely_tests(one["file"])[:most_tests]})
         if len(entries) == count:
             break
