@@ -60,6 +60,10 @@ class Abilities(Record):
     """Forms of context parallelism that the engine runs; none without context parallelism."""
     exchanges_whole_kv_heads: bool = False
     """All-to-all context parallelism gives each rank key/value heads of its own: it repeats none of them."""
+    windows_in_ring: bool = True
+    """Ring context parallelism goes with sliding windows."""
+    sink_forms: tuple[ContextParallelForm, ...] = get_args(ContextParallelForm)
+    """Forms of context parallelism that go with attention sinks."""
     context_parallel_schedules: tuple[Schedule, ...] = get_args(Schedule)
     """Schedules that go with context parallelism."""
     uneven_schedules: tuple[Schedule, ...] = get_args(Schedule)

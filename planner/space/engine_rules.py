@@ -13,10 +13,10 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import fp8_conflict
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import ALL_TO_ALL, BLOCK, Bools, Ints, LayoutTable, code_of, value_of
+from costmodels.spec.table import ALL_TO_ALL, BLOCK, RING, Bools, Ints, LayoutTable, code_of, value_of
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins, WherePossible
-from planner.space.kind_rules import kind_rules
+from planner.space.kind_rules import has_windows, kind_rules
 from planner.space.rule import Rule
 from planner.space.shared_stages import shared_splits
 
@@ -195,6 +195,35 @@ def _expert_rules(engine: Engine) -> Iterator[Rule]:
         )
 
 
+def _attention_rules(engine: Engine) -> Iterator[Rule]:
+    """Kinds of attention beside forms of context parallelism; `kind_rules` has those of the runtime."""
+    runs = engine.runs
+    if not runs.windows_in_ring:
+        yield Rule(
+            "engine_ring_window",
+            lambda model, d: _in_context(d) & (d.context_parallel_form == RING) & has_windows(model),
+            lambda model, d: (
+                f"engine {engine.name} has no windows in context_parallel_form ring, and layers of "
+                f"{model.name} see {model.window} of {model.seq} tokens; use all_gather or "
+                f"all_to_all ({COMMAND})"
+            ),
+            of_mesh=True,
+        )
+    if set(runs.sink_forms) < set(runs.context_parallel_forms):
+        forms = [code_of("context_parallel_form", form) for form in runs.sink_forms]
+        yield Rule(
+            "engine_context_sinks",
+            lambda model, d: (
+                _in_context(d) & ~np.isin(d.context_parallel_form, forms) & model.attention_sinks
+            ),
+            lambda model, d: (
+                f"engine {engine.name} has attention sinks, as {model.name} has them, with "
+                f"context_parallel_form {', '.join(runs.sink_forms)} alone ({COMMAND})"
+            ),
+            of_mesh=True,
+        )
+
+
 def _kv_heads_of_rank(model: ModelSpec, d: LayoutTable) -> Ints:
     """Key/value heads of a tensor-parallel rank before ranks exchange them, [n]."""
     heads = model.heads if model.latent_attention is not None else model.kv_heads
@@ -300,6 +329,7 @@ SUBJECTS: tuple[Callable[[Engine], Iterator[Rule]], ...] = (
     _degree_rules,
     _zero_rules,
     _expert_rules,
+    _attention_rules,
     _schedule_rules,
     _zero_state_rules,
     _recompute_rules,

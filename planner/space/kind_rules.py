@@ -24,7 +24,8 @@ def _in_ring(d: LayoutTable) -> Bools:
     return found
 
 
-def _binds(model: ModelSpec) -> bool:
+def has_windows(model: ModelSpec) -> bool:
+    """Whether layers see less than the whole sequence."""
     return bool({"window", "chunk"} & {*model.attention_pattern}) and model.window < model.seq
 
 
@@ -42,7 +43,7 @@ def _splits_backward(d: LayoutTable) -> Bools:
 KIND_RULES: tuple[Rule, ...] = (
     Rule(
         "ring_window",
-        lambda model, d: _in_ring(d) & _binds(model),
+        lambda model, d: _in_ring(d) & has_windows(model),
         lambda model, d: (
             f"context_parallel_form ring has no windows, and layers of {model.name} see {model.window} of "
             f"{model.seq} tokens; use all_gather or all_to_all"

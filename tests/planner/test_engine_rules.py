@@ -97,6 +97,20 @@ def test_all_to_all_where_each_rank_has_key_heads_of_its_own(engine: str, device
     )  # 8 heads of keys, 4 on a tensor-parallel rank
 
 
+@pytest.mark.parametrize(
+    ("model", "forms"),
+    [
+        ("gemma-3-4b", {"all_gather", "all_to_all"}),  # windows
+        ("gpt-oss-20b", {"all_to_all"}),  # windows and sinks
+        ("moonlight-16b-a3b", {"all_gather", "all_to_all", "ring"}),  # keys wider than values
+    ],
+)
+def test_kinds_of_attention_that_transformer_engine_splits(model: str, forms: set[str]) -> None:
+    job: dict[str, Any] = {"device": "h200", "global_batch_size": 16, "engine": "megatron"}
+    result = search(model, world_size=8, pin=["cp=2", "pp=1", "ep=1"], **job)
+    assert found(result, "context_parallel_form") == forms
+
+
 def test_counts_name_the_rule_and_add_up() -> None:
     result = search(MODEL, engine="megatron", **JOB)
     assert result.illegal["engine_schedule"] > 0 and result.illegal["engine_zero_stage"] > 0

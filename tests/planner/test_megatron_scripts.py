@@ -217,6 +217,17 @@ def test_layers_of_stages(arguments: str, stages: tuple[int, ...]) -> None:
             "--context-parallel-size",
             "2 query groups of a tensor-parallel rank",
         ),
+        (
+            "--micro-batch-size 1 --window-size 127,0\n--context-parallel-size 2",
+            "--context-parallel-size",
+            "no sliding windows with --cp-comm-type p2p",
+        ),
+        (
+            "--micro-batch-size 1 --softmax-type learnable --cp-comm-type all_gather\n"
+            "--context-parallel-size 2",
+            "--context-parallel-size",
+            "a2a alone",
+        ),
         ("--micro-batch-size 1\n--swiglu --squared-relu", "--swiglu", "contradict"),
     ],
 )

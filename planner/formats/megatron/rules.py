@@ -13,6 +13,7 @@ from planner.formats.facts.launcher import Launch
 from planner.formats.facts.reading import Problems, Severity
 from planner.formats.megatron.model import Given
 from planner.formats.megatron.pairs import broken_pairs
+from planner.space.kind_rules import has_windows
 
 TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
 
@@ -46,8 +47,8 @@ class _Facts:
         return decimal(text)
 
 
-REPEAT_KEYS = ("mindspeed", "megatron-deepspeed")
-"""Software that repeats heads of keys where ranks that exchange tokens for heads outnumber them."""
+OTHER_ATTENTION = ("mindspeed", "megatron-deepspeed")
+"""Software whose attention is not that of Transformer Engine."""
 
 Fault = tuple[Severity, str, str, str]
 """Severity, the flag to blame, what is wrong, and what to write instead."""
@@ -117,10 +118,8 @@ def _sizes(f: _Facts) -> Iterator[Fault]:
     if f.form == "all_to_all" and m.heads % (f.tp * f.cp):
         text = f"Ulysses needs attention heads ({m.heads}) divisible by tensor {f.tp} x context {f.cp}"
         yield "illegal", CP, text, "use a ring"
-    elif f.form == "all_to_all" and f.framework not in REPEAT_KEYS and _key_heads(f) % f.cp:
-        groups = f"the {_key_heads(f)} query groups of a tensor-parallel rank"
-        text = f"{f.cp} does not divide {groups}, which Transformer Engine repeats for no exchange"
-        yield "illegal", CP, text, "use --cp-comm-type p2p or all_gather"
+    if f.cp > 1 and f.framework not in OTHER_ATTENTION:
+        yield from _attention_of_context(f)
     if f.sequence_parallel and m.seq % f.tp:
         yield "illegal", "--sequence-parallel", f"{m.seq} tokens are not divisible by {f.tp}", ""
     if m.experts and m.experts % f.ep:
@@ -128,6 +127,20 @@ def _sizes(f: _Facts) -> Iterator[Fault]:
         yield "illegal", name, f"{f.ep} does not divide the {m.experts} experts", _divisors(m.experts, f.ep)
     if f.world is not None and f.world % shards == 0:
         yield from _of_replicas(f, f.world // shards)
+
+
+def _attention_of_context(f: _Facts) -> Iterator[Fault]:
+    """What Transformer Engine's attention refuses beside context parallelism."""
+    if f.form == "all_to_all" and f.model.heads % (f.tp * f.cp) == 0 and _key_heads(f) % f.cp:
+        groups = f"the {_key_heads(f)} query groups of a tensor-parallel rank"
+        text = f"{f.cp} does not divide {groups}, which Transformer Engine repeats for no exchange"
+        yield "illegal", CP, text, "use --cp-comm-type p2p or all_gather"
+    if f.form == "ring" and has_windows(f.model):
+        text = "Transformer Engine has no sliding windows with --cp-comm-type p2p"
+        yield "illegal", CP, text, "use --cp-comm-type all_gather or a2a"
+    if f.form != "all_to_all" and f.model.attention_sinks:
+        text = "Transformer Engine has attention sinks with --cp-comm-type a2a alone"
+        yield "illegal", CP, text, "use --cp-comm-type a2a"
 
 
 def _key_heads(f: _Facts) -> int:
