@@ -1,4 +1,5 @@
-"""Layouts beyond the enumerated ones that could be among the first: other microbatches, and unequal chunks.
+"""Layouts beyond the enumerated ones that could be among the first: other microbatches, unequal chunks, and
+experts whose weights are split though there are enough of them.
 
 Under a maximum batch any microbatch is legal, and any number of them. To enumerate them all takes as many
 times longer as there are, and few are any good. A lower bound of what each takes is cheap, as it depends on a
@@ -67,6 +68,8 @@ SHAPE = (
 
 RESERVE = [rule for rule in RULES if rule.reserve]
 
+(UNEQUAL_CHUNKS,) = (rule for rule in RESERVE if rule.name == "virtual_pipeline_chunks")
+
 
 def further_space(
     problem: Problem, space: Space, found: Fit, worth: Worth, anything: bool, usual: bool
@@ -78,7 +81,7 @@ def further_space(
         found: the enumerated layouts that fit.
         anything: some layout fits. Where none does, small microbatches alone are looked at: larger ones fit
             no better.
-        usual: those with the enumerated microbatches, which have unequal chunks; else those with others.
+        usual: those with the enumerated microbatches, which break rules in reserve; else those with others.
     """
     if problem.objective == "memory" and anything:
         return None  # The layouts that hold least are enumerated.
@@ -267,7 +270,7 @@ def _listed(problem: Problem, reserve: Sequence[Rule], degrees: OpenGrid, fewest
 
 def _is_covered(problem: Problem, degrees: OpenGrid) -> Bools:
     """Pairs of mesh and chunks whose pipeline runs equal chunks, of about as many, [pairs]."""
-    unequal = reduce(np.logical_or, [rule.broken(problem.model, degrees) for rule in RESERVE])
+    unequal = UNEQUAL_CHUNKS.broken(problem.model, degrees)
     covered = unequal & ~degrees.runs("1f1b", *V_SCHEDULES) & _has_near_chunks(problem, degrees)
     return np.broadcast_to(covered.ravel(), (degrees.shape[0],)) & (
         "virtual_pipeline_parallel" not in problem.pins

@@ -291,6 +291,23 @@ OVERLOOKED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"world_size": 60, "local_world_size": 12, "device": "rtx-pro-6000", "global_batch_size": 8},
         "tp=10 pp=3 vpp=2 schedule=zbv cp=2 cp_form=all_gather mbs=1 x 8 layers_per_stage=6,8,7,6,6,7",
     ),
+    "less recomputation, where moved layers leave room for it": (
+        "llama3-70b",
+        {
+            "world_size": 36,
+            "local_world_size": 6,
+            "device": "gaudi3",
+            "global_batch_size": 48,
+            "memory_margin_gib": 0.0,
+        },
+        "tp=1 pp=9 vpp=2 schedule=dualpipev cp=4 cp_form=all_gather zero=1 mbs=1 x 48 "
+        "recompute=selective(norm) layers_per_stage=4,5,5,5,5,5,5,5,4,5,4,4,4,4,4,4,4,4",
+    ),
+    "experts whose weights are split, as fewer ranks then wait for the fullest": (
+        "mixtral-8x7b",
+        {"world_size": 20, "local_world_size": 10, "device": "v100-32g", "global_batch_size": 8},
+        "tp=2+sp pp=5 cp=2 cp_form=all_gather ep=2 etp=2 zero=1 mbs=1 x 8 offload=optimizer",
+    ),
 }
 """Rivals that random draws had found ahead of the first plan."""
 
@@ -414,7 +431,8 @@ def test_optimizers_with_less_state_leave_room() -> None:
 
 
 def test_layouts_with_shared_experts_that_are_not_searched_are_no_better() -> None:
-    """Layouts that the rule `expert_tensor_parallel_spread` removes are no better than their substitutes."""
+    """Layouts that `expert_tensor_parallel_spread` holds back are no better than their substitutes, with
+    tokens that are balanced by force."""
     found = []
     for pin in (["ep=2", "etp=2"], ["ep=4", "etp=1"]):
         usual = ["vpp=1", "cp=1", "recompute=none"]
