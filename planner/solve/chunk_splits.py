@@ -29,9 +29,9 @@ from costmodels.spec.table import (
 from planner.objective import slowness
 from planner.problem import Problem
 from planner.solve.bounds import Worth
-from planner.solve.concatenation import concatenate_prices
+from planner.solve.concatenation import concatenate_prices, without_repeats
 from planner.solve.further import lists_plain_alone
-from planner.solve.recompute import first_of_each, with_recompute
+from planner.solve.recompute import fastest_that_fit, first_of_each, recompute_kinds, with_recompute
 from planner.space.rules import LONGEST_CHUNK, RULES
 from planner.space.shared_stages import shared_splits
 
@@ -89,8 +89,12 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
         kept = np.flatnonzero(~moved)
         back = np.argsort(np.concatenate([kept, open_rows]))
         now = concatenate_prices([now.take(kept), prices.take(better)]).take(back)
+    now = _recomputed_anew(problem, now)
+    least = np.minimum(least, _rated(problem, now))
     found = (least < before) & worth(now.table, now.step_time_s)
-    return now.take(found) if found.any() else None
+    # Plans that differ in recomputation alone may end alike.
+    every = without_repeats([now.take(found)])
+    return every[0] if every else None
 
 
 def _starts(problem: Problem, first: Prices) -> tuple[Prices, Floats, Floats]:
@@ -120,6 +124,23 @@ def _starts(problem: Problem, first: Prices) -> tuple[Prices, Floats, Floats]:
         least.append(_rated(problem, lacking))
         before.append(np.full(len(lacking), UNFIT))
     return concatenate_prices(parts), np.concatenate(least), np.concatenate(before)
+
+
+def _recomputed_anew(problem: Problem, now: Prices) -> Prices:
+    """Plans whose layers were moved, with the fastest recomputation that fits the new split."""
+    where = problem.model, problem.cluster, problem.constants
+    kinds = recompute_kinds(problem.pins, problem.engine)
+    rated = _rated(problem, now)
+    rows = np.flatnonzero((now.table.recompute != NONE) | (rated >= UNFIT))
+    if not kinds or not len(rows):
+        return now
+    plain = with_recompute(now.table.take(rows), NONE, 0)
+    row, solved = fastest_that_fit(*where, plain, kinds, usual=True)
+    better = solved.step_time_s < rated[rows[row]] * (1 - GAIN)
+    row, solved = rows[row[better]], solved.take(better)
+    kept = np.delete(np.arange(len(now)), row)
+    back = np.argsort(np.concatenate([kept, row]))
+    return concatenate_prices([now.take(kept), solved]).take(back)
 
 
 def _rated(problem: Problem, prices: Prices) -> Floats:
