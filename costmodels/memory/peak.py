@@ -520,6 +520,14 @@ def least_state_bytes(
     cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
 ) -> Floats:
     """Bytes on a device of each pipeline rank whatever the microbatch and its recomputation, [n, k]."""
+    states, gradients = least_states(cluster, engine, table, sizes, ranks)
+    return states + gradients
+
+
+def least_states(
+    cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
+) -> tuple[Floats, Floats]:
+    """Bytes that each pipeline rank holds at least: besides gradients, and of gradients, [n, k] each."""
     held = rank_parameters(sizes, ranks)
     parameters, gradients, optimizer = model_states(engine, table, sizes, ranks, held)
     if engine.sharding.fully_sharded:
@@ -527,8 +535,8 @@ def least_state_bytes(
         absent = (table.virtual_pipeline_parallel - least_stages(table))[:, None]
         parameters = parameters - absent * stage_copy_bytes(engine, table, sizes, ranks)
     margin = margin_bytes(cluster, engine, table, ZERO, sizes)
-    states = whole_parameter_bytes(engine, table, sizes, ranks, parameters) + gradients + optimizer
-    return states + sum(margin.values(), np.zeros(()))
+    states = whole_parameter_bytes(engine, table, sizes, ranks, parameters) + optimizer
+    return states + sum(margin.values(), np.zeros(())), gradients
 
 
 def stage_memory(

@@ -20,7 +20,7 @@ from planner.ranking.result import Listed, SearchResult
 from planner.solve.bounds import floor_of
 from planner.solve.concatenation import concatenate_prices, without_repeats
 from planner.solve.fit import Fit, fit
-from planner.solve.further import further_space, lists_plain_alone
+from planner.solve.further import Which, further_space, lists_plain_alone
 from planner.solve.graphs import graph_problem, with_worthy_graphs
 from planner.solve.offload import offload_space, overfull_host, solved_within_host, within_host
 from planner.solve.solutions import solutions, worth_of_further
@@ -133,12 +133,13 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
     added: list[Prices] = []
     plain_alone = lists_plain_alone(problem)
     # Plans found with the enumerated microbatches leave fewer of the others to look at.
-    for anything, usual in ((False, True), (True, True), (True, False)):
+    every: tuple[Which, ...] = ("small", "usual", "fewest", "other")
+    for which in every:
         so_far = [part for part in (*known, *added) if len(part)]
-        if anything is not bool(so_far):
+        if bool(so_far) is (which == "small"):
             continue
         worth = worth_of_further(problem.objective, so_far)
-        space = further_space(problem, listed, found, worth, anything, usual)
+        space = further_space(problem, listed, found, worth, which)
         if space is None:
             continue
         if problem.pins.get("offload_activations") or problem.pins.get("offload_optimizer"):

@@ -8,7 +8,8 @@ that is left out could be among them.
 
 Of microbatches of one size a step has the most that the batch holds: tokens per second grow with their
 number. So does memory, from one microbatch to two, or from one round of interleaved chunks to two, so that
-fewer are a way to make layouts fit (`planner.solve.recompute.with_fewest_micro_batches`).
+fewer are a way to make layouts fit (`planner.solve.recompute.with_fewest_micro_batches`). Where pins say what
+recomputes, nothing is solved, and steps of the fewest microbatches are listed here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from typing import Literal
 
 import numpy as np
 
@@ -71,21 +73,21 @@ RESERVE = [rule for rule in RULES if rule.reserve]
 (UNEQUAL_CHUNKS,) = (rule for rule in RESERVE if rule.name == "virtual_pipeline_chunks")
 
 
-def further_space(
-    problem: Problem, space: Space, found: Fit, worth: Worth, anything: bool, usual: bool
-) -> Space | None:
+Which = Literal["small", "usual", "fewest", "other"]
+"""Microbatches that are looked at: the smallest alone, as where nothing fits, for larger ones fit no better;
+the enumerated sizes, whose layouts break rules in reserve; any size in steps of the fewest; other sizes."""
+
+
+def further_space(problem: Problem, space: Space, found: Fit, worth: Worth, which: Which) -> Space | None:
     """The layouts that `space` does not list, of those that could be worth it; None where there are none.
 
     Args:
         space: the enumerated layouts.
         found: the enumerated layouts that fit.
-        anything: some layout fits. Where none does, small microbatches alone are looked at: larger ones fit
-            no better.
-        usual: those with the enumerated microbatches, which break rules in reserve; else those with others.
     """
-    if problem.objective == "memory" and anything:
+    if problem.objective == "memory" and which != "small":
         return None  # The layouts that hold least are enumerated.
-    micro_batches = _micro_batches(problem, space, found, anything, usual)
+    micro_batches = _micro_batches(problem, space, found, which)
     if not len(micro_batches.size):
         return None
     listed = problem
@@ -103,27 +105,32 @@ def lists_plain_alone(problem: Problem) -> bool:
     return "none" in recompute_kinds(problem.pins, problem.engine)
 
 
-def _micro_batches(
-    problem: Problem, space: Space, found: Fit, anything: bool, wants_usual: bool
-) -> MicroBatches:
+def _micro_batches(problem: Problem, space: Space, found: Fit, which: Which) -> MicroBatches:
     """Sizes of microbatches, and whether a step has the most of them or the fewest."""
     usual = np.array(micro_batch_sizes(problem.batch, problem.pins), dtype=np.int64)
-    if not anything:
+    if which == "small":
         # Fewer microbatches hold no more.
         sizes = usual[:1]
         return MicroBatches(sizes, np.full(len(sizes), problem.batch.maximum))
-    if wants_usual:
+    if which == "usual":
         return MicroBatches(usual, np.zeros(len(usual), dtype=np.bool_))
     pin = problem.pins.get("micro_batch_size")
     free = problem.batch.maximum and problem.objective in ("throughput", "cost")
-    if not free or not (pin is None or isinstance(pin, Choice)):
+    fewest = which == "fewest"
+    if not free or (fewest and recompute_kinds(problem.pins, problem.engine)):
         return MicroBatches(usual[:0], np.zeros(0, dtype=np.bool_))
-    sizes = np.arange(1, 1 + _largest(problem, space, found, usual), dtype=np.int64)
+    if not (pin is None or isinstance(pin, Choice)):
+        sizes = usual if fewest else usual[:0]
+        return MicroBatches(sizes, np.full(len(sizes), fewest))
+    largest = problem.batch.size if fewest else _largest(problem, space, found, usual)
+    sizes = np.arange(1, 1 + largest, dtype=np.int64)
     if isinstance(pin, Choice):
         sizes = sizes[[size in pin for size in sizes.tolist()]]
     apart = np.floor(np.log(sizes) / np.log(FINE))
-    sizes = sizes[((sizes <= EVERY) | (np.diff(apart, prepend=-1.0) > 0)) & ~np.isin(sizes, usual)]
-    return MicroBatches(sizes, np.zeros(len(sizes), dtype=np.bool_))
+    known = np.isin(sizes, usual)
+    some = (sizes <= EVERY) | (np.diff(apart, prepend=-1.0) > 0)
+    sizes = sizes[some | known if fewest else some & ~known]
+    return MicroBatches(sizes, np.full(len(sizes), fewest))
 
 
 def _largest(problem: Problem, space: Space, found: Fit, usual: Ints) -> int:
@@ -333,14 +340,18 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
     pairs, _, sizes, splits, _, zero = degrees.shape
     columns = [*(getattr(degrees, name) for name in SHAPE), degrees.runs(*SPLIT_BACKWARD)]
     first, shape = distinct_rows([np.broadcast_to(column.ravel(), (pairs,)) for column in columns])
+    kinds = recompute_kinds(problem.pins, problem.engine)
+    # Several layers that start from one input keep less than a layer that does.
+    pinned = isinstance(problem.pins.get("recompute"), str) and "recompute_num_layers" not in problem.pins
 
     def at(places: tuple[Ints, ...], stage: Ints | int = 0) -> LayoutTable:
-        """Layouts without recomputation, at places along the axes of pairs, sizes and sequence
+        """Layouts that recompute as pinned, or nothing, at places along the axes of pairs, sizes and sequence
         parallelism."""
         pair, size, split = (each.astype(np.int32) for each in places)
         same = np.zeros_like(pair)
         where = (pair, same, size, split, same, same + np.asarray(stage, dtype=np.int32))
-        table = with_recompute(table_at(degrees, where, problem.precision, problem.pins), NONE, 0)
+        table = table_at(degrees, where, problem.precision, problem.pins)
+        table = table if pinned else with_recompute(table, NONE, 0)
         return replace(table, global_batch_size=table.micro_batch_size * table.data_parallel)
 
     dimensions, size = (len(first), sizes, splits), degrees.micro_batch_size.ravel()
@@ -369,15 +380,14 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
     stages = {0, zero - 1} if problem.constants.sharding.plain_whole else {0}
     found = [least_units(*where, at(every, stage)) for stage in sorted(stages)]
     whole, layer = (whole_of(reduce(np.minimum, each)) for each in zip(*found, strict=True))
-    kinds = recompute_kinds(problem.pins, problem.engine)
     free = problem.cluster.parts or "layers_per_stage" in problem.pins
     kept, freed, again = (
         np.zeros(dimensions),
         np.zeros((len(first), splits)),
         np.zeros((len(first), splits, 1 + STEPS)),
     )
-    rank = FullestRank(*np.zeros((3, pairs)))
-    if not free and (kinds or problem.pins.get("recompute") == "none"):
+    rank = FullestRank(*np.zeros((4, pairs)), np.zeros(pairs, dtype=np.bool_))
+    if not free and (kinds or pinned):
         own = problem.constants.for_device(problem.cluster.device)
         kept = whole_of(kept_bytes(problem.model, own, at(every)))
         kept = np.where(kept < NEVER, kept, 0.0)
@@ -431,7 +441,11 @@ def _recomputation_seconds(problem: Problem, part: OpenGrid, units: _Units, micr
     """Seconds of one microbatch that a pipeline rank recomputes at least to fit; `NEVER` where it cannot."""
     chunks, pipeline, rank = part.virtual_pipeline_parallel, part.pipeline_parallel, units.rank
     flying = np.minimum(rank.in_flight, micro_batches * rank.layers)
-    unfit = np.maximum(rank.states + flying * units.kept - problem.cluster.memory_bytes, 0.0)
+    # Without a buffer, and without chunks, gradients are there beside all activations from the microbatch on
+    # that follows the warm-up (`costmodels.memory.moments.least_moment`).
+    together = rank.has_buffer | ((chunks == 1) & (micro_batches > pipeline))
+    left = problem.cluster.memory_bytes - rank.states - np.where(together, rank.gradients, 0.0)
+    unfit = np.maximum(flying * units.kept - left, 0.0)
     # Each byte of a layer is there as often as the layer is in flight, which is once for each rank at most.
     often = np.where(chunks > 1, flying, pipeline * rank.layers)
     each = unfit / np.maximum(often, 1e-9) / part.micro_batch_size
@@ -441,4 +455,5 @@ def _recomputation_seconds(problem: Problem, part: OpenGrid, units: _Units, micr
     pairs, splits = np.ogrid[: len(freed), : freed.shape[3]]
     again = units.again[pairs[:, None, None, :, None, None], splits[:, None, None, :, None, None], step]
     seconds = again * part.micro_batch_size * rank.layers
-    return np.where(share > 1 + 1e-9, NEVER, seconds)
+    never = rank.states + rank.gradients > problem.cluster.memory_bytes
+    return np.where(never | (share > 1 + 1e-9), NEVER, seconds)

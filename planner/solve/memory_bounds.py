@@ -14,14 +14,14 @@ import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.layers.shapes import distinct_shapes
-from costmodels.memory.peak import stage_memory
+from costmodels.memory.peak import least_states
 from costmodels.memory.unit_sizes import row_unit_sizes, unit_sizes
 from costmodels.ranks.rank_layers import ZERO, Ranks, all_ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Recompute, even_split
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import FULL, SCHEDULES, Floats, LayoutTable, combined_key
+from costmodels.spec.table import FULL, SCHEDULES, Bools, Floats, LayoutTable, combined_key
 from costmodels.time.unit_times import unit_passes
 from planner.solve.recompute import recompute_sets, with_recompute
 
@@ -37,7 +37,12 @@ class FullestRank:
     in_flight: Floats
     """Layers alive at most, times the microbatches that each is alive for."""
     states: Floats
-    """Bytes that the rank holds at least, besides activations that layers keep for their backward pass."""
+    """Bytes that the rank holds at least, besides gradients and activations that layers keep for their
+    backward pass."""
+    gradients: Floats
+    """Bytes of gradients that are there at least, after a backward pass."""
+    has_buffer: Bools
+    """Whether the gradients have their bytes from the start."""
 
 
 def fullest_rank(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> FullestRank:
@@ -73,8 +78,12 @@ def fullest_rank(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layo
     )
     engine = engine.for_device(cluster.device)
     sizes = row_unit_sizes(model, engine, *distinct_shapes(table))
-    states = sum(stage_memory(cluster, engine, table, sizes, ranks).values(), np.zeros(()))
-    return FullestRank(layers, flying * share, np.broadcast_to(states, held.shape)[:, 0])
+    # Nothing else of a step is sure to be there while most activations are.
+    states, gradients = (
+        np.broadcast_to(each, held.shape)[:, 0] for each in least_states(cluster, engine, table, sizes, ranks)
+    )
+    buffer = np.full(len(table), not engine.sharding.fully_sharded)
+    return FullestRank(layers, flying * share, states, gradients, buffer)
 
 
 def _layers_in_flight(layers: int, pipeline: int, chunks: int, schedule: int) -> tuple[float, float]:

@@ -291,6 +291,28 @@ OVERLOOKED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"world_size": 60, "local_world_size": 12, "device": "rtx-pro-6000", "global_batch_size": 8},
         "tp=10 pp=3 vpp=2 schedule=zbv cp=2 cp_form=all_gather mbs=1 x 8 layers_per_stage=6,8,7,6,6,7",
     ),
+    "a microbatch that divides nothing, beside buffers that the optimizer's step alone has": (
+        "mindformers-gpt-70b",
+        {
+            "world_size": 11,
+            "local_world_size": 1,
+            "device": "ascend-910b",
+            "max_global_batch_size": 512,
+            "engine": "deepspeed",
+        },
+        "dp=11 zero=3 mbs=3 x 15 recompute=full offload=optimizer",
+    ),
+    "a larger microbatch in one round, under pinned recomputation": (
+        "korthikanti-175b",
+        {
+            "world_size": 30,
+            "local_world_size": 15,
+            "device": "tpu-v5p",
+            "max_global_batch_size": 1000,
+            "pin": ["recompute=full"],
+        },
+        "tp=2+sp pp=3 vpp=32 dp=5 zero=1 mbs=3 x 3 recompute=full",
+    ),
     "less recomputation, where moved layers leave room for it": (
         "llama3-70b",
         {
@@ -315,7 +337,7 @@ OVERLOOKED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", OVERLOOKED)
 def test_no_layout_that_was_once_overlooked_is_faster(name: str) -> None:
     model, job, rival = OVERLOOKED[name]
-    names = ("world_size", "local_world_size", "device", "memory_margin_gib")
+    names = ("world_size", "local_world_size", "device", "memory_margin_gib", "engine")
     where = {each: job[each] for each in names if each in job}
     other = evaluate(rival, model=model, **where)
     result = search(model, prefer="fastest", **job)
