@@ -23,7 +23,7 @@ import numpy as np
 from costmodels.dataclass import dataclass
 from costmodels.order import apart_at, differences, order_width, order_widths, widths_of
 from costmodels.pricing import Prices, price
-from costmodels.spec.table import ARRAY_FIELDS, Bools, Floats, Ints, LayoutTable
+from costmodels.spec.table import ARRAY_FIELDS, SCHEDULES, Bools, Floats, Ints, LayoutTable
 from planner.objective import logarithms, slowness
 from planner.problem import Problem
 from planner.ranking.complexity import points_of
@@ -35,6 +35,7 @@ from planner.solve.concatenation import concatenate_prices
 from planner.solve.fit import Fit
 from planner.solve.played_splits import has_even_stages, played_moves
 from planner.solve.recompute import least_recompute, recompute_kinds
+from planner.solve.solutions import balanced
 from planner.space.grid import Space
 
 AT_ONCE = 512
@@ -42,6 +43,8 @@ AT_ONCE = 512
 
 SIMULATED = 4
 """Pipelines that are simulated together."""
+
+PLAIN = SCHEDULES.index("1f1b")
 
 SHORT = 1e9
 """Points of a plan that leaves too little memory: more than all others together."""
@@ -205,14 +208,37 @@ class _Choice:
         return could
 
     def solved(self, most: float) -> Prices | None:
-        """A layout that ties, has fewer points than `most`, and fits with a part of its modules or layers."""
-        problem, table = self.problem, self.space.table
-        kinds = recompute_kinds(problem.pins, problem.engine)
-        if problem.cluster.parts or not kinds:
+        """A layout that ties, has fewer points than `most`, and fits with a part of its modules or layers, or
+        with other layers on its stages."""
+        problem = self.problem
+        if problem.cluster.parts:
             return None
         cluster = problem.cluster
         left = cluster.memory_bytes - problem.preference.headroom_bytes(cluster.memory_bytes)
-        bases = np.flatnonzero(self.found.states & (self.found.peaks > left) & (table.recompute == 0))
+        smaller = replace(problem, cluster=cluster.model_copy(update={"memory_bytes": left}))
+        within = replace(self.found, rows=self.found.peaks <= left)
+        parts = [self._recomputing(smaller, within, most), self._balanced(smaller, within, most)]
+        some = [replace(part, cluster=cluster) for part in parts if part is not None and len(part)]
+        if not some:
+            return None
+        prices = concatenate_prices(some)
+        best = self.simplest(prices, np.arange(len(prices)))
+        if best is None or best[2] >= most:
+            return None
+        return best[0].take(np.array([best[1]]))
+
+    def _recomputing(self, smaller: Problem, within: Fit, most: float) -> Prices | None:
+        """Layouts that may tie with fewer points than `most`, and fit with recomputation that is solved.
+
+        Args:
+            smaller: the problem on devices without the memory to leave.
+            within: which layouts fit there.
+        """
+        problem, table = self.problem, self.space.table
+        kinds = recompute_kinds(problem.pins, problem.engine)
+        if not kinds:
+            return None
+        bases = np.flatnonzero(within.states & ~within.rows & (table.recompute == 0))
         points = self.points(table.take(bases), np.zeros(len(bases)))
         bases = bases[points + problem.preference.points.least_recompute < most]
         # Recomputation of a layout adds one difference.
@@ -221,25 +247,45 @@ class _Choice:
         could = self._could_be(bases, last)
         bases, last = bases[could], last[could]
         if len(bases):
-            plain = price(problem.model, cluster, problem.constants, table.take(bases))
+            plain = price(problem.model, problem.cluster, problem.constants, table.take(bases))
             some = slowness(problem.objective, plain.table.global_batch_size, plain.step_time_s) <= last
             bases, last = bases[some], last[some]
         if not len(bases):
             return None
-        chosen = np.zeros(len(table), dtype=np.bool_)
-        chosen[bases] = True
-        found = replace(self.found, rows=self.found.peaks <= left, states=chosen)
+        found = replace(within, states=self._chosen(bases))
         worth = Worth(problem.objective, float(last.max()))
-        smaller = cluster.model_copy(update={"memory_bytes": left})
-        where = problem.model, smaller, problem.constants
-        prices = least_recompute(*where, self.space, found, kinds, worth, self.floor)
-        if prices is None or not len(prices):
+        where = problem.model, smaller.cluster, problem.constants
+        return least_recompute(*where, self.space, found, kinds, worth, self.floor)
+
+    def _balanced(self, smaller: Problem, within: Fit, most: float) -> Prices | None:
+        """Layouts of 1F1B that may tie with fewer points than `most`, with the layers of their stages solved.
+
+        Args:
+            smaller, within: as for `_recomputing`.
+        """
+        problem, table = self.problem, self.space.table
+        if "layers_per_stage" in problem.pins:
             return None
-        prices = replace(prices, cluster=cluster)
-        best = self.simplest(prices, np.arange(len(prices)))
-        if best is None or best[2] >= most:
+        rows = np.flatnonzero(within.mean & (table.pipeline_parallel > 1))
+        rows = rows[table.column("schedule", rows) == PLAIN]
+        rows = rows[self.points(table.take(rows), np.zeros(len(rows))) < most]
+        # Layers are one difference more, and so is what a layout recomputes besides.
+        other = np.full(len(rows), -1)
+        last = self.could_tie(replace(table.take(rows), recompute_num_layers=other))
+        could = self._could_be(rows, last)
+        rows, last = rows[could], last[could]
+        if not len(rows):
             return None
-        return best[0].take(np.array([best[1]]))
+        found = replace(within, mean=self._chosen(rows))
+        worth = Worth(problem.objective, float(last.max()))
+        kinds = recompute_kinds(problem.pins, problem.engine)
+        return balanced(smaller, table, found, kinds, worth, self.floor, plain_alone=False)
+
+    def _chosen(self, rows: Ints) -> Bools:
+        """The mask of some rows of the space."""
+        chosen = np.zeros(len(self.space.table), dtype=np.bool_)
+        chosen[rows] = True
+        return chosen
 
     def moved(self, preferred: Prices, most: float) -> Prices | None:
         """The preferred plan with layers moved that make it faster, and that leave it as simple.

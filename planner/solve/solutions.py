@@ -74,7 +74,7 @@ def solutions(
     if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
         solved = [some for some in every if some is not None]
         worth = worth_among(problem.objective, [prices, *solved, *others])
-        every.append(_balanced(problem, space.table, found, kinds, worth, floor, plain_alone))
+        every.append(balanced(problem, space.table, found, kinds, worth, floor, plain_alone))
     best = [some.take(worth(some.table, some.step_time_s)) for some in every if some is not None]
     if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
         worth = worth_among(problem.objective, [prices, *best, *others])
@@ -107,7 +107,7 @@ def worth_of_further(objective: Objective, parts: Sequence[Prices]) -> Worth:
     return worth_among(objective, parts, max(1, min(FURTHER, count)))
 
 
-def _balanced(
+def balanced(
     problem: Problem,
     table: LayoutTable,
     found: Fit,
@@ -119,6 +119,11 @@ def _balanced(
     """Layouts with the split that is best, of those that the even split makes slower or too big.
 
     All layers recompute the same: what `table` lists, or any other set of modules.
+
+    Args:
+        table: legal layouts.
+        found: which of them fit.
+        kinds, worth, floor, plain_alone: as for `planner.solve.recompute.least_recompute`.
     """
     where = problem.model, problem.cluster, problem.constants
     # Unequal chunks stall the schedules of several chunks at the longest one in every round.

@@ -11,10 +11,10 @@ import pytest
 from costmodels import ModelSpec
 from costmodels.errors import InputError
 from costmodels.order import order_width, order_widths
-from costmodels.spec.layout import Layout
+from costmodels.spec.layout import Layout, even_split
 from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
-from planner import Plan, search
+from planner import Plan, evaluate, search
 from planner.preference import FASTEST, Preference, parse_preference, usual_complexity
 from planner.ranking import contenders
 from planner.ranking.complexity import points_of
@@ -135,6 +135,20 @@ def test_no_layout_is_first_while_a_simpler_one_is_as_fast() -> None:
         if of_plan < points[0] and plan.estimate.tokens_per_s >= first.estimate.tokens_per_s
     ]
     assert not simpler
+
+
+def test_stages_are_balanced_before_a_plain_pipeline_is_given_up_for_zero_3_across_nodes() -> None:
+    """The even split is told apart from ZeRO 3 over 128 nodes; a pipeline with short ends is not."""
+    job: dict[str, Any] = {"world_size": 1024, "device": "h100", "global_batch_size": 1024}
+    found = search("llama3-405b", **job)
+    assert found.best is not None
+    layout = found.best.layout
+    assert (layout.schedule, layout.zero_stage) == ("1f1b", 1)
+    assert layout.layers_per_stage[0] < max(layout.layers_per_stage)
+    even = layout.model_copy(update={"layers_per_stage": even_split(126, layout.pipeline_parallel)})
+    assert found.best.estimate.tokens_per_s > evaluate(even, model="llama3-405b", device="h100").tokens_per_s
+    fastest = next(plan for plan in found.plans(2) if plan.layout.zero_stage == 3)
+    assert fastest.estimate.tokens_per_s > found.best.estimate.tokens_per_s
 
 
 def test_simplicity_decides():
