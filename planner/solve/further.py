@@ -195,7 +195,7 @@ def _admitted(
         seconds = least_step_seconds(some_part, own.whole, slowest)
         good = slowness(problem.objective, some_part.global_batch_size, seconds) <= worth.last
         good = good & (some_part.micro_batches >= full) & (slowest < NEVER)
-        good = good & ~_listed(problem, reserve, some_part, some_part.columns["fewest"])
+        good = good & ~_listed(problem, reserve, some_part, _has_fewer(some_part))
         admitted[rows[:, None], 0, few] = good[:, 0]
     return part, admitted
 
@@ -272,6 +272,16 @@ def _listed(problem: Problem, reserve: Sequence[Rule], degrees: OpenGrid, fewest
     )
     usual = np.isin(degrees.micro_batch_size, micro_batch_sizes(problem.batch, problem.pins))
     result: Bools = ~held_back & usual[:, :, : fewest.shape[2]] & (fewest == 0)
+    return result
+
+
+def _has_fewer(degrees: OpenGrid) -> Ints | Bools:
+    """Layouts whose steps have fewer microbatches than the batch holds."""
+    fewest = degrees.columns["fewest"]
+    if not fewest.any():
+        return fewest
+    most = OpenGrid.on({**degrees.columns, "fewest": np.zeros_like(fewest)})
+    result: Bools = degrees.global_batch_size < most.global_batch_size
     return result
 
 
