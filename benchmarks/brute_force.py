@@ -1,6 +1,6 @@
 """Is the first plan the best? Random legal layouts of random questions, priced one by one.
 
-python -m benchmarks.brute_force [--questions N] [--seed S] [--layouts N] [--json]
+python -m benchmarks.brute_force [--questions N | --only NUMBER...] [--seed S] [--layouts N] [--json]
 
 A question is a model, devices (an odd or prime number of them too), nodes, a batch or the most that it may
 be, an engine and now and then pins. Layouts are drawn from all degrees at random, and from the neighbours of
@@ -335,12 +335,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Ask, draw and print; the exit code is 1 where a first plan was beaten."""
     parser = argparse.ArgumentParser(description="Hold first plans against random legal layouts.")
     parser.add_argument("--questions", type=int, default=100)
+    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="questions to ask, by number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layouts", type=int, default=LAYOUTS, help="drawn for each question")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     started, answers = time.perf_counter(), []
-    for number in range(given.questions):
+    numbers = given.only or range(given.questions)
+    for number in numbers:
         rng = random.Random(f"{given.seed}/{number}")
         answer = beat(ask(rng), given.layouts, rng)
         if answer is None:
@@ -363,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layouts = sum(answer.drawn for answer in answers)
         unanswered = sum(answer.first is None for answer in answers)
         print(
-            f"{given.questions} questions, seed {given.seed}: {given.questions - len(answers)} have no legal "
+            f"{len(numbers)} questions, seed {given.seed}: {len(numbers) - len(answers)} have no legal "
             f"layout, {unanswered} none that fits; of {len(answers)} answers {len(beaten)} were beaten by "
             f"more than {BEATEN:.0%} and {len(ahead) - len(beaten)} by {BETTER:.1%} to {BEATEN:.0%} "
             f"by one of {layouts:,} legal layouts ({time.perf_counter() - started:.0f} s)"
