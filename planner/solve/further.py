@@ -396,7 +396,8 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
         np.zeros((len(first), splits)),
         np.zeros((len(first), splits, 1 + STEPS)),
     )
-    rank = FullestRank(*np.zeros((4, pairs)), np.zeros(pairs, dtype=np.bool_))
+    nothing = np.zeros(pairs)
+    rank = FullestRank(nothing, nothing, nothing, nothing, np.zeros(pairs, dtype=np.bool_))
     if not free and (kinds or pinned):
         own = problem.constants.for_device(problem.cluster.device)
         kept = whole_of(kept_bytes(problem.model, own, at(every)))
