@@ -153,7 +153,8 @@ def read_files(
     )
     own = [file for file in texts if file != described and Path(file).name not in beside]
     around = dataclasses.replace(around, files=tuple(own))
-    parts = _joined([_part(file, texts[file], around) for file in own])
+    together = _of_gpt_neox(own, texts)
+    parts = [together] if together else _joined([_part(file, texts[file], around) for file in own])
     reading = with_objective(_together(parts, around, described), defined)
     if defined:
         scripts = [
@@ -240,6 +241,19 @@ def _joined(parts: list[_Part]) -> list[_Part]:
         first.source, others=tuple((other.source.file, other.source.text) for other in others)
     )
     return [dataclasses.replace(first, source=source), *(part for part in parts if part not in programs)]
+
+
+def _of_gpt_neox(own: Sequence[str], texts: Mapping[str, str]) -> _Part | None:
+    """Several YAML files of one job of GPT-NeoX, which has its keys in as many; None for other files."""
+    if len(own) < 2 or not all(file.lower().endswith((".yml", ".yaml")) for file in own):
+        return None
+    found = {file: PARSERS[Path(file).suffix.lower()](texts[file], f"file {file}") for file in own}
+    first = next((file for file, entries in found.items() if gpt_neox.is_neox(entries)), None)
+    if first is None:
+        return None
+    others = tuple((file, texts[file]) for file in own if file != first)
+    kind = next(one for one in KINDS if one.framework == "gpt-neox")
+    return _Part(Source(first, texts[first], found[first], others=others), kind)
 
 
 def _part(file: str, text: str, around: Surroundings) -> _Part:

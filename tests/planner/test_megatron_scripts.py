@@ -149,6 +149,86 @@ def test_layers_of_stages(arguments: str, stages: tuple[int, ...]) -> None:
     assert layout_of(batch + arguments).layers_per_stage == stages
 
 
+DEEPSPEED = "--micro-batch-size 1 --deepspeed --zero-stage 1 --no-pipeline-parallel"
+
+
+@pytest.mark.parametrize(
+    ("flags", "top_k", "kinds"),
+    [
+        ("--num-experts 8", 1, ["dense", "experts"] * 12),
+        ("--num-experts 8 --topk 2 --expert-interval 1", 2, ["experts"] * 24),
+        ("--num-experts 8 --expert-interval 3", 1, ["dense", "dense", "experts"] * 8),
+        ("--num-experts 8 8 8", 1, ["dense", "experts"] * 12),
+        ("--num-experts 1", 0, ["dense"] * 24),
+    ],
+)
+def test_deepspeed_has_experts_in_every_second_layer_and_one_a_token(
+    flags: str, top_k: int, kinds: list[str]
+) -> None:
+    reading = read(f"{DEEPSPEED} {flags}")
+    assert reading.layout is not None and reading.model is not None, reading.problems
+    model = reading.model
+    experts = sum(1 for one in kinds if one == "experts")
+    assert model.moe_layers == experts and (model.top_k if experts else 0) == top_k
+    assert [one.text for one in reading.problems if "belongs to no flag" in one.text] == []
+    # By hand: an MLP of 8 h^2 + 5 h, a router of h x 8, attention and norms of layers, both embeddings.
+    hidden, mlp = 1024, 8 * 1024**2 + 5 * 1024
+    rest = 24 * (4 * hidden**2 + 4 * hidden + 4 * hidden) + (50257 + 2048) * hidden + 2 * hidden
+    assert model.parameters == rest + (24 - experts) * mlp + experts * (8 * mlp + 8 * hidden)
+
+
+def test_deepspeeds_layers_of_different_experts_are_not_known() -> None:
+    reading = read(f"{DEEPSPEED} --num-experts 8 8 16")
+    assert [one.flag for one in reading.problems if one.severity == "unknown"] == ["--num-experts"]
+
+
+def test_mindspeeds_experts_stand_in_every_nth_layer() -> None:
+    model = read("--micro-batch-size 1 --num-experts 8 --expert-interval 4 --moe-tp-extend-ep").model
+    assert model is not None and (model.moe_layers, model.top_k) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--ds-sequence-parallel-size 1", "tp=1 pp=1 dp=16"),
+        ("--ds-sequence-parallel-size 4", "tp=1 pp=1 cp=4 cp_form=all_to_all dp=4"),
+        ("--num-experts 8 --moe-expert-parallel-size 4 --tensor-model-parallel-size 2", "tp=2 pp=1 ep=4"),
+    ],
+)
+def test_deepspeed_splits_sequences_by_heads_and_needs_no_sequence_parallelism(
+    more: str, expected: str
+) -> None:
+    assert layout_of(f"{DEEPSPEED} {more}").describe().startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("more", "severity"),
+    [
+        ("", "note"),
+        ("--deepspeed --zero-stage 1 --no-pipeline-parallel", None),
+        ("--moe-tp-extend-ep", "illegal"),
+    ],
+)
+def test_experts_in_fp16_are_refused_by_software_of_old_megatron_alone(
+    more: str, severity: str | None
+) -> None:
+    arguments = f"--micro-batch-size 1 --num-experts 8 --expert-model-parallel-size 4 --fp16 {more}"
+    reading = read(arguments, model=MODEL.replace("--bf16", ""))
+    found = [one.severity for one in reading.problems if one.flag == "--fp16"]
+    assert found == ([severity] if severity else [])
+    assert (reading.layout is None) == (severity == "illegal")
+
+
+def test_the_batch_of_megatron_1_is_deepspeeds_microbatch() -> None:
+    layout = layout_of("--batch-size 4 --deepspeed --zero-stage 2 --no-pipeline-parallel")
+    assert (layout.micro_batch_size, layout.global_batch_size, layout.zero_stage) == (4, 64, 2)
+
+
+def test_latent_attention_with_rotary_positions_learns_none() -> None:
+    flags = "--micro-batch-size 1 --multi-latent-attention --use-rotary-position-embeddings"
+    assert [one.flag for one in read(flags).problems if one.flag == "--multi-latent-attention"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "flag", "text"),
     [

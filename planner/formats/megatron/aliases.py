@@ -17,6 +17,7 @@ ALIASES = {
     "--padded-vocab-size": "--vocab-size",
     "--pad-vocab-size-to": "--vocab-size",
     "--moe-expert-parallel-size": "--expert-model-parallel-size",
+    "--ds-sequence-parallel-size": "--context-parallel-size",
     "--moe-train-capacity-factor": "--moe-expert-capacity-factor",
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--activations-checkpoint-method": "--recompute-method",
@@ -43,6 +44,8 @@ IMPLIED = {
     "--num-key-value-heads": ("--group-query-attention", ""),
 }
 """The flag and the value that an earlier flag implies besides its own meaning."""
+
+MICRO = "--micro-batch-size"
 
 _ONE_GROUP = "--attention-head-type"
 """BigCode's flag: `multiquery` is one group of queries."""
@@ -71,6 +74,10 @@ def with_todays_names(given: Mapping[str, GivenFlag], problems: Problems) -> dic
     if kind is not None and kind.text == "multiquery":
         found["--group-query-attention"] = _made(kind, "--group-query-attention", "")
         found["--num-query-groups"] = _made(kind, "--num-query-groups", "1")
+    if "--deepspeed" in given and "--batch-size" in given:
+        # Megatron-LM 1, on which Megatron-DeepSpeed was built first: a microbatch of one device.
+        flag = given["--batch-size"]
+        found.setdefault(MICRO, dataclasses.replace(flag, known=known_flags()[MICRO]))
     _adapters(found, problems)
     _shared_experts(found)
     _dense_layers(found)

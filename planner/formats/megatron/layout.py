@@ -81,6 +81,8 @@ def _expert_tensor(job: Job, degrees: dict[str, Any], model: ModelSpec) -> int:
 
 def _context_form(job: Job) -> str:
     flag = job.word("--context-parallel-algo")
+    if job.framework == "megatron-deepspeed" and job.is_given("--ds-sequence-parallel-size"):
+        return "all_to_all"
     if job.framework == "mindspeed":
         name = flag.text if flag else "ulysses_cp_algo"
         known = CONTEXT_ALGORITHMS

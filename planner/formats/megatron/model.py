@@ -94,6 +94,7 @@ def read_model(
     values = option_values(given, "model", ModelOptions, problems)
     take_out_noops(values, given, problems)
     _in_todays_words(values, given, problems)
+    _deepspeeds_experts(values, given, framework, problems)
     # MindSpeed's router takes scores of softmax with a bias (mindspeed/core/transformer/moe/router.py).
     biased = framework == "mindspeed" and values.get("moe_router_score_function", "softmax") == "softmax"
     biased = biased and bool(values.pop("moe_router_enable_expert_bias", False))
@@ -213,7 +214,11 @@ def _in_todays_words(values: dict[str, Any], given: Given, problems: Problems) -
         if position.lower() in ("alibi", "relative"):
             text = f"{position} is priced as no positions: it adds to the scores of attention"
             problems.add("note", text, name, given[name].line)
-    if values.get("multi_latent_attention") and "position_embedding_type" not in values:
+    if (
+        values.get("multi_latent_attention")
+        and "position_embedding_type" not in values
+        and not values.get("use_rotary_position_embeddings")
+    ):
         name = "--multi-latent-attention"
         text = "rotates its own keys, and positions are learned besides: priced without these"
         problems.add("note", text, name, given[name].line)
@@ -237,6 +242,30 @@ def _in_todays_words(values: dict[str, Any], given: Given, problems: Problems) -
         text = f"groups are ranked by their {top // groups} best experts, which is priced as no groups"
         problems.add("note", text, "--moe-router-group-topk", given["--moe-router-group-topk"].line)
         del values["moe_router_num_groups"], values["moe_router_group_topk"]
+
+
+def _deepspeeds_experts(values: dict[str, Any], given: Given, framework: str, problems: Problems) -> None:
+    """Layers with experts as DeepSpeed has them: one expert a token, and every second layer unless said.
+
+    megatron/arguments.py (`--topk`, `--expert-interval`) and megatron/model/transformer.py
+    (`get_num_experts_per_layer`) of Megatron-DeepSpeed.
+    """
+    flag, layers = given.get(INTERVAL), values.get("num_layers")
+    if not values.get("num_experts") or (flag is None and framework != "megatron-deepspeed"):
+        return
+    # deepspeed/moe/sharded_moe.py (`top1gating`): one expert is weighted by its softmax over all of them.
+    if framework == "megatron-deepspeed" and values.setdefault("moe_router_topk", 1) == 1:
+        values["moe_router_pre_softmax"] = True
+    text = "2" if flag is None else flag.text
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
+        where = INTERVAL, flag.line if flag is not None else None
+        problems.add("illegal", f"{text!r} is not a whole number from 1", *where, certain=True)
+    elif isinstance(layers, int) and text != "1":
+        values["moe_layer_freq"] = str([int(layer % int(text) == 0) for layer in range(1, layers + 1)])
+
+
+INTERVAL = "--expert-interval"
+"""Flag of Megatron-DeepSpeed and MindSpeed: every so many layers one has experts, the first group's last."""
 
 
 def blame(message: str, given: Given) -> GivenFlag | None:

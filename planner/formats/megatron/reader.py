@@ -116,6 +116,7 @@ def read_command(
     given = with_todays_names(named, problems)
     framework = framework or _framework(launch, given)
     name_others(named.values(), problems, "is no flag of Megatron-LM or MindSpeed that is known here")
+    loose = _one_number_of_experts(given, loose, framework, problems)
     _name_loose(loose, problems, conditional)
     _name_unread_values(given, deepspeed is not None, problems)
     if model is None:
@@ -258,6 +259,22 @@ def with_defined(flags: list[GivenFlag], defined: Mapping[str, str]) -> list[Giv
 def _spelled(name: str) -> tuple[str, ...]:
     bare = name.lstrip("-")
     return f"--{bare}", f"--{bare.replace('_', '-')}"
+
+
+def _one_number_of_experts(given: Given, loose: list[Word], framework: str, problems: Problems) -> list[Word]:
+    """The loose words without those that give each layer its own number of experts.
+
+    Megatron-DeepSpeed takes a list (`--num-experts 32 32 64`); one number many times is that number.
+    """
+    flag = given.get("--num-experts")
+    if flag is None or framework != "megatron-deepspeed" or not flag.values:
+        return loose
+    line = flag.values[0].line
+    others = [word for word in loose if word.line == line and word.text.isdigit()]
+    if {word.text for word in others} - {flag.text}:
+        text = "layers with different numbers of experts are not priced"
+        problems.add("unknown", text, flag.name, flag.line, "give --define num_experts=N for one number")
+    return [word for word in loose if word not in others]
 
 
 def _name_loose(loose: list[Any], problems: Problems, conditional: Collection[str]) -> None:

@@ -204,10 +204,12 @@ def _features(f: _Facts) -> Iterator[Fault]:
     if f.framework != "megatron-deepspeed":
         for flag, text, remedy in broken_pairs(f.given):
             yield "illegal", flag, text, remedy
-    if f.ep > 1 and f.has("--fp16"):
+    if f.ep > 1 and f.has("--fp16") and f.framework == "megatron":
+        yield "note", "--fp16", "goes with expert parallelism since Megatron-LM core 0.16 alone", ""
+    elif f.ep > 1 and f.has("--fp16") and f.framework != "megatron-deepspeed":
         yield "illegal", "--fp16", "does not go with expert parallelism", "use --bf16"
     yield from _numbers(f)
-    if m.experts and f.tp > 1 and not f.sequence_parallel:
+    if m.experts and f.tp > 1 and not f.sequence_parallel and f.framework != "megatron-deepspeed":
         text = f"experts with tensor parallelism {f.tp} need it"
         yield "illegal", "--sequence-parallel", text, "add --sequence-parallel"
     if f.ep > 1 and not m.experts:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from costmodels.errors import InputError
 from planner.formats.facts.definitions import with_definitions
-from planner.formats.facts.entries import Entries, Entry
+from planner.formats.facts.entries import Entries, Entry, yaml_entries
 from planner.formats.facts.key_table import key_table
 from planner.formats.facts.keyed import Keyed
 from planner.formats.facts.launcher import Launch
@@ -30,7 +31,7 @@ def is_neox(entries: Entries) -> bool:
 
 def read_neox(source: Source, around: Surroundings) -> Reading:
     """The job that a configuration of GPT-NeoX describes."""
-    plain = {path.replace("-", "_"): entry for path, entry in source.entries.items()}
+    plain, elsewhere = _of_all_files(source)
     entries = with_definitions(plain, around.define, NEOX)
     problems = Problems(source.file)
     keys = Keyed(entries, "gpt-neox", source.file, problems)
@@ -46,6 +47,10 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
         pairs = [("--bf16" if flag == "--fp16" else flag, entry) for flag, entry in pairs]
     if "num_kv_heads" in entries:
         made.append(("--group-query-attention", entries["num_kv_heads"]))
+    if (keys.count("moe_num_experts") or 1) > 1:
+        # neox_arguments/neox_args.py: one expert a token, and experts in every layer, where no key says else.
+        defaults = {"moe_top_k": "--moe-router-topk", "moe_expert_interval": "--expert-interval"}
+        made += [(flag, Entry("", "1", 0)) for key, flag in defaults.items() if key not in entries]
     if "zero_optimization.stage" not in entries:
         made.append(("--zero-stage", Entry("", "0", 0)))
     flags = [
@@ -86,7 +91,34 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
     reading = dataclasses.replace(
         reading, model=model, flags=(*reading.flags, *rest), problems=(*problems.found, *found)
     )
-    return renamed(reading, {flag: path for path, flag in NEOX.items()}, "gpt-neox", "megatron-deepspeed")
+    reading = renamed(reading, {flag: path for path, flag in NEOX.items()}, "gpt-neox", "megatron-deepspeed")
+    placed = (
+        dataclasses.replace(one, file=elsewhere[one.flag]) if one.flag in elsewhere else one
+        for one in reading.problems
+    )
+    return dataclasses.replace(reading, problems=tuple(placed), files=elsewhere)
+
+
+def _of_all_files(source: Source) -> tuple[Entries, dict[str, str]]:
+    """The keys of all files of a job, and the files of those that stand in another than the first.
+
+    GPT-NeoX takes several, and no key twice (`NeoXArgs.from_ymls`).
+    """
+    found: Entries = {}
+    files: dict[str, str] = {}
+    others = [(file, yaml_entries(text, f"file {file}")) for file, text in source.others]
+    for file, entries in [(source.file, source.entries), *others]:
+        for path, entry in entries.items():
+            name = path.replace("-", "_")
+            if name in found:
+                before = files.get(name, source.file)
+                raise InputError(
+                    f"files {before} and {file} both have the key {path}, which GPT-NeoX refuses"
+                )
+            found[name] = dataclasses.replace(entry, path=name)
+            if file != source.file:
+                files[name] = file
+    return found, files
 
 
 def _other_attention(keys: Keyed) -> tuple[list[str], int] | None:
