@@ -147,3 +147,34 @@ def test_python_without_a_recipe(tmp_path: Path) -> None:
         assert read(tmp_path, "recipe.py", BRIDGE + "\nSTYLE = [0x1for x in ()]\n").layout is not None
     with pytest.raises(InputError, match="not valid Python"):
         read(tmp_path, "other.py", "def f(:\n")
+
+
+@pytest.mark.parametrize(
+    ("imported", "called"),
+    [
+        ("from nemo.collections.llm.recipes import base", "base.pretrain_recipe"),
+        ("from nemo.collections.llm.recipes import base as other", "other.pretrain_recipe"),
+        ("from .base import pretrain_recipe as base_recipe", "base_recipe"),
+    ],
+)
+def test_files_that_are_given_together_may_have_functions_of_one_name(
+    tmp_path: Path, imported: str, called: str
+) -> None:
+    long = f"""
+{imported}
+
+def trainer(num_nodes: int = 2):
+    return base.trainer(tensor_parallelism=8, pipeline_parallelism=1, num_nodes=num_nodes)
+
+def pretrain_recipe(num_nodes: int = 2):
+    recipe = {called}(num_nodes=num_nodes)
+    recipe.trainer = trainer(num_nodes=num_nodes)
+    recipe.data = run.Config(MockDataModule, seq_length=32768, global_batch_size=64, micro_batch_size=1)
+    return recipe
+"""
+    for name, text in (("long.py", long), ("base.py", NEMO2)):
+        (tmp_path / name).write_text(text)
+    reading = read_files([tmp_path / "long.py", tmp_path / "base.py"])
+    assert reading.layout is not None and reading.model is not None, reading.problems
+    assert reading.layout.describe().startswith("tp=8+sp pp=1 dp=2") and reading.model.seq == 32768
+    assert (reading.layout.global_batch_size, reading.world_size) == (64, 16)

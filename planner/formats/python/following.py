@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
+from pathlib import PurePath
 from typing import Any
 
 from costmodels.dataclass import dataclass
@@ -55,6 +56,11 @@ class Style:
     """Calls that make a whole configuration."""
     nested: bool = False
     """Sections are arguments of that call, and made by calls themselves."""
+
+
+def in_module(file: str, name: str) -> str:
+    """The name of a function of a file as those of other files have it."""
+    return f"{PurePath(file).stem}.{name}"
 
 
 @dataclass(frozen=True)
@@ -365,13 +371,16 @@ class Follower:
         if not isinstance(function, (ast.Name, ast.Attribute)):
             return None
         name = written(function)
-        found = self.functions.get(name)
-        if found is None:
-            first, _, rest = name.partition(".")
-            imported = self.modules.get(first, "")
-            last = rest.rpartition(".")[2] or imported.rpartition(".")[2]
-            found = self.functions.get(last) if imported and not _is_software(imported) else None
-        return found
+        first, _, rest = name.partition(".")
+        imported = self.modules.get(first, "")
+        # Files that are given together may have functions of one name: the file's own comes first, then that
+        # of the module that it imports.
+        of_module = ".".join(f"{imported}.{rest}".rstrip(".").split(".")[-2:]) if imported else name
+        for one in (in_module(self.file, name), of_module, name):
+            if one in self.functions:
+                return self.functions[one]
+        last = of_module.rpartition(".")[2]
+        return self.functions.get(last) if imported and not _is_software(imported) else None
 
     def _path(self, target: ast.expr, known: Mapping[str, Any]) -> str:
         """`model.num_layers` of `cfg.model.num_layers`; empty for what is no attribute of a name."""

@@ -15,7 +15,7 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spelling import nearest
 from planner.formats.facts.entries import Entries
-from planner.formats.python.following import WHOLES, Follower, Function, Style
+from planner.formats.python.following import WHOLES, Follower, Function, Style, in_module
 from planner.formats.python.values import Made
 
 PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -74,7 +74,9 @@ def recipes(
     for file, tree in trees:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef):
-                functions.setdefault(node.name, Function(node, file))
+                function = Function(node, file)
+                functions.setdefault(node.name, function)
+                functions.setdefault(in_module(file, node.name), function)
     given = {name: _literal(text) for name, text in (define or {}).items()}
     found: dict[str, Recipe] = {}
     try:
@@ -85,6 +87,8 @@ def recipes(
             reader.block(tree.body, constants, 0)
             whole.append(reader)
         for name, function in functions.items():
+            if "." in name:
+                continue  # The function of a file by its module, which has a name of its own besides.
             reader = Follower(functions, modules, given, constants, function.file, style)
             reader.follow(function, {}, 0)
             _keep(found, name, reader)
