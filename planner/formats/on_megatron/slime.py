@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import is_mentioned
 from planner.formats.facts.flag_catalogue import GivenFlag, KnownFlag, given_flags, known_flags
-from planner.formats.facts.keyed import known_keys
+from planner.formats.facts.keyed import DECIDING, known_keys
 from planner.formats.facts.launcher import Launch, commands
 from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.source import Source, Surroundings
@@ -49,10 +49,19 @@ SWITCHES = (
 
 
 def _own(name: str) -> KnownFlag | None:
-    """A flag of slime's own; None for those of Megatron-LM and for any other."""
+    """A flag of slime's own; None for those of Megatron-LM and for any other.
+
+    Patterns such as `--disable-*` stand for no flag that says Megatron-LM's model or layout.
+    """
     roles = known_keys("slime")
+    of_megatron = name in known_flags() and known_flags()[name].role in DECIDING
     role = roles.get(name) or next(
-        (role for pattern, role in roles.items() if "*" in pattern and fnmatchcase(name, pattern)), None
+        (
+            role
+            for pattern, role in roles.items()
+            if "*" in pattern and fnmatchcase(name, pattern) and not (of_megatron and role == "training")
+        ),
+        None,
     )
     words = "" if any(fnmatchcase(name, pattern) for pattern in SWITCHES) else "*"
     return None if role is None else KnownFlag(name, role, words, "slime")

@@ -118,3 +118,10 @@ def test_devices_from_outside(tmp_path: Path) -> None:
 def test_a_definition_of_what_nothing_has_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="define colocated"):
         script(tmp_path, define={"colocated": ""})
+
+
+def test_flags_of_megatron_are_no_flags_of_slimes_own(tmp_path: Path) -> None:
+    model = script(tmp_path, define=ALONE).reading.model
+    # Linear layers without biases: 4 layers of 256 x (4 x 256 + 3 x 512 + 2), two embeddings, a norm.
+    assert model is not None and not model.linear_bias
+    assert model.parameters == 4 * 256 * (4 * 256 + 3 * 512 + 2) + 2 * 1000 * 256 + 256
