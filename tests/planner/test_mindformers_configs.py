@@ -64,6 +64,22 @@ def test_the_static_graph_of_a_published_70b(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("more", "stages"),
+    [
+        ("", (10,) * 8),
+        ("    mtp_depth: 1\n    offset: [0, 0, 0, 0, 0, 0, 0, 1]\n", (10,) * 8),
+        ("    mtp_depth: 1\n    offset: [1, 0, 0, 0, 0, 0, 0, 0]\n", (11, *(10,) * 6, 9)),
+        ("    mtp_depth: 1\n", (10,) * 8),
+    ],
+)
+def test_modules_that_predict_further_tokens_count_as_layers_of_the_last_stage(
+    tmp_path: Path, more: str, stages: tuple[int, ...]
+) -> None:
+    layout = read(tmp_path, STATIC + more).layout
+    assert layout is not None and layout.layers_per_stage == stages
+
+
+@pytest.mark.parametrize(
     ("old", "new", "key", "line", "text"),
     [
         ("micro_batch_num: 256", "micro_batch_num: 4", "parallel_config.micro_batch_num", 13, "fewer than"),

@@ -272,15 +272,18 @@ def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | No
         keys.add("illegal", text, STATIC_KEYS["pipeline_parallel"])
         return None
     entry = keys.first(STATIC_KEYS["layers_per_stage"])
-    base = model.layers // stages
+    # Modules that predict further tokens count as layers, and stand on the last stage (research/deepseek3).
+    further = keys.count("model.model_config.mtp_depth", least=0) or 0
+    base = (model.layers + further) // stages
     # Layers that do not divide go to the last stage.
-    listed = [base] * (stages - 1) + [model.layers - base * (stages - 1)]
+    listed = [base] * (stages - 1) + [model.layers + further - base * (stages - 1)]
     if entry is not None and entry.items is not None:
         moved = [int(word) if re.fullmatch(r"-?[0-9]{1,4}", word) else None for word in entry.items]
         if len(moved) != stages or None in moved or chunks > 1:
             keys.add("illegal", f"[{entry.text}] is not one number for each of {stages} stages", entry.path)
             return None
         listed = [base + (offset or 0) for offset in moved]
+    listed[-1] -= further
     if sum(listed) != model.layers or min(listed) < 1:
         some = ",".join(map(str, listed[:20]))
         text = f"the stages have {some} layers, {sum(listed)} together, not {model.layers}"
