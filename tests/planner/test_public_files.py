@@ -397,6 +397,25 @@ def test_what_an_engine_is_not_priced_with_is_no_fault(tmp_path: Path) -> None:
     assert eight.legal is False  # An A100 has no products in fp8.
 
 
+@pytest.mark.parametrize(
+    ("activation", "matrices"),
+    [("gelu", 2), ("geglu", 3), ("fast-geglu", 3), ("swiglu", 3), ("fast-swiglu", 3), ("squared-relu", 2)],
+)
+def test_activations_of_nemo_have_gates_by_their_names(
+    tmp_path: Path, activation: str, matrices: int
+) -> None:
+    config = NEMO.replace("  num_layers", f"  activation: {activation}\n  bias: false\n  num_layers")
+    model = _checked(tmp_path, "nemo.yaml", config).reading.model
+    assert model is not None and model.gated == (matrices == 3)
+    assert model.layer_parameters(model.layer_kind(0)) == 4 * 256**2 + matrices * 256 * 1024 + 4 * 256
+
+
+def test_a_file_of_nemos_launcher_names_its_own_keys_from_outside(tmp_path: Path) -> None:
+    config = NEMO + "  data: {seq_length: '${training.model.encoder_seq_length}'}\n"
+    model = _checked(tmp_path, "nemo.yaml", config).reading.model
+    assert model is not None and model.seq == 512
+
+
 def test_offload_of_the_little_that_adapters_keep_is_no_fault(tmp_path: Path) -> None:
     config = AXOLOTL + "adapter: lora\nlora_r: 8\nfsdp: [full_shard]\nfsdp_config: {offload_params: true}\n"
     found = _checked(tmp_path, "axolotl.yml", config)

@@ -179,7 +179,18 @@ def resolved_value(entry: Entry, entries: Entries, depth: int = 0) -> str:
     dots, name = match.groups()
     parents = entry.path.split(".")[: -len(dots)] if dots else []
     other = entries.get(".".join([*parents, name]))
+    if (
+        other is None
+        and not dots
+        and name.startswith(GROUP)
+        and not any(key.startswith(GROUP) for key in entries)
+    ):
+        other = entries.get(name.removeprefix(GROUP))
     return entry.text if other is None else resolved_value(other, entries, depth + 1)
+
+
+GROUP = "training."
+"""Where the keys of NeMo-Framework-Launcher's files of jobs stand in its whole configuration."""
 
 
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")

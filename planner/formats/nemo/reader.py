@@ -361,8 +361,8 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
             found.append(("--tokenizer-type" if entry.text in TYPES else "--tokenizer-name-or-path", entry))
         elif path.endswith("tokenizer.library") and text not in ("megatron", "null"):
             found.append(("--tokenizer-type", entry))
-        elif leaf == "activation" and text in ("swiglu", "fast-swiglu"):
-            found.append(("--swiglu", entry))
+        elif leaf == "activation" and text.removeprefix("fast-") in ("swiglu", "geglu"):
+            found.append((f"--{text.removeprefix('fast-')}", entry))
     given = {path.rpartition(".")[2]: entry.text.lower() for path, entry in keys.entries.items()}
     named = {name for name, _ in found}
     if framework == "megatron-bridge" or any("MegatronStrategy" in path for path in keys.entries):
