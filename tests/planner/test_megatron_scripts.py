@@ -224,6 +224,21 @@ def test_the_batch_of_megatron_1_is_deepspeeds_microbatch() -> None:
     assert (layout.micro_batch_size, layout.global_batch_size, layout.zero_stage) == (4, 64, 2)
 
 
+@pytest.mark.parametrize(
+    ("more", "bound"),
+    [
+        ("--moe-zero-memory level1", True),
+        ("--moe-zero-memory disable", False),
+        ("--deepspeed --zero-stage 1 --checkpoint-in-cpu", True),
+        ("--use-megatron-fsdp --megatron-fsdp-main-grads-dtype bf16", True),
+        ("--use-megatron-fsdp --megatron-fsdp-main-grads-dtype fp32", False),
+        ("--tp-comm-overlap", False),
+    ],
+)
+def test_a_job_that_keeps_less_than_is_priced_may_fit(more: str, bound: bool) -> None:
+    assert read(f"--micro-batch-size 1 {more}").memory_is_bound is bound
+
+
 def test_latent_attention_with_rotary_positions_learns_none() -> None:
     flags = "--micro-batch-size 1 --multi-latent-attention --use-rotary-position-embeddings"
     assert [one.flag for one in read(flags).problems if one.flag == "--multi-latent-attention"] == []

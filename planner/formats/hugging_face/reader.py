@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from costmodels.spec.layout import Layout
+from costmodels.spec.layout import Layout, Optimizer
 from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
@@ -35,7 +35,7 @@ from planner.formats.hugging_face.names import (
     STEPS,
 )
 from planner.formats.hugging_face.sharding import sharding_of
-from planner.formats.hugging_face.step import OFFLOADED_INPUTS, batch_of, precision_of, recomputes
+from planner.formats.hugging_face.step import batch_of, keeps_less, precision_of, recomputes
 from planner.formats.hugging_face.trainer_files import as_flags
 from planner.inputs.huggingface.script_names import model_of
 from planner.inputs.model import with_seq
@@ -177,7 +177,7 @@ def read_hugging_face(
         training=_training(job),
         assumed=tuple(assumed),
         problems=tuple(problems.found),
-        memory_is_bound=(job.command.text("--gradient_checkpointing") or "").lower() in OFFLOADED_INPUTS,
+        memory_is_bound=keeps_less(job),
     )
 
 
@@ -337,7 +337,7 @@ def _layout(job: Job, model: ModelSpec, world: int, places: Places, assumed: lis
     }
     if degrees["context_parallel"] > 1:
         heads = "parallelism_config.parallelism_config_sp_size" in job.accelerate
-        ulysses = heads or DEEPSPEED_KEYS["context_parallel"] in job.deepspeed
+        ulysses = heads or DEEPSPEED_KEYS["context_parallel"] in job.deepspeed or SEQUENCES in job.command
         strategy = job.accelerate.choice(ACCELERATE_KEYS["context_parallel_form"], STRATEGIES, "allgather")
         degrees["context_parallel_form"] = "all_to_all" if ulysses else STRATEGIES[strategy]
     if job.distributed == "megatron_lm":
@@ -353,10 +353,7 @@ def _layout(job: Job, model: ModelSpec, world: int, places: Places, assumed: lis
     whole |= batch_of(job, ranks, assumed)
     if recomputes(job):
         whole["recompute"] = "full"
-    keys, path = job.command, "--optim"
-    if (job.deepspeed.text("optimizer.type") or "auto") != "auto":
-        keys, path = job.deepspeed, "optimizer.type"
-    whole["optimizer"] = optimizer_named(keys.text(path), keys.problems, path, keys.line(path), keys.file)
+    whole["optimizer"] = _optimizer(job)
     if any(problem.severity == "illegal" for problem in job.command.problems.found):
         return None
     return build_layout(whole, places, job.command.problems)
@@ -365,7 +362,31 @@ def _layout(job: Job, model: ModelSpec, world: int, places: Places, assumed: lis
 def _context(job: Job) -> int:
     at = "parallelism_config.parallelism_config"
     ulysses = job.deepspeed.count(DEEPSPEED_KEYS["context_parallel"]) or job.accelerate.count(f"{at}_sp_size")
+    if job.software == "ms-swift":
+        ulysses = ulysses or job.command.count(SEQUENCES)
+    elif (job.command.text(SEQUENCES) or "1") != "1":
+        text = "how a trainer that is not ms-swift splits sequences is not known"
+        job.command.add("unknown", text, SEQUENCES, "give --define sequence_parallel_size=")
     return job.accelerate.count(f"{at}_cp_size") or ulysses or 1
+
+
+SEQUENCES = "--sequence_parallel_size"
+"""Flag of ms-swift: its ranks split sequences, and heads in attention (swift/trainers/sequence_parallel)."""
+
+SWITCHED = ("--use_muon", "--use_apollo", "--use_badam", "--use_adam_mini", "--use_galore")
+"""Switches of LLaMA-Factory that put another optimizer in the place of `--optim`."""
+
+
+def _optimizer(job: Job) -> Optimizer:
+    """The optimizer of a layout: of a switch, of DeepSpeed's file, or of the trainer."""
+    keys, path = job.command, "--optim"
+    switch = next((name for name in SWITCHED if name in keys and keys.switch(name)), None)
+    if (job.deepspeed.text("optimizer.type") or "auto") != "auto":
+        keys, path = job.deepspeed, "optimizer.type"
+    name = keys.text(path)
+    if switch is not None:
+        keys, path, name = job.command, switch, switch.removeprefix("--use_")
+    return optimizer_named(name, keys.problems, path, keys.line(path), keys.file)
 
 
 def _training(job: Job) -> dict[str, str]:

@@ -90,5 +90,30 @@ _RECOMPUTE = ("ms-swift", "llama-factory", "trl")
 swift/trainers/arguments.py, llamafactory/hparams/model_args.py, and trl/trainer/base_config.py of 2026.
 """
 
+
+def keeps_less(job: Job) -> bool:
+    """Whether a device keeps less than is priced: of activations, of logits or of parameters."""
+    if (job.command.text("--gradient_checkpointing") or "").lower() in OFFLOADED_INPUTS:
+        return True
+    if any((job.command.text(name) or "false").lower() not in ("false", "no", "none", "0") for name in LESS):
+        return True
+    files = (job.deepspeed, "zero_optimization.offload_param.device"), (job.accelerate, _PARAMETERS)
+    return any((keys.text(path) or "none") != "none" for keys, path in files)
+
+
+LESS = (
+    "--activation_offloading",
+    "--tiled_mlp",
+    "--use_liger_kernel",
+    "--use_liger",
+    "--enable_liger_kernel",
+)
+"""Switches with which a device keeps less than is priced.
+
+Kept inputs wait in host memory (TRL, axolotl), an MLP runs in parts of its sequence, logits are never whole.
+"""
+
+_PARAMETERS = "deepspeed_config.offload_param_device"
+
 OFFLOADED_INPUTS = ("offload", "offload_disk", "unsloth")
 """Words of axolotl for recomputation whose kept inputs wait in host memory (utils/schemas/config.py)."""

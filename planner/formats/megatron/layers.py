@@ -323,6 +323,10 @@ class _Reader:
         return found
 
     def activation(self) -> dict[str, Any]:
+        # MindSpeed-LLM, mindspeed_llm/core/transformer/mlp.py: the later one counts, and both have a gate.
+        for name, kind in (("--gelu-tanh", "gelu_tanh"), ("--geglu", "gelu")):
+            if self.has(name):
+                return {"gated": True, "activation": kind}
         if not self.has("--quick-geglu"):
             return {}
         offset, clamp = (

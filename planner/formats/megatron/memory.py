@@ -60,6 +60,7 @@ def memory_degrees(job: Job, model: ModelSpec) -> dict[str, Any]:
     found["fp8_recipe"] = job.fp8_recipe()
     found["fp8_param_gather"] = job.gathers_fp8(found["fp8_recipe"])
     _price_states(job)
+    _name_less(job)
     optimizer = job.word("--optimizer")
     if optimizer is not None:
         found["optimizer"] = optimizer_named(optimizer.text, problems, optimizer.name, optimizer.line)
@@ -70,6 +71,29 @@ def memory_degrees(job: Job, model: ModelSpec) -> dict[str, Any]:
         text = f"{mode.text}: expected one of {', '.join(get_args(MuonMode)[1:])}"
         problems.add("illegal", text, mode.name, mode.line)
     return found
+
+
+_LESS = (
+    *("--checkpoint-in-cpu", "--partition-activations", "--cpu-offloading", "--distribute-saved-activations"),
+    *("--distribute-checkpointed-activations", "--moe-layer-recompute", "--moe-paged-stash"),
+    *("--mtp-mem-efficient-logits", "--recompute-mla-up-proj", "--mla-swap-core-attn-out"),
+    *("--loss-chunk-size", "--remote-device", "--use-bnb-optimizer", "--store-param-remainders"),
+    *("--megatron-fsdp-main-grads-dtype", "--megatron-fsdp-main-params-dtype"),
+    *("--adaptive-recompute-device-swap", "--adaptive-memory-optimization", "--smart-swap"),
+    *("--swap-modules", "--recompute-in-advance", "--moe-zero-memory", "--moe-unperm2-mem-optim"),
+    *("--moe-unperm2-mem-optim-swap", "--swap-unperm2", "--mla-zero-memory", "--recompute-module-list"),
+    *("--moe-adaptive-recompute-activation", "--compress-activation", "--compress-dense"),
+    *("--compress-optimizer", "--quant-states", "--quant-grads", "--swap-layer-input"),
+    *("--save-memory-ratio", "--share-kvstates"),
+)
+"""Flags with which a device keeps less than the estimates, which are without them, say."""
+
+
+def _name_less(job: Job) -> None:
+    """Leave open whether a job fits that is too big without what its flags save."""
+    given = [job.given[name] for name in _LESS if name in job.given]
+    if any(flag.text not in ("fp32", "none", "auto", "disable") for flag in given):
+        job.memory_is_bound = True
 
 
 def _price_states(job: Job) -> None:
