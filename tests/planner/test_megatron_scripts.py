@@ -343,6 +343,11 @@ def test_what_is_illegal_names_the_flag_and_its_line(arguments: str, flag: str, 
         ("--num-experts 4 --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn", "tp=1"),
         ("--multi-latent-attention", "tp=1"),
         (
+            "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
+            "--recompute-num-layers 13",
+            "recompute=full/block:12",
+        ),
+        (
             f"{INTERLEAVED} --global-batch-size 48 --microbatch-group-size-per-virtual-pipeline-stage 6",
             "pp=4 vpp=2",
         ),

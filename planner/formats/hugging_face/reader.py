@@ -309,6 +309,9 @@ def _model(job: Job, around: Surroundings, assumed: list[str]) -> ModelSpec | No
         job.command.add("unknown", text, SEQUENCE[0], "give --define max_seq_length=N")
     elif seq is None:
         assumed.append(f"sequences of {model.seq} tokens, as {model.name} has (or --define max_seq_length=N)")
+    ranks = (job.command.count(SEQUENCES) or 1) if job.software == "ms-swift" else 1
+    if seq is not None and seq % ranks:
+        seq += ranks - seq % ranks  # ms-swift pads samples to a multiple (swift/trainers/sequence_parallel).
     return with_adapters(with_seq(model, seq), job.command, job.software)
 
 

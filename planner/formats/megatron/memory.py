@@ -29,6 +29,9 @@ def memory_degrees(job: Job, model: ModelSpec) -> dict[str, Any]:
     if job.is_given("--checkpoint-activations") and not values.get("recompute_granularity"):
         values |= {"recompute_granularity": "full", "recompute_method": "uniform"}
     _leave_out_no_layers(job, values)
+    if values.get("recompute_method") == "block" and "recompute_num_layers" in values:
+        stage = -(-model.layers // (job.count(DEGREE_FLAGS["pipeline_parallel"]) or 1))
+        values["recompute_num_layers"] = min(values["recompute_num_layers"], stage)
     _leave_out_activations(job, values)
     _price_modules(job, values)
     _drop_idle(job, values)

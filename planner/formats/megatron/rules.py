@@ -261,7 +261,12 @@ def _numbers(f: _Facts) -> Iterator[Fault]:
     stage = -(-f.model.layers // f.pp)
     if f.has("--recompute-granularity") and layers is not None and layers > stage:
         text = f"{layers:g} is more than the {stage} layers of a pipeline rank"
-        yield "illegal", "--recompute-num-layers", text, f"use at most {stage}"
+        method = f.given.get("--recompute-method")
+        if method is not None and method.text == "block":
+            # Nothing looks at the number but whether a layer is below it (transformer_block.py).
+            yield "note", "--recompute-num-layers", f"{text}, which all recompute", ""
+        else:
+            yield "illegal", "--recompute-num-layers", text, f"use at most {stage}"
     sizes = f.given.get("--hierarchical-context-parallel-sizes")
     if sizes is not None and all(word.text.isdigit() and len(word.text) < 7 for word in sizes.values):
         product = math.prod(int(word.text) for word in sizes.values)
