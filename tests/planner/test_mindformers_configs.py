@@ -72,7 +72,7 @@ def test_the_static_graph_of_a_published_70b(tmp_path: Path) -> None:
         ("    mtp_depth: 1\n", (10,) * 8),
     ],
 )
-def test_modules_that_predict_further_tokens_count_as_layers_of_the_last_stage(
+def test_mtp_modules_count_as_layers_of_the_last_stage(
     tmp_path: Path, more: str, stages: tuple[int, ...]
 ) -> None:
     layout = read(tmp_path, STATIC + more).layout

@@ -190,7 +190,7 @@ def resolved_value(entry: Entry, entries: Entries, depth: int = 0) -> str:
 
 
 GROUP = "training."
-"""Where the keys of NeMo-Framework-Launcher's files of jobs stand in its whole configuration."""
+"""The section of NeMo-Framework-Launcher's whole configuration that a file of a job is."""
 
 
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")

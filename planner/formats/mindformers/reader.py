@@ -272,7 +272,7 @@ def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | No
         keys.add("illegal", text, STATIC_KEYS["pipeline_parallel"])
         return None
     entry = keys.first(STATIC_KEYS["layers_per_stage"])
-    # Modules that predict further tokens count as layers, and stand on the last stage (research/deepseek3).
+    # MTP modules count as layers, and stand on the last stage (research/deepseek3).
     further = keys.count("model.model_config.mtp_depth", least=0) or 0
     base = (model.layers + further) // stages
     # Layers that do not divide go to the last stage.
