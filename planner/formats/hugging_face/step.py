@@ -92,7 +92,7 @@ swift/trainers/arguments.py, llamafactory/hparams/model_args.py, and trl/trainer
 
 
 def keeps_less(job: Job) -> bool:
-    """Whether a device keeps fewer activations, logits or parameters than are priced."""
+    """Tell whether a device keeps fewer activations, logits or parameters than the estimates have."""
     if (job.command.text("--gradient_checkpointing") or "").lower() in OFFLOADED_INPUTS:
         return True
     if any((job.command.text(name) or "false").lower() not in ("false", "no", "none", "0") for name in LESS):
