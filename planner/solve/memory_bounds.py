@@ -42,7 +42,7 @@ class FullestRank:
     gradients: Floats
     """Bytes of gradients that are there at least, after a backward pass."""
     has_buffer: Bools
-    """Whether the gradients have their bytes from the start."""
+    """True where gradients have a buffer from the start of a step."""
 
 
 def fullest_rank(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> FullestRank:
