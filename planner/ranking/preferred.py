@@ -63,6 +63,11 @@ def preferred_first(problem: Problem, space: Space, found: Fit, floor: Floor, ra
         return ranked
     choice = _Choice(problem, space, found, floor, ranking.prices.take(ranking.places[:1]))
     ranked, place, points = _simplest(choice, ranked)
+    solved = choice.solved(points)
+    if solved is not None:
+        ranked, added = ranked.beside(solved)
+        place = int(added[0])
+        points = float(choice.points(solved.table, solved.peak_memory_bytes)[0])
     behind = choice.behind_fastest(ranked.ranking.prices.take(np.array([place])))
     if behind > 0.0:
         ranked, place, points = _simplest(replace(choice, behind=behind), ranked)
@@ -74,7 +79,7 @@ def preferred_first(problem: Problem, space: Space, found: Fit, floor: Floor, ra
 
 
 def _simplest(choice: _Choice, ranked: Ranked) -> tuple[Ranked, int, float]:
-    """The simplest layout of a ranking, of its tail and of what is solved: its place and its points.
+    """The simplest layout of a ranking and of its tail: its place and its points.
 
     The ranking comes back with what was added and simulated.
     """
@@ -88,11 +93,6 @@ def _simplest(choice: _Choice, ranked: Ranked) -> tuple[Ranked, int, float]:
         if other is not None:
             row, points = other
             ranked, place = _with_row(ranked, row)
-    solved = choice.solved(points)
-    if solved is not None:
-        ranked, added = ranked.beside(solved)
-        place = int(added[0])
-        points = float(choice.points(solved.table, solved.peak_memory_bytes)[0])
     return ranked, place, points
 
 

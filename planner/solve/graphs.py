@@ -24,13 +24,18 @@ WITH_GRAPHS = {
 }
 """Degrees of layouts whose graphs hold no collective: gradients are reduced after the passes of a step."""
 
+LEAST_BYTES = 4
+"""Bytes of each parameter that a device holds at least: itself and its gradient, in 16 bits."""
+
 
 def graph_problem(problem: Problem) -> Problem | None:
-    """Pin the degrees of `WITH_GRAPHS`; None where other pins, the engine or the model rule graphs out."""
+    """Pin the degrees of `WITH_GRAPHS`; None where other pins, the engine or the model forbid graphs."""
     engine, cluster, pins = problem.constants, problem.cluster, problem.pins
     if "cuda_graphs" in pins or not engine.runs.cuda_graphs or not engine.host.graph_gaps:
         return None
     if cluster.device.kind != "gpu" or cluster.parts or not _is_measured(problem):
+        return None
+    if LEAST_BYTES * problem.model.parameters > cluster.memory_bytes:
         return None
     try:
         left = all(value in allowed_values(pins, name, [value]) for name, value in WITH_GRAPHS.items())
