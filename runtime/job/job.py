@@ -63,8 +63,9 @@ class Job:
         return replace(self, output=replace(self.output, log_dir=str(path)))
 
     def arguments(self) -> list[str]:
-        """The words of a command line that give these flags; those at their defaults are left out."""
-        return [word for group in fields(self) for word in arguments(getattr(self, group.name))]
+        """The words of a command line that give these flags, the plan first; defaults are left out."""
+        groups = sorted(fields(self), key=lambda group: group.name != "run")
+        return [word for group in groups for word in arguments(getattr(self, group.name))]
 
 
 def first_train_samples(job: Job, iteration: int) -> int | None:
