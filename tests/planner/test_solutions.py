@@ -124,14 +124,17 @@ def test_what_is_solved_fits_and_the_runtime_takes_it(job: dict[str, Any]) -> No
         check_job(problem.model, layout, job["world_size"])
 
 
-@pytest.mark.parametrize("world", [5, 13, 17])
-def test_every_micro_batch_under_a_maximum_counts(world: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "world"), [("gpt3-125m", 17), *(("gpt2-small", world) for world in (3, 5, 6, 7, 13))]
+)
+def test_every_micro_batch_under_a_maximum_counts(model: str, world: int) -> None:
     """No pinned microbatch is faster than the plan of a free search."""
-    job: dict[str, Any] = {"model": "gpt3-125m", "world_size": world, "local_world_size": world}
+    job: dict[str, Any] = {"model": model, "world_size": world, "local_world_size": world}
     job |= {"device": "h100", "max_global_batch_size": 128, "prefer": "fastest"}
     best = search(**job).best
     assert best is not None
-    for size in range(1, 128 // world + 1):
+    most = 128 // world
+    for size in range(1, most + 1, 1 + most // 16):
         pinned = search(**job, pin=[f"mbs={size}"]).best
         assert pinned is not None
         assert pinned.estimate.tokens_per_s <= best.estimate.tokens_per_s * (1 + 1e-9)
