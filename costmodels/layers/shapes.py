@@ -247,6 +247,7 @@ def distinct_shapes(table: LayoutTable) -> tuple[LayoutTable, Ints]:
             table.keeps_whole,
             table.pipeline_parallel > 1,
             table.runs(*SPLIT_BACKWARD),
+            table.cuda_graphs,
         ]
     )
     return table.take(first), code

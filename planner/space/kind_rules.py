@@ -25,7 +25,7 @@ def _in_ring(d: LayoutTable) -> Bools:
 
 
 def has_windows(model: ModelSpec) -> bool:
-    """Whether layers see less than the whole sequence."""
+    """Return whether layers see less than the whole sequence."""
     return bool({"window", "chunk"} & {*model.attention_pattern}) and model.window < model.seq
 
 

@@ -232,6 +232,6 @@ RECOMPUTATIONS = {
 
 @pytest.mark.parametrize("name", RECOMPUTATIONS.values())
 def test_without_full_recomputation_what_does_not_fit_is_still_told(name: str) -> None:
-    """What would fit is searched with the same kinds of recomputation."""
+    """Layouts that would fit are searched with the same kinds of recomputation."""
     with pytest.raises(NoLayoutFits, match=r"no layout of small fits"):
         suggest(MODEL, **scarce(name, "full"))

@@ -9,8 +9,10 @@ import pytest
 import planner
 from costmodels import ModelSpec
 from costmodels.errors import InputError
+from costmodels.pricing import price
 from planner.inputs.model import resolve_model
 from planner.space.rule import Rule
+from tests.support.layouts import layouts_of
 
 MEASURED = {"h100": 164_427, "h200": 171_786}
 """Tokens/s of gpt2-medium with graphs, 32 sequences of 1,024 tokens in 4 microbatches on one GPU."""
@@ -66,6 +68,17 @@ def test_jobs_that_rule_graphs_out_get_none() -> None:
     assert not suggest(rules=[rule]).layout.cuda_graphs
     with pytest.raises(InputError, match="none"):
         suggest(rules=[rule], pin=["mbs=8", "cuda_graphs"])
+
+
+def test_layouts_with_and_without_graphs_are_priced_apart() -> None:
+    job: dict[str, Any] = {"world_size": 1, "device": "h100", "global_batch_size": 32}
+    result = planner.search(small(), **job)
+    problem, table = result.problem, result.table.take(result.order)
+    assert 0 < table.cuda_graphs.sum() < len(table)
+    together = price(problem.model, problem.cluster, problem.constants, table).step_time_s
+    each = layouts_of(table)
+    alone = [planner.evaluate(one, model=small(), device="h100").step_time_s for one in each]
+    assert together.tolist() == pytest.approx(alone, rel=1e-9)
 
 
 def test_kinds_that_have_run_on_no_gpu_get_graphs_by_a_pin_alone() -> None:

@@ -54,7 +54,7 @@ def read(tmp_path: Path, name: str, text: str, world_size: int | None = None) ->
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "tp=2+sp pp=4 vpp=2 dp=4 zero=1 mbs=1 x 32 recompute=full"),
+        ({}, "tp=2+sp pp=4 vpp=2 dp=4 zero=1 mbs=1 x 32 recompute=full layers=4+5+4*5+3"),
         ({"pipeline_parallel_degree = 4": ""}, "tp=2+sp pp=1 dp=16 zero=3 mbs=4 x 2 recompute=full"),
         (
             {"pipeline_parallel_degree = 4": "", "replicate_degree = 1": "replicate_degree = 2"},
@@ -62,7 +62,7 @@ def read(tmp_path: Path, name: str, text: str, world_size: int | None = None) ->
         ),
         (
             {"Interleaved1F1B": "ZBVZeroBubble", '"full"': '"none"'},
-            "tp=2+sp pp=4 vpp=2 schedule=zbv dp=4 zero=1 mbs=1 x 32 recompute=none",
+            "tp=2+sp pp=4 vpp=2 schedule=zbv dp=4 zero=1 mbs=1 x 32 recompute=none layers=4+5+4*5+3",
         ),
         (
             {"pipeline_parallel_degree = 4": "context_parallel_degree = 2", '"full"': '"selective"'},

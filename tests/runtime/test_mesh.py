@@ -1,4 +1,4 @@
-"""Which ranks meet in which groups, by the order in which layouts number ranks."""
+"""Groups in which ranks meet, by the order in which layouts number ranks."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _sizes(f: _Facts) -> Iterator[Fault]:
 
 
 def _attention_of_context(f: _Facts) -> Iterator[Fault]:
-    """What Transformer Engine's attention refuses beside context parallelism."""
+    """Faults of attention that Transformer Engine does not run with context parallelism."""
     if f.form == "all_to_all" and f.model.heads % (f.tp * f.cp) == 0 and _key_heads(f) % f.cp:
         groups = f"the {_key_heads(f)} query groups of a tensor-parallel rank"
         text = f"{f.cp} does not divide {groups}, which Transformer Engine repeats for no exchange"
