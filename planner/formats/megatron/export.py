@@ -18,6 +18,7 @@ from planner.formats.megatron.names import (
     OPTIMIZERS,
     SHARDING,
 )
+from planner.formats.megatron.rules import refused_attention
 from planner.formats.writing.export import (
     Export,
     flag_lines,
@@ -99,7 +100,11 @@ def layout_flags(layout: Layout, model: ModelSpec, framework: str, missing: list
             if mindspeed
             else (COMMUNICATION_TYPES, "--cp-comm-type")
         )
-        flags[name] = next(word for word, form in known.items() if form == layout.context_parallel_form)
+        form = layout.context_parallel_form
+        flags[name] = next(word for word, known_form in known.items() if known_form == form)
+        if not mindspeed:
+            for text, _ in refused_attention(model, form, layout.tensor_parallel, layout.context_parallel):
+                lacks(missing, layout, "context_parallel_form", text)
     if model.experts:
         flags[DEGREE_FLAGS["expert_parallel"]] = str(layout.expert_parallel)
         flags[DEGREE_FLAGS["expert_tensor_parallel"]] = str(layout.expert_tensor_parallel)

@@ -131,22 +131,29 @@ def _sizes(f: _Facts) -> Iterator[Fault]:
 
 def _attention_of_context(f: _Facts) -> Iterator[Fault]:
     """Faults of attention that Transformer Engine does not run with context parallelism."""
-    if f.form == "all_to_all" and f.model.heads % (f.tp * f.cp) == 0 and _key_heads(f) % f.cp:
-        groups = f"the {_key_heads(f)} query groups of a tensor-parallel rank"
-        text = f"{f.cp} does not divide {groups}, which Transformer Engine repeats for no exchange"
-        yield "illegal", CP, text, "use --cp-comm-type p2p or all_gather"
-    if f.form == "ring" and has_windows(f.model):
+    for text, remedy in refused_attention(f.model, f.form, f.tp, f.cp):
+        yield "illegal", CP, text, remedy
+
+
+def refused_attention(model: ModelSpec, form: str, tp: int, cp: int) -> Iterator[tuple[str, str]]:
+    """Reasons why Transformer Engine does not run a model with context parallelism, each with a remedy.
+
+    Args:
+        form: a value of `Layout.context_parallel_form`.
+    """
+    # Keys of a tensor-parallel rank, before ranks exchange them.
+    heads = model.heads if model.latent_attention is not None else model.kv_heads
+    keys = max(heads // tp, 1)
+    if form == "all_to_all" and model.heads % (tp * cp) == 0 and keys % cp:
+        groups = f"the {keys} query groups of a tensor-parallel rank"
+        text = f"{cp} does not divide {groups}, which Transformer Engine repeats for no exchange"
+        yield text, "use --cp-comm-type p2p or all_gather"
+    if form == "ring" and has_windows(model):
         text = "Transformer Engine has no sliding windows with --cp-comm-type p2p"
-        yield "illegal", CP, text, "use --cp-comm-type all_gather or a2a"
-    if f.form != "all_to_all" and f.model.attention_sinks:
+        yield text, "use --cp-comm-type all_gather or a2a"
+    if form != "all_to_all" and model.attention_sinks:
         text = "Transformer Engine has attention sinks with --cp-comm-type a2a alone"
-        yield "illegal", CP, text, "use --cp-comm-type a2a"
-
-
-def _key_heads(f: _Facts) -> int:
-    """Heads of keys of a tensor-parallel rank, before ranks exchange them."""
-    heads = f.model.heads if f.model.latent_attention is not None else f.model.kv_heads
-    return max(heads // f.tp, 1)
+        yield text, "use --cp-comm-type a2a"
 
 
 def _of_replicas(f: _Facts, replicas: int) -> Iterator[Fault]:
