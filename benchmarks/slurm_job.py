@@ -122,7 +122,7 @@ class Slurm:
         )
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command of Slurm."""
+        """Run a command of Slurm and return its result."""
         return subprocess.run(words, env=self.environment, capture_output=True, text=True)
 
     def logs(self) -> str:

@@ -92,9 +92,9 @@ class Abilities(Record):
     recompute_some_layers: tuple[Recompute, ...] = ("selective", "full")
     """Kinds that recompute the first layers of each stage alone, too (`recompute_method` block)."""
     fp8_recipes: tuple[Fp8Recipe, ...] = get_args(Fp8Recipe)
-    """Scales of GEMMs in fp8 that may be asked for; what it does otherwise is the first of them."""
+    """Recipes of fp8 scales that the engine runs; the first one is its default."""
     muon_modes: tuple[MuonMode, ...] = ("duplicated",)
-    """Ways in which ranks share Muon's work that may be asked for; what it does otherwise is the first."""
+    """Divisions of Muon's work among ranks that the engine runs; the first one is its default."""
     fp8_param_gather: bool = True
     """ZeRO gathers weights in fp8."""
     expert_halves: bool = False

@@ -78,10 +78,10 @@ def value_of(field: str, code: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """Layouts that share a precision, what goes with it, and a gradient reduction. All arrays have shape [n].
+    """Layouts that share the fields of `FORMATS`. All arrays have shape [n].
 
-    Those of one layout (`LayoutTable.one`) are 0-d, and those of a grid of layouts broadcast against each
-    other: what follows from degrees is said once for all three. `split` points into `splits`, the distinct
+    Arrays of one layout (`LayoutTable.one`) are 0-d, and arrays of a grid of layouts broadcast against each
+    other: each formula on degrees is written once for all three. `split` points into `splits`, the distinct
     `layers_per_stage` of the rows: thousands of layouts share a few of them.
     """
 

@@ -77,7 +77,7 @@ class BudgetOptions:
         return any(value is not None for value in (*asked, self.restart_seconds, self.data_gbps))
 
     def notes(self) -> list[str]:
-        """Sums of which a shell may have taken the front."""
+        """Warnings about amounts of money whose `$` and first digit a shell may have removed."""
         given = (("price-per-hour", self.price_per_hour), ("budget", self.budget))
         return [
             f"--{name} is {text}: of $2{text} without quotes a shell leaves that"

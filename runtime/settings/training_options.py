@@ -444,7 +444,7 @@ class OutputOptions:
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard event files.", metavar="FOLDER")
     wandb_project: str | None = flag(None, "Project of Weights & Biases that keeps the run.", metavar="NAME")
     wandb_exp_name: str | None = flag(None, "Name of the run in Weights & Biases.", metavar="NAME")
-    wandb_save_dir: str | None = flag(None, "Folder of its local files.", metavar="FOLDER")
+    wandb_save_dir: str | None = flag(None, "Folder of Weights & Biases for local files.", metavar="FOLDER")
     mlflow_experiment: str | None = flag(None, "Experiment of MLflow that keeps the run.", metavar="NAME")
     mlflow_tracking_uri: str | None = flag(None, "Server or folder of MLflow.", metavar="URI")
 

@@ -14,7 +14,7 @@ _AMBIGUOUS = re.compile(
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes no references, text of several lines as it is, and what parsers differ about in quotes."""
+    """A YAML writer without references. It quotes texts that parsers read differently."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
