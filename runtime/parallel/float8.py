@@ -16,6 +16,7 @@ from costmodels.spec.layout import Fp8Recipe
 from runtime.model.number_formats import FLOAT8_SIDES, MXFP8_BLOCK
 from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import local_part
+from runtime.parallel.narrow_weight import multiply
 
 LEAST_CAPABILITY = {"fp8": (8, 9), "mxfp8": (10, 0)}
 """The compute capability of NVIDIA's first GPUs with each format: Ada and Blackwell."""
@@ -69,7 +70,7 @@ def float8(stage: Transformer, recipe: Fp8Recipe | Literal["mxfp8"] = "default")
             if isinstance(module, nn.Linear) and _fits(module, multiple):
                 module.product = product  # type: ignore[assignment]
                 if "forward" not in module.__dict__:
-                    module.forward = _forward(module, product)  # type: ignore[assignment,method-assign]
+                    module.forward = _forward(module)  # type: ignore[assignment,method-assign]
 
 
 def _fits(linear: nn.Linear, multiple: int) -> bool:
@@ -79,15 +80,16 @@ def _fits(linear: nn.Linear, multiple: int) -> bool:
     return rows % multiple == 0 and columns % multiple == 0
 
 
-def _forward(linear: nn.Linear, product: Product) -> Callable[[Tensor], Tensor]:
-    return lambda x: product(x, linear.weight, linear.bias)
+def _forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    return lambda x: multiply(linear, x, linear.weight, linear.bias)
 
 
 def _product(recipe: Fp8Recipe | Literal["mxfp8"]) -> Product:
     """GEMMs of our own, which bring PyTorch's compiler, or of torchao's."""
     if recipe == "tensorwise":
-        from runtime.parallel.float8_tensorwise import tensorwise_linear
+        from runtime.parallel.float8_tensorwise import share_casts, tensorwise_linear
 
+        share_casts()
         return tensorwise_linear
     if recipe == "mxfp8":
         from runtime.parallel.mxfp8 import mxfp8_linear

@@ -22,8 +22,8 @@ from runtime.parallel.float8_tensorwise import (
     Float8Weight,
     cast,
     formats,
+    multiplies_narrow,
     scale_for,
-    tensorwise_linear,
 )
 
 
@@ -37,7 +37,7 @@ class Float8Gather:
         self.computes, self.dtype = DTYPES[layout.precision], formats().operand
         for stage in stages:
             for module in stage.modules():
-                if isinstance(module, nn.Linear) and _is_narrow(module):
+                if isinstance(module, nn.Linear) and multiplies_narrow(module):
                     self._take(module.weight)
         for group, shards in self.shards.items():
             self.scales[group] = torch.ones(len(shards), device=shards[0].device)
@@ -60,15 +60,6 @@ class Float8Gather:
             widest = largest.float()
             dist.all_reduce(widest, dist.ReduceOp.MAX, group=group)
             self.scales[group].copy_(scale_for(widest, self.dtype))
-
-
-def _is_narrow(linear: nn.Linear) -> bool:
-    """Return whether a layer multiplies in 8 bits by the weight as it is gathered.
-
-    Weights whose rows tensor-parallel ranks join first are joined in 16 bits.
-    """
-    own = linear.__dict__
-    return own.get("product") is tensorwise_linear and own.get("sharers", 1) == 1
 
 
 def _sharing(weight: Tensor) -> DeviceMesh | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.model.number_formats import FLOAT8_SIDES
 
@@ -40,10 +40,12 @@ class Narrow(NamedTuple):
     elements: Tensor
     scale: Tensor
     """The scale factor of the elements: a 0-d fp32 tensor."""
+    inverse: Tensor
+    """The reciprocal of the scale factor."""
 
     def transposed(self) -> Narrow:
         """The transposed matrix, with rows in one piece."""
-        return Narrow(self.elements.t().contiguous(), self.scale)
+        return self._replace(elements=self.elements.t().contiguous())
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,7 +62,7 @@ def cast(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def narrow(matrix: Tensor, dtype: torch.dtype) -> Narrow:
     """A matrix in 8 bits, by its own scale."""
     scale = scale_for(matrix.abs().amax(), dtype)
-    return Narrow(cast(matrix, scale, dtype), scale)
+    return Narrow(cast(matrix, scale, dtype), scale, scale.reciprocal())
 
 
 class Float8Weight(torch.Tensor):
@@ -118,7 +120,7 @@ _VIEWS = (
 
 def _narrow_weight(weight: Tensor, dtype: torch.dtype) -> Narrow:
     if isinstance(weight, Float8Weight):
-        return Narrow(weight.elements, weight.scale)
+        return Narrow(weight.elements, weight.scale, weight.scale.reciprocal())
     return narrow(weight, dtype)
 
 
@@ -134,8 +136,8 @@ def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool) -> Te
     result: Tensor = torch._scaled_mm(
         left.elements,
         right.elements.t(),
-        scale_a=left.scale.reciprocal(),
-        scale_b=right.scale.reciprocal(),
+        scale_a=left.inverse,
+        scale_b=right.inverse,
         out_dtype=dtype,
         use_fast_accum=fast,
     )
@@ -149,7 +151,7 @@ def _filled(matrix: Narrow) -> Narrow:
         return matrix
     # Padding does not know formats in 8 bits.
     bits = F.pad(matrix.elements.view(torch.uint8), (0, 0, 0, missing))
-    return Narrow(bits.view(matrix.elements.dtype), matrix.scale)
+    return matrix._replace(elements=bits.view(matrix.elements.dtype))
 
 
 @torch._dynamo.allow_in_graph
@@ -157,30 +159,65 @@ class _Product(torch.autograd.Function):
     """x [M, K], weight [N, K] -> [M, N]."""
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, kinds: Formats) -> Tensor:
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, kinds: Formats, *cast: Tensor) -> Tensor:
         # Not in 8 bits: other layers keep the same activations, and compilers choose what is kept.
-        ctx.save_for_backward(x_MK, weight_NK)
-        ctx.kinds = kinds
-        weight = _narrow_weight(weight_NK, kinds.operand)
+        ctx.kinds, ctx.given = kinds, len(cast)
+        if cast:
+            rows_NK, *rest = cast
+            ctx.save_for_backward(x_MK, *rest)
+            weight = Narrow(rows_NK, *rest[1:])
+        else:
+            ctx.save_for_backward(x_MK, weight_NK)
+            weight = _narrow_weight(weight_NK, kinds.operand)
         return _multiply(narrow(x_MK, kinds.operand), weight, x_MK.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        x_MK, weight_NK = ctx.saved_tensors
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_MK, *parts = ctx.saved_tensors
         kinds, dtype = ctx.kinds, grad_MN.dtype
         gradient, of_x, of_weight = narrow(grad_MN, kinds.gradient), None, None
         if ctx.needs_input_grad[0]:
-            weight = _narrow_weight(weight_NK, kinds.operand)
-            of_x = _multiply(gradient, weight.transposed(), dtype, fast=False)
+            weight = Narrow(*parts) if ctx.given else _narrow_weight(parts[0], kinds.operand).transposed()
+            of_x = _multiply(gradient, weight, dtype, fast=False)
         if ctx.needs_input_grad[1]:
             x = _filled(narrow(x_MK, kinds.operand)).transposed()
             of_weight = _multiply(_filled(gradient).transposed(), x, dtype, fast=False)
-        return of_x, of_weight, None
+        return of_x, of_weight, None, *(None for _ in range(ctx.given))
 
 
-def tensorwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer in fp8 with one scale per tensor; arguments are those of torch.nn.functional.linear."""
+def tensorwise_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    narrow: tuple[Tensor, ...] = (),
+) -> Tensor:
+    """A linear layer in fp8 with one scale per tensor; arguments are those of torch.nn.functional.linear.
+
+    Args:
+        weight: gets a gradient; its elements are not read where `narrow` has them.
+        narrow: the weight in 8 bits, the same transposed, their scale factor and its reciprocal.
+    """
     # Views are made outside: compiled code may write over results that are none.
-    rows = _Product.apply(x.flatten(0, -2), weight, formats())
+    rows = _Product.apply(x.flatten(0, -2), weight, formats(), *narrow)
     result: Tensor = rows.view(*x.shape[:-1], -1)
     return result if bias is None else result + bias
+
+
+def share_casts() -> None:
+    """Let Inductor cast a matrix that several GEMMs read once.
+
+    It would make the operand anew for each, unless a GEMM reads what is in memory anyway. PyTorch says so of
+    GEMMs in 16 bits, and not of those in 8 bits (as of 2.14).
+    """
+    from torch._inductor import lowering
+
+    lowering.add_needs_realized_inputs(torch.ops.aten._scaled_mm)  # type: ignore[no-untyped-call]
+
+
+def multiplies_narrow(linear: nn.Linear) -> bool:
+    """Return whether a layer multiplies tensor-wise in 8 bits by the weight that it holds.
+
+    Weights whose rows tensor-parallel ranks join first are joined in 16 bits.
+    """
+    own = linear.__dict__
+    return own.get("product") is tensorwise_linear and own.get("sharers", 1) == 1

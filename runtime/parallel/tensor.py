@@ -32,6 +32,7 @@ from runtime.parallel.collectives import (
 )
 from runtime.parallel.local_tensors import partial_sums
 from runtime.parallel.mesh import Grid
+from runtime.parallel.narrow_weight import multiply
 
 
 def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
@@ -276,8 +277,7 @@ def _multiply(
     bias: Tensor | None,
     sharers: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    product: Any = linear.product
-    result: Tensor = product(x, weight, bias)
+    result = multiply(linear, x, weight, bias)
     if not isinstance(linear, AdaptedLinear):
         return result
     up = local_weight(linear.lora_b)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
@@ -26,7 +26,11 @@ from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import as_distributed, local_part
+from runtime.parallel.narrow_weight import TENSORWISE, NarrowWeight
 from runtime.parallel.replicas import gradient_spec, group_of, is_split, without_replicas
+
+if TYPE_CHECKING:
+    from runtime.parallel.float8_weights import Float8Weights
 
 KEEPS_WIDE = is_at_least("2.15")
 """FSDP2 adds up autograd's gradients of more than 16 bits, such as norms have, without rounding. Parameters
@@ -229,7 +233,7 @@ class WorkingCopies:
     in 8 bits have them even so: of plain weights compilers keep other things for backward than under FSDP2.
     """
 
-    def __init__(self, stage: Transformer, layout: Layout) -> None:
+    def __init__(self, stage: Transformer, layout: Layout, compiled: bool = False) -> None:
         dtype = DTYPES[layout.precision]
         part = without_replicas if layout.precision in NARROW else local_part
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
@@ -241,7 +245,22 @@ class WorkingCopies:
                 if parameter not in self.copies:
                     self.copies[parameter] = nn.Parameter(part(parameter.detach()).to(dtype))
                 self.places.append((module, name, parameter))
-        apart = {one: copy for one, copy in self.copies.items() if copy.dtype != one.dtype}
+        self.float8_weights: Float8Weights | None = None
+        self.narrow: dict[nn.Parameter, NarrowWeight] = {}
+        """Weights that compute in 8 bits alone: their copies are there for gradients, and hold nothing."""
+        if layout.precision == "fp8" and layout.fp8_recipe in TENSORWISE:
+            # Brings PyTorch's compiler, which no other layout need wait for.
+            from runtime.parallel.float8_weights import Float8Weights
+
+            self.float8_weights = Float8Weights(stage, self.copies, compiled)
+            self.narrow = self.float8_weights.places
+            for copy in self.narrow:
+                local_part(copy.detach()).untyped_storage().resize_(0)
+        apart = {
+            one: copy
+            for one, copy in self.copies.items()
+            if copy.dtype != one.dtype and copy not in self.narrow
+        }
         self.parameters = [local_part(one.detach()) for one in apart]
         self.locals = {one: local_part(one.detach()) for one in apart.values()}
         """Local parts of the copies that do not share the memory of the parameters."""
@@ -254,11 +273,11 @@ class WorkingCopies:
         """Copies and sums keep their memory from step to step."""
         self.waiting: list[GradientSums] = []
         """Sums whose reduction the running step has not begun, in the order in which ranks reduce them."""
-        self._free(self.locals)
+        self._free((*self.locals, *self.narrow))
 
     def _sums(self, masters: list[nn.Parameter], dtype: torch.dtype) -> GradientSums:
         copies, group = [self.copies[one] for one in masters], group_of(masters[0])
-        if group is None and copies[0] not in self.locals:
+        if group is None and copies[0].dtype == masters[0].dtype:
             dtype = copies[0].dtype
         for master, copy in zip(masters, copies, strict=True):
             if KEEPS_WIDE and copy.dtype != dtype and not is_split(master):
@@ -279,7 +298,7 @@ class WorkingCopies:
             yield
         finally:
             self._put({one: one for one in self.copies})
-            self._free(self.locals)
+            self._free((*self.locals, *self.narrow))
         if trains or not self.stays:
             self.hand_over()
 
@@ -296,6 +315,8 @@ class WorkingCopies:
                 local.untyped_storage().resize_(size)
         if into:
             torch._foreach_copy_(into, self.parameters)
+        if self.float8_weights is not None:
+            self.float8_weights.fill()
 
     def add_gradients(self) -> None:
         """Add up gradients that no backward pass of autograd has made, but a schedule that splits it."""
@@ -342,6 +363,8 @@ class WorkingCopies:
         for copy in copies:
             if copy in self.locals:
                 self.locals[copy].untyped_storage().resize_(0)
+            elif copy in self.narrow:
+                self.narrow[copy].free()
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -256,7 +256,7 @@ def executor_of(
     loss = TokenLoss(spec, layout, grid, compiled)
     copies = []
     if not wraps_stages(layout):
-        copies = [WorkingCopies(stage, layout) for stage in stages]
+        copies = [WorkingCopies(stage, layout, compiled) for stage in stages]
     if compiled:
         for stage, own in zip(stages, copies, strict=False):
             _chain_layers(stage, spec, layout, own)

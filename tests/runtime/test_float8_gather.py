@@ -103,7 +103,7 @@ def test_products_by_one_scale_are_those_of_rounded_operands() -> None:
     narrow_x, narrow_weight = (rounded(one, torch.float8_e4m3fn) for one in (x, weight))
     narrow_pull = rounded(pull, torch.float8_e5m2)
     leaves = [x.requires_grad_(), weight.requires_grad_()]
-    result = tensorwise_linear(*leaves)
+    result = tensorwise_linear(leaves[0], leaves[1])
     torch.testing.assert_close(result, narrow_x @ narrow_weight.T)
     to_x, to_weight = torch.autograd.grad(result, leaves, pull)
     torch.testing.assert_close(to_x, narrow_pull @ narrow_weight)

@@ -59,6 +59,7 @@ def both(pool: WorkerPool, spec: ModelSpec, text: str, compiled: bool, records: 
         (SPEC, "precision=bf16"),
         (SPEC, "precision=fp32"),
         (SPEC, "precision=fp16"),
+        (SPEC, "precision=fp8,fp8_recipe=tensorwise"),
         pytest.param(SPEC, "precision=bf16,gradient_reduction=bf16", marks=pytest.mark.slow),
         pytest.param(FURTHER, "precision=bf16", marks=pytest.mark.slow),
         pytest.param(SPEC, "precision=bf16,recompute=full", marks=pytest.mark.slow),
@@ -71,6 +72,8 @@ def test_what_a_pass_did_can_be_done_again_for_other_micro_batches(
     pool: WorkerPool, spec: ModelSpec, text: str
 ) -> None:
     """Replays its operators alone, as a graph does: nothing that changes may be a number of Python's."""
+    if "fp8" in text:
+        pytest.importorskip("torchao")
     found = both(pool, spec, text, compiled=False, records=True)
     assert (found.replayed, found.asked) == (3 * 4 - 5, 0)
 

@@ -53,12 +53,15 @@ def both(pool: WorkerPool, text: str, other_tables: int | None = None, spec: Mod
         "",
         "precision=bf16",
         "dp=2,precision=bf16",
+        "precision=fp8,fp8_recipe=tensorwise",
         pytest.param("pp=2,layers_per_stage=2;3,precision=bf16", marks=pytest.mark.slow),
         pytest.param("tp=2,sp=1,recompute=full,precision=bf16", marks=pytest.mark.slow),
         pytest.param("cp=2,precision=bf16", marks=pytest.mark.slow),
     ],
 )
 def test_chains_train_as_layers_do_one_by_one(pool: WorkerPool, text: str) -> None:
+    if "fp8" in text:
+        pytest.importorskip("torchao")
     found = both(pool, text)
     assert found.chained.losses == found.apart.losses
     assert found.chained.norms == found.apart.norms

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from costmodels import Layout, ModelSpec
 from runtime import checkpoint
 from runtime.optimizers.update_rules import ElementWise
+from runtime.parallel import working_copies
 from runtime.parallel.float8_tensorwise import Float8Weight
 from runtime.parallel.local_tensors import local_part
 from runtime.settings.training_options import TrainingOptions
@@ -159,3 +160,11 @@ def exactly_compiled_losses(spec: ModelSpec, layout: Layout, steps: int) -> list
 
     with torch._inductor.config.patch(emulate_precision_casts=True):
         return losses_of(spec, layout, steps, compiled=True)
+
+
+def losses_by_gemm(spec: ModelSpec, layout: Layout, steps: int, compiled: bool = False) -> list[float]:
+    """Losses, and that of an evaluation where layers are not compiled, if each GEMM casts its weight."""
+    with patch.object(working_copies, "TENSORWISE", ()):
+        if compiled:
+            return exactly_compiled_losses(spec, layout, steps)
+        return losses_of(spec, layout, steps, evaluates=True)

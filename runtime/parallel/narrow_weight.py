@@ -1,0 +1,68 @@
+"""A place for the weight of a linear layer in 8 bits, from which its GEMMs read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from costmodels.spec.layout import Fp8Recipe
+from runtime.parallel.local_tensors import local_part
+
+TENSORWISE: tuple[Fp8Recipe, ...] = ("tensorwise",)
+"""Recipes with one scale for all that a rank holds of an operand."""
+
+
+class NarrowWeight(nn.Module):
+    """A weight in 8 bits, in both orientations: GEMMs of the device read rows alone.
+
+    Args:
+        linear: the layer, which gets this as its module `narrow`.
+        dtype: the format in 8 bits.
+    """
+
+    rows: Tensor
+    """[N, K]."""
+    columns: Tensor
+    """[K, N], the transposed rows."""
+    scale: Tensor
+    """The scale factor of the elements: a 0-d fp32 tensor."""
+    inverse: Tensor
+    """The reciprocal of the scale factor."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight = local_part(linear.weight.detach())
+        for name, shape in (("rows", weight.shape), ("columns", weight.shape[::-1])):
+            self.register_buffer(name, weight.new_zeros(shape, dtype=dtype), persistent=False)
+        for name in ("scale", "inverse"):
+            self.register_buffer(name, weight.new_ones((), dtype=torch.float32), persistent=False)
+        self.sizes = [one.untyped_storage().nbytes() for one in (self.rows, self.columns)]
+        linear.narrow = self
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors in the order in which a tensor-wise product takes them."""
+        return self.rows, self.columns, self.scale, self.inverse
+
+    def take_memory(self) -> None:
+        """Have memory for the elements."""
+        for one, size in zip((self.rows, self.columns), self.sizes, strict=True):
+            # To the same size it would move, too.
+            if one.untyped_storage().nbytes() != size:
+                one.untyped_storage().resize_(size)
+
+    def free(self) -> None:
+        """Give the memory of the elements back."""
+        for one in (self.rows, self.columns):
+            one.untyped_storage().resize_(0)
+
+
+def multiply(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The GEMM of a linear layer by its `product`, which reads the weight in 8 bits where it is there."""
+    product: Any = linear.product
+    narrow = getattr(linear, "narrow", None)
+    result: Tensor
+    result = product(x, weight, bias) if narrow is None else product(x, weight, bias, narrow.parts)
+    return result
