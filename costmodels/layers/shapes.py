@@ -12,7 +12,7 @@ from costmodels.layers.expert_load import natural_load
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import ExpertLoad, LayerKind, MlpKind
-from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_rows
+from costmodels.spec.table import UNIFORM, Floats, Ints, LayoutTable, distinct_rows
 
 PEAK_LOAD = 1.25
 """Rows for memory: of the busiest device's experts over those of an even load, in the fullest microbatch.
@@ -241,7 +241,8 @@ def distinct_shapes(table: LayoutTable) -> tuple[LayoutTable, Ints]:
             table.micro_batch_size,
             table.recompute,
             table.recompute_modules,
-            table.recompute_num_layers,
+            # Of layers in a block, each is a unit of its own, whatever their number.
+            np.where(table.recompute_method == UNIFORM, table.recompute_num_layers, 1),
             table.recompute_method,
             table.offload_activations,
             table.keeps_whole,

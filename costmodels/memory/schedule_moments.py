@@ -77,15 +77,16 @@ def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools) -> Ali
         later[rows],
     )
     key = combined_key(fields)
-    each = np.stack([np.broadcast_to(size, ranks.place.shape)[rows, columns] for size in sizes])
     order = np.argsort(key, kind="stable")
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(key[order])) + 1, [len(order)]])
-    firsts = zip(*(field[order[starts[:-1]]].tolist() for field in fields), strict=True) if len(order) else ()
+    rows, columns, key = rows[order], columns[order], key[order]
+    each = np.stack([np.broadcast_to(size, ranks.place.shape)[rows, columns] for size in sizes])
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(key)) + 1, [len(key)]])
+    firsts = zip(*(field[order[starts[:-1]]].tolist() for field in fields), strict=True) if len(key) else ()
+    most = np.empty((len(key), len(Alive._fields)))
     for start, end, (schedule, *rest) in zip(starts[:-1].tolist(), starts[1:].tolist(), firsts, strict=False):
         every = moments(SCHEDULES[schedule], *rest)
-        same = order[start:end]
-        most = (every @ each[:, same]).argmax(axis=0)
-        found[:, rows[same], columns[same]] = every[most].T
+        most[start:end] = every[(every @ each[:, start:end]).argmax(axis=0)] if len(every) > 1 else every
+    found[:, rows, columns] = most.T
     return Alive(*found)
 
 

@@ -15,6 +15,7 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES, Schedule
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import (
+    NONE,
     RECOMPUTE_KINDS,
     RECOMPUTE_METHODS,
     SCHEDULES,
@@ -247,7 +248,7 @@ def critical_ranks(
     """
     columns = [table.split, table.pipeline_parallel, table.schedule]
     if table.recompute_num_layers.max(initial=1) > 1 or table.recompute_method.any():
-        columns += [table.recompute, table.recompute_method, table.recompute_num_layers]
+        columns += [table.recompute != NONE, table.recompute_method, table.recompute_num_layers]
     first, code = distinct_rows(columns)
     found = []
     for row in first:

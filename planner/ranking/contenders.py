@@ -21,7 +21,7 @@ from planner.space.grid import Space
 PLACES = 128
 """Places of the ranking that are priced unless more are asked for."""
 
-SAMPLE = 512
+SAMPLE = 2048
 """Rows with the lowest floors that are priced first; then as many again as were priced so far."""
 
 FEW = 4096

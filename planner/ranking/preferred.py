@@ -38,7 +38,7 @@ from planner.solve.recompute import least_recompute, recompute_kinds
 from planner.solve.solutions import balanced
 from planner.space.grid import Space
 
-AT_ONCE = 512
+AT_ONCE = 2048
 """Layouts that are priced together, the simplest at first."""
 
 SIMULATED = 4

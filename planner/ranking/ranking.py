@@ -17,13 +17,15 @@ from planner.ranking.contenders import Tail, contenders, first_prices
 from planner.ranking.first_plans import Ranked, Ranking, order, simulated, with_moved_layers
 from planner.ranking.preferred import preferred_first
 from planner.ranking.result import Listed, SearchResult
-from planner.solve.bounds import floor_of
+from planner.solve.bounds import Floor, Worth, floor_of
+from planner.solve.chunk_splits import NEAR, has_movable_layers
 from planner.solve.concatenation import concatenate_prices, without_repeats
 from planner.solve.fit import Fit, fit
 from planner.solve.further import Which, further_space, lists_plain_alone
 from planner.solve.graphs import graph_problem, with_worthy_graphs
 from planner.solve.offload import offload_space, overfull_host, solved_within_host, within_host
-from planner.solve.solutions import solutions, worth_of_further
+from planner.solve.pace import least_pace
+from planner.solve.solutions import solutions, worth_among, worth_of_further
 from planner.space.grid import Space
 
 
@@ -145,16 +147,33 @@ def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -
         if problem.pins.get("offload_activations") or problem.pins.get("offload_optimizer"):
             added += _recomputing(problem, overfull_host(problem, space), so_far, plain_alone)
             space = within_host(problem, space)
-        fits = fit_of(problem, space)
         floor = floor_of(model, cluster, engine, space, problem.objective)
+        space, fits, floor = _promising(problem, space, floor, worth_among(problem.objective, so_far))
         rows = floor.rows_below(np.flatnonzero(fits.rows), worth.last)
         prices = price(model, cluster, engine, space.table.take(rows))
         solved = solved_within_host(
-            problem, solutions(problem, space, fits, floor, prices, so_far, plain_alone)
+            problem,
+            solutions(problem, space, fits, floor, prices, so_far, plain_alone),
         )
         prices = prices.take(worth(prices.table, prices.step_time_s))
         added += [part for part in (prices, *solved) if len(part)]
     return added
+
+
+def _promising(problem: Problem, space: Space, floor: Floor, worth: Worth) -> tuple[Space, Fit, Floor]:
+    """The layouts of a space that are fast enough for any recomputation, which of them fit, and their floor.
+
+    Layouts that fit may be up to `NEAR` times slower where moved layers could make them fast enough.
+    """
+    if problem.cluster.parts:
+        return space, fit_of(problem, space), floor
+    pace = least_pace(problem, space, floor, worth)
+    near = np.where(has_movable_layers(problem, space.table), NEAR, 1.0) * worth.last
+    rows = np.flatnonzero(pace <= near)
+    found = fit_of(problem, space.take(rows))
+    kept = np.flatnonzero(found.rows | (pace[rows] <= worth.last))
+    space = space.take(rows[kept])
+    return space, found.take(kept), replace(floor, work=space.work)
 
 
 def _recomputing(problem: Problem, overfull: Space, known: list[Prices], plain_alone: bool) -> list[Prices]:

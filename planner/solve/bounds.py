@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.moments import least_moment
 from costmodels.memory.peak import stage_memory
 from costmodels.memory.unit_sizes import row_unit_sizes
+from costmodels.pricing import Prices
 from costmodels.ranks.rank_layers import ZERO, Ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
@@ -36,10 +37,66 @@ class Worth:
     objective: Objective
     last: float
     """`slowness` of the last plan among the first of the ranking."""
+    first: Floats | None = None
+    """`slowness` of the first plans of the ranking; None where the test stays as it is whatever is found."""
+
+    @classmethod
+    def among(cls, objective: Objective, slowness: Floats, places: int) -> Worth:
+        """The test for the first `places` of a ranking; whatever there is passes while they are not full.
+
+        Args:
+            slowness: that of all plans so far, [n].
+        """
+        if len(slowness) < places:
+            padded = np.concatenate([slowness, np.full(places - len(slowness), np.inf)])
+            return cls(objective, np.inf, padded)
+        first = np.partition(slowness, places - 1)[:places]
+        return cls(objective, float(first[-1]), first)
 
     def __call__(self, table: LayoutTable, seconds: Floats) -> Bools:
         result: Bools = slowness(self.objective, table.global_batch_size, seconds) <= self.last
         return result
+
+    def beside(self, found: Sequence[Prices]) -> Worth:
+        """The test for the first places of the ranking with these plans in it.
+
+        Plans that offload do not count: the host may not hold what they keep there.
+        """
+        if self.first is None:
+            return self
+        more = [self.first]
+        for prices in found:
+            table = prices.table
+            own = slowness(self.objective, table.global_batch_size, prices.step_time_s)
+            more.append(own[~(table.offload_activations | table.offload_optimizer)])
+        return Worth.among(self.objective, np.concatenate(more), len(self.first))
+
+
+def in_rounds(
+    pace: Floats, worth: Worth, first: int, solve: Callable[[Ints, Worth], Prices | None]
+) -> list[Prices]:
+    """Prices of what is solved for rows in the order of their pace, as long as they could be worth it.
+
+    Args:
+        pace: the slowness of each row at least, [n].
+        worth: the test before the first round; what a round finds makes it stricter.
+        first: rows of the first round; each later one has twice as many.
+        solve: a function that solves some rows.
+    """
+    order = np.argsort(pace, kind="stable")
+    found: list[Prices] = []
+    start, size = 0, first
+    while start < len(order):
+        rows = order[start : start + size]
+        rows = rows[pace[rows] <= worth.last]
+        if not len(rows):
+            break
+        solved = solve(np.sort(rows), worth)
+        if solved is not None:
+            found.append(solved)
+            worth = worth.beside([solved])
+        start, size = start + size, 2 * size
+    return found
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from costmodels.ranks.rank_layers import critical_ranks
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import Bools, Floats, LayoutTable
+from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 from planner.solve.bounds import first_rows
 from planner.space.grid import Space
 
@@ -31,6 +31,10 @@ class Fit:
     peaks: Floats
     """Bytes of the fullest device; infinite for those that cannot fit whatever they recompute."""
 
+    def take(self, rows: Ints) -> Fit:
+        """Some of the rows."""
+        return Fit(self.rows[rows], self.states[rows], self.mean[rows], self.peaks[rows])
+
 
 def fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space, known: Floats | None = None) -> Fit:
     """The rows that fit, and those of the others that could with fewer activations.
@@ -39,18 +43,23 @@ def fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space, known:
         known: `Fit.peaks` of the same rows on devices with another memory, or on other links.
     """
     table = space.table
-    first, some = first_rows(space.states)
-    highest, mean = _state_bytes(model, cluster, engine, table.take(first[some]))
-    within, within_mean = np.zeros((2, len(first)), dtype=np.bool_)
-    within[some], within_mean[some] = highest <= cluster.memory_bytes, mean <= cluster.memory_bytes
-    possible = within[space.states]
+    possible, mean = states_that_fit(model, cluster, engine, space)
     rows = np.flatnonzero(possible)
     peaks = np.full(len(table), np.inf)
     if known is not None:
         peaks[rows] = known[rows]
         rows = rows[np.isinf(known[rows])]
     peaks[rows] = peak_memory(model, cluster, engine, table, rows)
-    return Fit(peaks <= cluster.memory_bytes, possible, within_mean[space.states], peaks)
+    return Fit(peaks <= cluster.memory_bytes, possible, mean, peaks)
+
+
+def states_that_fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space) -> tuple[Bools, Bools]:
+    """`Fit.states` and `Fit.mean` of each row of a space."""
+    first, some = first_rows(space.states)
+    highest, mean = _state_bytes(model, cluster, engine, space.table.take(first[some]))
+    within, within_mean = np.zeros((2, len(first)), dtype=np.bool_)
+    within[some], within_mean[some] = highest <= cluster.memory_bytes, mean <= cluster.memory_bytes
+    return within[space.states], within_mean[space.states]
 
 
 def _state_bytes(

@@ -61,7 +61,8 @@ def within_host(problem: Problem, space: Space) -> Space:
     if held.all():
         return space
     return replace(
-        _taken(space, held), illegal={**space.illegal, HOST_MEMORY: len(held) - int(np.count_nonzero(held))}
+        space.take(np.flatnonzero(held)),
+        illegal={**space.illegal, HOST_MEMORY: len(held) - int(np.count_nonzero(held))},
     )
 
 
@@ -77,13 +78,7 @@ def overfull_host(problem: Problem, space: Space) -> Space:
     rows = np.flatnonzero(plain)
     most = with_most_recompute(problem.model, problem.engine, table.take(rows), kinds)
     plain[rows] = _fits_host(problem, most)
-    return _taken(space, plain)
-
-
-def _taken(space: Space, held: Bools) -> Space:
-    """Some of the layouts of `space`."""
-    rows = np.flatnonzero(held)
-    return replace(space, table=space.table.take(rows), states=space.states[rows], work=space.work[rows])
+    return space.take(np.flatnonzero(plain))
 
 
 def solved_within_host(problem: Problem, solved: Sequence[Prices]) -> list[Prices]:

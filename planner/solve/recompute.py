@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import numpy as np
 
-from costmodels.pricing import Prices, peak_memory, price
+from costmodels.pricing import Prices, peak_memory, price, step_time
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Recompute
@@ -34,7 +35,8 @@ from costmodels.spec.table import (
 )
 from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins
-from planner.solve.bounds import Floor, Worth, rows_worth
+from planner.objective import slowness
+from planner.solve.bounds import Floor, Worth, in_rounds, rows_worth
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.fit import Fit
 from planner.space.grid import Space
@@ -54,6 +56,9 @@ MOST_MODULES = code_of("recompute_modules", ("core_attention", "mlp", "norm"))
 USUAL = code_of("recompute_modules", ("core_attention",))
 """The modules that are enumerated."""
 
+
+ROUND = 1024
+"""Rows whose recomputation is solved in the first round."""
 
 NEAR = 1.02
 """Share of a device's memory up to which other modules are tried where the most recomputation exceeds it."""
@@ -95,17 +100,39 @@ def least_recompute(
         groups.append((with_fewest_micro_batches(plain), True, True))
     priced: list[Prices] = []
     for some, usual, new in groups:
-        prices = price(model, cluster, engine, some)
-        kept = worth(some, prices.step_time_s) | some.offload_activations
-        some, prices = some.take(kept), prices.take(kept)
-        fit = worth(some, prices.step_time_s) & (prices.peak_memory_bytes <= cluster.memory_bytes)
+        # Memory is priced of rows that are fast enough alone.
+        seconds = step_time(model, cluster, engine, some)
+        kept = np.flatnonzero(worth(some, seconds) | some.offload_activations)
+        some, seconds = some.take(kept), seconds[kept]
+        fit = worth(some, seconds) & (_peak(model, cluster, engine, some) <= cluster.memory_bytes)
         if new:
-            priced.append(prices.take(fit))
-        solved = some.take(some.offload_activations | ~fit)
-        solved = solved.take(_could_fit(model, cluster, engine, solved, kinds))
-        if len(solved):
-            priced.append(fastest_that_fit(model, cluster, engine, solved, kinds, usual)[1])
+            priced.append(price(model, cluster, engine, some.take(fit)))
+        unfit = some.offload_activations | ~fit
+        solved, seconds = some.take(unfit), seconds[unfit]
+        possible = _could_fit(model, cluster, engine, solved, kinds)
+        solved, seconds = solved.take(possible), seconds[possible]
+        # Layers that recompute move fewer bytes to the host.
+        least = np.where(solved.offload_activations, 0.0, seconds)
+        pace = slowness(worth.objective, solved.global_batch_size, least)
+        solve = partial(_fastest_of_rows, model, cluster, engine, solved, kinds, usual)
+        found_now = in_rounds(pace, worth, ROUND, solve)
+        priced += found_now
+        worth = worth.beside(found_now)
     return concatenate_prices(priced) if priced else None
+
+
+def _fastest_of_rows(
+    model: ModelSpec,
+    cluster: Cluster,
+    engine: Engine,
+    plain: LayoutTable,
+    kinds: Collection[Recompute],
+    usual: bool,
+    rows: Ints,
+    _: Worth,
+) -> Prices:
+    """`fastest_that_fit` of some rows of `plain`."""
+    return fastest_that_fit(model, cluster, engine, plain.take(rows), kinds, usual)[1]
 
 
 def _could_fit(

@@ -12,7 +12,15 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Recompute
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import ARRAY_FIELDS, NONE, Ints, LayoutTable, distinct_numbers, distinct_rows
+from costmodels.spec.table import (
+    ARRAY_FIELDS,
+    NONE,
+    Bools,
+    Ints,
+    LayoutTable,
+    distinct_numbers,
+    distinct_rows,
+)
 from planner.solve.bounds import Worth
 from planner.solve.concatenation import concatenate_prices
 from planner.solve.recompute import fastest_that_fit, first_of_each, with_recompute
@@ -22,10 +30,15 @@ from planner.space.rule import divisors
 def hybrid_candidates(prices: Prices, worth: Worth) -> Ints:
     """Rows that would be worth it if data-parallel ranks exchanged nothing: all that copies can change."""
     table = prices.table
-    shared = (table.zero_stage > 0) & (table.zero_replicas == 1) & (table.replicas >= 4)
-    rows = np.flatnonzero(shared)
+    rows = np.flatnonzero(may_have_copies(table))
     seconds = (prices.step_time_s - prices.time["data_parallel"])[rows]
     return rows[worth(table.take(rows), seconds)]
+
+
+def may_have_copies(table: LayoutTable) -> Bools:
+    """Rows with something that ZeRO splits among ranks enough for two copies of two ranks each, [n]."""
+    result: Bools = (table.zero_stage > 0) & (table.zero_replicas == 1) & (table.replicas >= 4)
+    return result
 
 
 def hybrid_solutions(

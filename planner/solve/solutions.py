@@ -9,10 +9,10 @@ import numpy as np
 
 from costmodels.pricing import Prices, peak_memory, price
 from costmodels.spec.layout import Recompute
-from costmodels.spec.table import FULL, NONE, SCHEDULES, UNIFORM, LayoutTable
+from costmodels.spec.table import FULL, NONE, SCHEDULES, UNIFORM, Bools, Ints, LayoutTable
 from planner.objective import Objective, slowness
 from planner.problem import Problem
-from planner.solve.bounds import Floor, Worth, least_peak, least_seconds
+from planner.solve.bounds import Floor, Worth, in_rounds, least_peak, least_seconds
 from planner.solve.chunk_splits import moved_layers
 from planner.solve.concatenation import concatenate_prices, concatenate_tables
 from planner.solve.fit import Fit
@@ -33,6 +33,10 @@ FIRST = 20
 
 FURTHER = 4
 """Places of the ranking for which layouts are looked at that are not enumerated."""
+
+
+ROUND = 4096
+"""Rows of 1F1B whose layers are balanced in the first round."""
 
 
 def solutions(
@@ -95,9 +99,7 @@ def _worth_beside(objective: Objective, others: Sequence[Prices], parts: Sequenc
 def worth_among(objective: Objective, parts: Sequence[Prices], places: int = FIRST) -> Worth:
     """A test of whether rows with so many seconds would be among the first of all `parts`."""
     each = (slowness(objective, some.table.global_batch_size, some.step_time_s) for some in parts)
-    every = np.concatenate([*each, np.zeros(0)])
-    last = np.partition(every, places - 1)[places - 1] if len(every) >= places else np.inf
-    return Worth(objective, float(last))
+    return Worth.among(objective, np.concatenate([*each, np.zeros(0)]), places)
 
 
 def worth_of_further(objective: Objective, parts: Sequence[Prices]) -> Worth:
@@ -149,6 +151,23 @@ def balanced(
         fits[~listed] = peak_memory(*where, even.take(~listed)) <= problem.cluster.memory_bytes
         possible = fits | (least_peak(*where, even) <= problem.cluster.memory_bytes)
         even, fits = even.take(possible), fits[possible]
+    pace = slowness(problem.objective, even.global_batch_size, least_seconds(*where, even))
+    solved = in_rounds(pace, worth, ROUND, partial(_balanced_rows, problem, even, fits))
+    return concatenate_prices(solved) if solved else None
+
+
+def _balanced_rows(
+    problem: Problem, table: LayoutTable, fit: Bools, rows: Ints, worth: Worth
+) -> Prices | None:
+    """The best split of some rows of 1F1B, of those that fit and are faster than the even one.
+
+    Args:
+        table: rows with even stages.
+        fit: which of them fit.
+        worth: as for `balanced`.
+    """
+    where = problem.model, problem.cluster, problem.constants
+    even, fits = table.take(rows), fit[rows]
     row, splits = balanced_splits(*where, even, fits, worth)
     if problem.engine.runs.stages_alike:
         told = [less_layers(split, 1) is not None for split in splits.splits]

@@ -249,10 +249,10 @@ def _ranks(stages: _Stages, split: Ints, before: Ints, has_experts: bool) -> Ran
 
 
 def _bytes(job: _Job, stages: _Stages, split: Ints, before: Ints) -> Floats:
-    """Bytes of each stage, [n, stages]; 0 of those that a row does not have."""
+    """Bytes of the first stages of each row, as many as `split` has, [n, stages]; 0 for missing stages."""
     ranks = _ranks(stages, split, before, job.model.routed_layers > 0)
     held = stage_memory(job.cluster, job.engine, job.table, job.sizes, ranks)
-    return np.where(stages.there, sum(held.values(), np.zeros(())), 0.0)
+    return np.where(stages.there[:, : split.shape[1]], sum(held.values(), np.zeros(())), 0.0)
 
 
 def _fits(job: _Job, stages: _Stages, split: Ints) -> Bools:
@@ -263,14 +263,19 @@ def _fits(job: _Job, stages: _Stages, split: Ints) -> Bools:
 
 
 def _caps(job: _Job, stages: _Stages) -> Ints:
-    """The most layers of each stage that fit, [n, stages, leading + 1], by the layers before it."""
+    """The most layers of each stage that fit, [n, stages, leading + 1], by the layers before it.
+
+    No stage is empty, so that only the first stages have fewer than the leading layers before them.
+    """
     caps = np.zeros((*stages.there.shape, stages.leading + 1), dtype=np.int64)
     for start in range(stages.leading + 1):
-        before = np.full(stages.there.shape, start)
+        last = start + 1 if start < stages.leading else stages.there.shape[1]
+        before = np.full((len(caps), min(last, stages.there.shape[1])), start)
 
         def held(split: Ints, before: Ints = before) -> Floats:
             return _bytes(job, stages, split, before)
 
         most = np.full_like(before, stages.layers)
-        caps[:, :, start] = most_within(held, job.cluster.memory_bytes, np.zeros_like(before), most)
+        found = most_within(held, job.cluster.memory_bytes, np.zeros_like(before), most)
+        caps[:, : before.shape[1], start] = found
     return caps

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,10 @@ class Space:
     """Layouts by the first rule that they break; rules that none breaks are left out."""
     has_reserve: bool = False
     """True if layouts in reserve are among the legal ones, because no other is legal."""
+
+    def take(self, rows: Ints) -> Space:
+        """The space with some of its layouts; `considered` and `illegal` stay those of all."""
+        return replace(self, table=self.table.take(rows), states=self.states[rows], work=self.work[rows])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,11 @@ from planner import search
 from planner.objective import slowness
 from planner.problem import resolve_problem
 from planner.ranking import contenders
+from planner.solve import bounds, recompute, solutions
 from planner.solve.bounds import floor_of
+from planner.solve.fit import fit
+from planner.solve.pace import least_pace
+from planner.solve.solutions import FIRST
 from tests.support import models
 from tests.support.models import TINY_EXPERTS
 
@@ -57,3 +61,48 @@ def test_the_ranking_is_the_same_however_many_are_priced(model, job, monkeypatch
     assert tables[0].splits == tables[1].splits
     for name in ARRAY_FIELDS:
         assert (getattr(tables[0], name) == getattr(tables[1], name)).all()
+
+
+def test_the_first_plans_are_the_same_however_many_rows_a_round_solves(monkeypatch):
+    """Plans that earlier rounds find leave out only layouts that are slower."""
+    job: dict[str, Any] = {
+        "model": "llama2-70b",
+        "world_size": 32,
+        "device": "a100-40g",
+        "max_global_batch_size": 64,
+    }
+    known = first_layouts(search(**job, prefer="fastest"))
+    for module in (recompute, solutions):
+        monkeypatch.setattr(module, "ROUND", 16)
+    assert first_layouts(search(**job, prefer="fastest")) == known
+    monkeypatch.setattr(bounds.Worth, "beside", lambda worth, _: worth)
+    assert first_layouts(search(**job, prefer="fastest")) == known
+
+
+def first_layouts(result):
+    """The first plans and their step times."""
+    return [(plan.layout, plan.estimate.step_time_s) for plan in result.plans(FIRST)]
+
+
+def test_the_pace_of_a_layout_is_that_of_its_price_or_less():
+    job: dict[str, Any] = {
+        "world_size": 16,
+        "device": "h100",
+        "global_batch_size": 32,
+        "device_memory_gib": 60.0,
+    }
+    problem = resolve_problem("qwen3-30b-a3b", **job)
+    space = problem.space()
+    where = problem.model, problem.cluster, problem.constants
+    floor = floor_of(*where, space, problem.objective)
+    pace = least_pace(problem, space, floor, bounds.Worth(problem.objective, np.inf))
+    rows = np.flatnonzero(np.isfinite(pace))
+    some = rows[:: max(1, len(rows) // 4000)]
+    prices = price(*where, space.table.take(some))
+    real = slowness(problem.objective, prices.table.global_batch_size, prices.step_time_s)
+    assert (pace[some] <= real * (1 + 1e-9)).all()
+    alone = (prices.table.zero_stage == 0) & (prices.table.pipeline_parallel == 1)
+    assert alone.any() and pace[some][alone] == pytest.approx(real[alone])
+    # Rows that fit have model states that fit.
+    fits = fit(*where, space)
+    assert np.isfinite(pace[fits.rows]).all()
