@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from costmodels.dataclass import dataclass
@@ -13,15 +15,21 @@ from costmodels.spec.estimate import Estimate
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.record import GIB, in_seconds
+from planner.api import search_problem
 from planner.inputs.engine import DEFAULT_ENGINE, resolve_engine, resolve_precision
 from planner.problem import Problem
+from planner.processes import Calls, helpers_for
 from planner.ranking.answer import answer
 from planner.ranking.result import SearchResult
 from planner.space.engine_rules import check_formats, check_pins
+from planner.space.grid import grid
 from planner.space.lora_rules import check_engine
 
 OTHER = "megatron"
 """The engine that most who do not train here train with."""
+
+RAW_LAYOUTS_PER_SECOND = 8_000_000
+"""Raw layouts that a search gets through in a second, in the order of magnitude."""
 
 
 @dataclass(frozen=True)
@@ -57,28 +65,63 @@ class OtherPlan:
         }
 
 
-def other_plan(result: SearchResult) -> OtherPlan | None:
-    """The plan for Megatron-LM beside the first plan of `result`, searched whole.
+@dataclass(frozen=True)
+class _Found:
+    """The first plan for the other engine, or the reason why there is none."""
 
-    None where the question is not about the runtime of this package, where that has no plan, and where the
-    devices are not what Megatron-LM runs on.
+    layout: Layout | None = None
+    estimate: Estimate | None = None
+    why_not: str = ""
+
+
+def with_other_plan(problem: Problem) -> tuple[SearchResult, OtherPlan | None]:
+    """The answer to a problem, and the plan for Megatron-LM beside its first plan, searched whole.
+
+    Both are searched at once where that takes long. The plan is None where the question is not about the
+    runtime of this package, where that has no plan, and where Megatron-LM does not run on the devices.
+
+    Raises:
+        InputError: no layout is legal.
     """
-    problem, engine = result.problem, resolve_engine(OTHER)
     devices = {part.device.kind for part in problem.cluster.parts or (problem.cluster,)}
-    if problem.engine.name != DEFAULT_ENGINE or not result.feasible or not devices <= {*engine.runs.devices}:
-        return None
+    if problem.engine.name != DEFAULT_ENGINE or not devices <= {*resolve_engine(OTHER).runs.devices}:
+        return search_problem(problem), None
+    helpers = helpers_for(2, raw_layouts(problem) / RAW_LAYOUTS_PER_SECOND)
+    if not helpers:
+        result = search_problem(problem)
+        return result, _beside(result, _found(problem)) if result.feasible else None
+    calls: list[partial[Any]] = [partial(search_problem, problem), partial(_found, problem)]
+    with Calls(calls, helpers) as made:
+        result, found = made.results()
+    return result, _beside(result, found) if result.feasible else None
+
+
+def raw_layouts(problem: Problem) -> int:
+    """Layouts of the raw product of a problem's degrees, legal or not."""
+    return math.prod(grid(problem.model, problem.cluster.world_size, problem.batch, problem.pins).shape)
+
+
+def _beside(result: SearchResult, found: _Found) -> OtherPlan:
+    """The plan for the other engine, by its differences from the first plan of `result`."""
+    if found.layout is None:
+        return OtherPlan(None, None, (), found.why_not)
+    here = result.first(1).table.layout(0)
+    return OtherPlan(found.layout, found.estimate, tuple(_differences(here, found.layout)), "")
+
+
+def _found(problem: Problem) -> _Found:
+    """The first plan of the same question for the other engine."""
     wordless = _wordless(problem.model)
     if wordless is not None:
-        return OtherPlan(None, None, (), wordless)
+        return _Found(why_not=wordless)
     try:
-        found = answer(_asked_of(problem, engine.name))
+        found = answer(_asked_of(problem, OTHER))
     except InputError as error:
-        return OtherPlan(None, None, (), on_one_line(error))
+        return _Found(why_not=on_one_line(error))
     if found is None or not found.feasible:
-        return OtherPlan(None, None, (), "no layout is legal" if found is None else "no layout fits")
-    here, there = (each.first(1) for each in (result, found))
-    layout = there.table.layout(0)
-    return OtherPlan(layout, there.estimate(0), tuple(_differences(here.table.layout(0), layout)), "")
+        return _Found(why_not="no layout is legal" if found is None else "no layout fits")
+    first = found.first(1)
+    return _Found(first.table.layout(0), first.estimate(0))
 
 
 def _wordless(model: ModelSpec) -> str | None:

@@ -13,13 +13,13 @@ from costmodels.errors import NoLayoutFits
 from costmodels.network.topology import describe
 from costmodels.spec.record import GIB
 from planner import advice
-from planner.api import search
+from planner.api import search_problem
 from planner.budget.goal import Goal
 from planner.budget.run import Run
 from planner.inputs.choice import Choice
 from planner.inputs.device import measured_notes
 from planner.inputs.pins import WherePossible
-from planner.megatron_plan import OtherPlan, other_plan
+from planner.megatron_plan import OtherPlan, with_other_plan
 from planner.options.batch import BatchOptions
 from planner.options.budget import BudgetOptions
 from planner.options.cluster import HardwareOptions, WorldSizesOptions
@@ -35,7 +35,7 @@ from planner.options.search import (
     search_keywords,
 )
 from planner.plan import Plan
-from planner.problem import Problem, SearchKeywords
+from planner.problem import Problem, SearchKeywords, resolve_problem
 from planner.ranking.distinct import DistinctPlan, distinct_plans
 from planner.ranking.result import SearchResult
 from planner.ranking.ties import chances, indistinguishable
@@ -274,9 +274,11 @@ def ask(
     spec, job, assumed = question.model.spec(), question.keywords(rules), question.assumed()
     question.budget.question()
     with waiting("planning"):
-        result = search(spec, world_size=question.world_size, **job)
+        asked = resolve_problem(spec, question.world_size, **job)
+        result, other = (
+            with_other_plan(asked) if question.parallel.engine is None else (search_problem(asked), None)
+        )
         rows = distinct_plans(result, top)
-        other = other_plan(result) if question.parallel.engine is None else None
     rows = rows or [DistinctPlan(place, plan) for place, plan in enumerate(result.closest(top), 1)]
     with waiting("looking for changes that would fit"):
         error = None if result.feasible else advice.no_layout_fits(result)

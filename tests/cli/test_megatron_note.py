@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from costmodels.catalogue import load_model
 from costmodels.spec.layout import Layout
+from planner import megatron_plan, processes
 from planner.inputs.written_layout import written_fields
-from planner.megatron_plan import _differences
+from planner.megatron_plan import _differences, with_other_plan
+from planner.problem import resolve_problem
 
 JOBS = [
     ("--model", "llama3-8b", "--world-size", "8", "--device", "h100", "--global-batch-size", "64"),
@@ -126,3 +129,33 @@ def test_a_model_that_megatron_has_no_words_for_has_no_plan_there(planner_comman
     other = json.loads(out)["megatron"]
     assert code == 0 and other["layout"] is None
     assert "there is no plan: it does not support parallel_residual of gpt-neox-20b" in other["text"]
+
+
+def test_both_searches_at_once_give_the_answers_of_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job: dict[str, Any] = {"device": "h100", "global_batch_size": 64}
+    problem = resolve_problem("llama3-8b", 8, **job)
+    alone, other = with_other_plan(problem)
+    started: list[object] = []
+    monkeypatch.setattr(processes.Helper, "__init__", _counted(processes.Helper.__init__, started))
+    monkeypatch.setattr(megatron_plan, "RAW_LAYOUTS_PER_SECOND", 1)
+    monkeypatch.setattr(megatron_plan, "helpers_for", lambda calls, seconds: int(seconds > 1e5))
+    result, beside = with_other_plan(problem)
+    assert started and beside == other and other is not None and other.layout is not None
+    assert [plan.layout for plan in result.plans(5)] == [plan.layout for plan in alone.plans(5)]
+
+
+def test_no_search_for_another_engine_is_made_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = resolve_problem("llama2-70b", 1, device="h100", global_batch_size=1)
+    monkeypatch.setattr(megatron_plan, "_found", lambda _: pytest.fail("searched"))
+    result, other = with_other_plan(problem)
+    assert not result.feasible and other is None
+
+
+def _counted(start: Callable[..., None], started: list[object]) -> Callable[..., None]:
+    def counted(self: processes.Helper) -> None:
+        started.append(self)
+        start(self)
+
+    return counted
