@@ -62,20 +62,27 @@ def preferred_first(problem: Problem, space: Space, found: Fit, floor: Floor, ra
     if not problem.preference.weighs or problem.objective == "memory" or not len(ranking):
         return ranked
     choice = _Choice(problem, space, found, floor, ranking.prices.take(ranking.places[:1]))
+    ranked, place, points = _simplest_of_all(choice, ranked)
+    behind = choice.behind_fastest(ranked.ranking.prices.take(np.array([place])))
+    if behind > 0.0:
+        choice = replace(choice, behind=behind)
+        ranked, place, points = _simplest_of_all(choice, ranked)
+    moved = choice.moved(ranked.ranking.prices.take(np.array([place])), points)
+    if moved is not None:
+        ranked, added = ranked.beside(moved)
+        place = int(added[0])
+    return replace(ranked, ranking=_first(ranked.ranking, place))
+
+
+def _simplest_of_all(choice: _Choice, ranked: Ranked) -> tuple[Ranked, int, float]:
+    """The simplest layout of a ranking, of its tail, and of what is solved: its place and its points."""
     ranked, place, points = _simplest(choice, ranked)
     solved = choice.solved(points)
     if solved is not None:
         ranked, added = ranked.beside(solved)
         place = int(added[0])
         points = float(choice.points(solved.table, solved.peak_memory_bytes)[0])
-    behind = choice.behind_fastest(ranked.ranking.prices.take(np.array([place])))
-    if behind > 0.0:
-        ranked, place, points = _simplest(replace(choice, behind=behind), ranked)
-    moved = choice.moved(ranked.ranking.prices.take(np.array([place])), points)
-    if moved is not None:
-        ranked, added = ranked.beside(moved)
-        place = int(added[0])
-    return replace(ranked, ranking=_first(ranked.ranking, place))
+    return ranked, place, points
 
 
 def _simplest(choice: _Choice, ranked: Ranked) -> tuple[Ranked, int, float]:
@@ -135,10 +142,14 @@ class _Choice:
         return float(score[0] - best[0])
 
     def could_tie(self, table: LayoutTable) -> Floats:
-        """The slowness up to which each row is not told apart from the fastest, at most, [n]."""
+        """The slowness up to which each row counts as a tie, at most, [n].
+
+        Rows that are not told apart within a wider lag than `behind` were looked at before: 0 for these.
+        """
         spread = float(self.fastest.spread[0])
-        width = widths_of(differences(self.fastest.table, table), spread, order_widths())
-        last: Floats = self.pace * np.exp(np.maximum(self.reach * width, self.behind)) * (1.0 + 1e-6)
+        lag = self.reach * widths_of(differences(self.fastest.table, table), spread, order_widths())
+        lag = np.where(lag < self.behind, self.behind, -np.inf) if self.behind else lag
+        last: Floats = self.pace * np.exp(lag) * (1.0 + 1e-6)
         return last
 
     @property

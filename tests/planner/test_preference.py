@@ -137,6 +137,17 @@ def test_no_layout_is_first_while_a_simpler_one_is_as_fast() -> None:
     assert not simpler
 
 
+def test_recomputation_is_solved_for_simpler_layouts_that_are_as_fast_as_the_first_choice() -> None:
+    job: dict[str, Any] = {"device": "h100", "global_batch_size": 512}
+    best = search("llama3-8b", world_size=64, **job).best
+    plain = search("llama3-8b", world_size=64, **job, pin=["tp=1", "pp=1", "zero=1"]).best
+    assert best is not None and plain is not None
+    assert (
+        plain.layout.recompute_method == "block"
+    )  # No listed layout without parallelism leaves enough memory.
+    assert best.layout == plain.layout
+
+
 def test_stages_are_balanced_before_a_plain_pipeline_is_given_up_for_zero_3_across_nodes() -> None:
     """The even split is told apart from ZeRO 3 over 128 nodes; a pipeline with short ends is not."""
     job: dict[str, Any] = {"world_size": 1024, "device": "h100", "global_batch_size": 1024}
