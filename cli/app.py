@@ -31,11 +31,11 @@ def planner(
 
 
 def _nothing() -> None:
-    """Stands for a command whose name alone is asked for."""
+    """A command that only gives its name to shell completion; it does nothing."""
 
 
 def _to_complete() -> list[str] | None:
-    """The words of a command line that a shell asks to complete; None where none does."""
+    """The words of the command line that a shell wants completed; None without shell completion."""
     if "_PLANNER_COMPLETE" not in os.environ:
         return None
     typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
@@ -52,9 +52,9 @@ KINDS: dict[str, type[Command]] = {
 
 
 def make_app(commands: Mapping[str, str], words: Sequence[str]) -> typer.Typer:
-    """The command line for `words`: where the first names a command, only that one is imported.
+    """The typer app for the command line `words`; only the command that its first word names is imported.
 
-    Of a line that a shell wants completed, too; where it has no command yet, names are enough.
+    The same holds for shell completion. If the line to complete has no command yet, the app has names only.
 
     Args:
         commands: modules of the commands: a function of the command's name, or `app` for a command with its

@@ -1,4 +1,4 @@
-"""`planner calibrate`: measure this machine, so that plans for it are planned with what it does."""
+"""`planner calibrate`: measure this machine, so that plans for it use measured rates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RanksOptions:
     json: bool = flag(False, "With --from-history: print one JSON object.")
 
     def counts(self, on_cpu: bool, devices: int) -> list[int]:
-        """Numbers of ranks to measure with; `InputError` for what this machine has not."""
+        """Numbers of ranks to measure with; raises `InputError` for more devices than this machine has."""
         if self.world_size is None:
             cores = min(MOST_CPU_RANKS, available_cores())
             return [cores, 2 * cores] if on_cpu else [devices]
@@ -103,7 +103,7 @@ def _forget() -> None:
 
 
 def _measure(options: CalibrateOptions, count: int, seconds: float, on_cpu: bool) -> None:
-    """Measure with `count` ranks, and say what that changed."""
+    """Measure with `count` ranks, and print the changed constants."""
     from runtime.calibrate.local import measure_machine
     from runtime.calibrate.result import finish, plain_device
 

@@ -147,7 +147,7 @@ def _print_json(records: list[dict[str, Any]]) -> None:
 
 
 def _print_table(columns: list[str], rows: list[list[str]], narrow: tuple[str, ...]) -> None:
-    """Leave out the source, and in an 80-column terminal the columns named in `narrow`, for want of room."""
+    """Print a table without sources; in an 80-column terminal also without the columns named in `narrow`."""
     screen = console()
     hidden = {"source"} if screen.width < WIDE_COLUMNS else set()
     if screen.width < 100:

@@ -85,14 +85,14 @@ def exit_code(answer: Check) -> int:
 
 
 def print_check(answer: Check) -> None:
-    """Everything, for people."""
+    """Print the whole answer for people."""
     screen = console()
     for line in check_lines(answer):
         screen.print(line, markup=False, emoji=False, soft_wrap=True)
 
 
 def check_lines(answer: Check) -> Iterator[str]:
-    """The answer, a line each."""
+    """The lines of the answer."""
     reading, plan, best = answer.reading, answer.plan, answer.best
     yield f"{reading.file}: {reading.framework}" + _job(answer)
     for note in answer.assumed:
@@ -149,7 +149,8 @@ def _job(answer: Check) -> str:
 
 
 def _gain(gain: float | None) -> str:
-    """The gain of the best plan; where the configuration is the faster one, why the other is the best."""
+    """The gain of the best plan over the configuration; if the configuration is faster, the reason for the
+    plan."""
     if gain is None:
         return ""
     doubt = (

@@ -14,7 +14,7 @@ from runtime.huggingface.folder_kind import check_model_folder, is_hugging_face,
 from runtime.huggingface.new_folder import check_new
 
 MOST_NAMES = 3
-"""Tensors that a note names."""
+"""Largest number of tensors that a note names."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class ConvertOptions:
 def convert(options: ConvertOptions) -> None:
     """Turn a Hugging Face model into a checkpoint of this runtime, or a checkpoint into such a model.
 
-    GPT-2, Llama, Mistral, Mixtral, Qwen 2 and 3 (with experts too), DeepSeek V2 and V3. Tensor after tensor:
-    memory holds a few of them. Tokenizer files go along.
+    GPT-2, Llama, Mistral, Mixtral, Qwen 2 and 3 (with experts too), DeepSeek V2 and V3. Tensors are converted
+    one by one, so memory holds only a few of them. Tokenizer files are copied too.
     """
     for name in ("input", "output"):
         if not getattr(options, name):

@@ -42,8 +42,8 @@ class ConvertConfigOptions:
 def convert_config(options: ConvertConfigOptions, cluster: ClusterOptions) -> None:
     """Write the job of a script or configuration as the flags or the file of other software.
 
-    Exit code 5, and nothing is written, where that does not support a part of the job. With --nearest the job
-    that is written is priced, and its difference said.
+    If the software does not support a part of the job, nothing is written and the exit code is 5. With
+    --nearest the nearest job is written, and its difference in time and memory is printed.
     """
     if not options.to:
         raise InputError(f"--to is missing: expected {', '.join(TARGETS)}")

@@ -1,4 +1,4 @@
-"""`planner data`: text to the token files that training reads, several of them to one, and what they hold."""
+"""`planner data`: turn text into token files for training, merge token files, and show their contents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def data() -> None:
 
 
 class SeveralWordsCommand(Command):
-    """A command without arguments whose flags that may be repeated take several words too."""
+    """A command without arguments; each of its repeatable flags may also take several words at once."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         several = {
@@ -178,7 +178,7 @@ def prepare(source: Source, encoding: Encoding, output: Output) -> None:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A vocabulary and the corpus that it is of."""
+    """The corpus and the vocabulary to make of it."""
 
     input: list[str] = flag(
         [],
@@ -294,7 +294,7 @@ def _check_prefix(prefix: str) -> None:
 
 @contextmanager
 def _bar(title: str, total: int) -> Iterator[Callable[[Summary], None]]:
-    """A progress bar on a terminal; what it gives shows a summary."""
+    """A progress bar on a terminal; the function that it yields shows a summary."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -9,7 +9,8 @@ from runtime.launch.configurations import ConfiguredJob
 
 
 def print_differences(configured: ConfiguredJob) -> None:
-    """Print how the job that is trained differs from the one in the files, and what was assumed of those."""
+    """Print the differences between the trained job and the job in the files, and the assumptions about the
+    files."""
     reading, plan = configured.reading, configured.plan
     if configured.differences:
         print(f"{reading.file} ({reading.framework}): settings that differ here")

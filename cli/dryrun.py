@@ -46,7 +46,7 @@ SHORT_HEADINGS = {
     "communication": "comm.",
     "temporaries": "temp.",
 }
-"""Heads of columns."""
+"""Short column headings of parts of memory, by their names."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def explain(
 ) -> None:
     """Explain the best layout: why it won, why others lost, its bottleneck, and changes that would help.
 
-    The other flags of a training command are accepted too; those that rule layouts out are honoured
+    The other flags of a training command are accepted too; flags that rule out layouts are honoured
     (--compile, --reset-attention-mask, --rampup-batch-size).
     """
     if questions.plan is not None:
@@ -137,7 +137,7 @@ def explain(
 
 
 def print_explanation(found: Explanation, assumed: list[str]) -> None:
-    """Everything, for people."""
+    """Print the whole explanation for people."""
     from cli.summary import header_lines, tie_line  # Rich is loaded only to draw.
 
     screen, result = console(), found.result

@@ -38,8 +38,8 @@ def export(
 ) -> None:
     """Write a plan as the flags or the configuration file of other software.
 
-    Exit code 5, and nothing is written, where it does not support a part of the plan. With --nearest the job
-    that is written is priced again, and its difference said.
+    If the software does not support a part of the plan, nothing is written and the exit code is 5. With
+    --nearest the nearest job is written, and its difference in time and memory is printed.
     """
     loaded = Plan.load(plan)
     found = exported(loaded, to=to)

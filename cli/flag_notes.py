@@ -15,7 +15,8 @@ from runtime.settings.job_rules import BY_FLAG
 def unused_flag_notes(
     unused: Any, what: str, heeded: Container[str] = BY_FLAG, also: Iterable[str] = ()
 ) -> Iterator[str]:
-    """Flags of other commands, and `also` those, that change nothing of `what`; the fields `heeded` do."""
+    """A note on given flags of other commands, and on the flags `also`, that do not affect `what`; the fields
+    `heeded` do affect it."""
     given: list[str] = []
     if unused is not None:
         words = arguments(unused)
@@ -27,7 +28,8 @@ def unused_flag_notes(
 
 
 def planning_flag_notes(unused: Any, parallel: ParallelOptions, engine: str) -> Iterator[str]:
-    """Flags of other commands that rule nothing out, and what only this package's runtime does anyway."""
+    """Notes on given flags of other commands that rule out no layout, and on flags that are always on in this
+    package's runtime."""
     own = engine == DEFAULT_ENGINE
     return unused_flag_notes(
         unused, "planning", BY_FLAG if own else (), () if own else parallel.given_accepted()

@@ -1,4 +1,4 @@
-"""`planner calibrate --from-history`: constants of this machine from what its jobs have measured."""
+"""`planner calibrate --from-history`: constants of this machine from measurements of its jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def calibrate_from_history(save: str | None, as_json: bool) -> None:
     """Refit this machine's devices from its history; raises `InputError` where there is too little.
 
     Args:
-        save: the file; this machine's own if None.
+        save: the file to write; this machine's own file if None.
     """
     runs, wrong = past_runs()
     torch = full_version()

@@ -1,4 +1,4 @@
-"""Lines that can be typed, for the end of each command's help; a test runs them, in this order."""
+"""Examples at the end of each command's help; a test runs them in this order."""
 
 from __future__ import annotations
 

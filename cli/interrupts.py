@@ -1,4 +1,4 @@
-"""Ctrl-C while modules are imported, which takes seconds where PyTorch is among them."""
+"""Ctrl-C during imports; importing PyTorch takes seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXIT_CODE = 128 + signal.SIGINT
 
 @contextmanager
 def exit_on_ctrl_c() -> Iterator[None]:
-    """End the process at once and without a word meanwhile.
+    """Within this context Ctrl-C ends the process at once and prints nothing.
 
     An exception in a half-imported module would come out as a traceback, or be caught by the module.
     """

@@ -36,7 +36,8 @@ class JobEnd:
     """The iteration that the job began with."""
 
     def print(self, outcome: Outcome) -> None:
-        """Say how the job ended, and how to go on; nothing that goes wrong here changes its exit code."""
+        """Print the end of the job and the command that resumes it; errors here do not change the job's exit
+        code."""
         print_outcome(outcome, self.log_dir)
         try:
             for line in self.lines():
@@ -82,7 +83,7 @@ class JobEnd:
 
 
 def print_outcome(outcome: Outcome, log_dir: Path) -> None:
-    """Say on standard error why a job ended before its time, where it did."""
+    """Print on standard error the reason why a job ended early, if it did."""
     if outcome.message:
         say(f"planner: error: {outcome.message}", sys.stderr)
     elif outcome.stopped_by is not None:

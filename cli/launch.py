@@ -1,4 +1,4 @@
-"""`planner launch`: plan for this machine, train, and compare the plan with what happened."""
+"""`planner launch`: plan for this machine, train, and compare the plan with the measured run."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _run_script(job: Job, options: LaunchOptions) -> int:
 def leave(outcome: Outcome | None) -> None:
     """Leave with the exit code of a job; None where none was run.
 
-    A job that has saved on SIGTERM, or because its terminal was closed, did what it was asked to: 0.
+    A job that saved after SIGTERM, or after its terminal was closed, ended as asked: exit code 0.
     """
     if outcome is not None and (outcome.exit_code or outcome.stopped_by is signal.SIGINT):
         raise typer.Exit(outcome.exit_code or 128 + signal.SIGINT)
@@ -162,7 +162,7 @@ def _check_flags(job: Job, options: LaunchOptions, trial: TrialOptions, is_alone
 
 
 def _plans(job: Job, previous: PreviousRun | None, trial: TrialOptions, warm: WarmRanks | None) -> list[Plan]:
-    """The plans to try, or the one to train; says what was assumed."""
+    """The plans to try, or the one to train; also prints the assumptions."""
     count = 1 if trial.plans_to_try is None else POOL * trial.plans_to_try
     found = local_plans(job, previous, count, warm)
     for note in found.assumptions:
@@ -173,7 +173,7 @@ def _plans(job: Job, previous: PreviousRun | None, trial: TrialOptions, warm: Wa
 def _proven(
     plans: Sequence[Plan], job: Job, previous: PreviousRun | None, options: LaunchOptions, status: Status
 ) -> Plan:
-    """The first plan, or the next one that fits by its dry run."""
+    """The first of the plans that fits by its dry run."""
     is_given = options.config or job.run.plan is not None
 
     def more(count: int) -> Sequence[Plan]:
@@ -183,7 +183,7 @@ def _proven(
 
 
 def _print_command(plan: Plan, job: Job) -> None:
-    """The torchrun command that trains `plan`, or searches for it again."""
+    """Print the torchrun command that trains `plan`, or that searches for it again."""
     described = job if job.run.plan is None else job.with_plan(job.run.plan)
     print(shell_line(torchrun_command(plan.layout.world_size, rank_arguments(described))))
 
@@ -199,7 +199,8 @@ def _tries(plans: Sequence[Plan], trial: TrialOptions, job: Job, warm: WarmRanks
 
 
 def _announce(status: Status, plan: Plan, job: Job, log_dir: Path, start: int) -> None:
-    """Say what is trained from iteration `start` on, what the plan promises, and where its files are."""
+    """Print the job that is trained from iteration `start` on, the plan's predictions, and the places of its
+    files."""
     ranks, device = plan.layout.world_size, plan.cluster.device.name
     status.line(f"{plan.model.name} on {ranks} x {device}: {plan.layout.describe()}")
     for line in prediction_lines(plan, max(0, job.training.train_iters - start)):
@@ -210,7 +211,7 @@ def _announce(status: Status, plan: Plan, job: Job, log_dir: Path, start: int) -
 
 
 def _train(plan: Plan, job: Job, restarts: int, status: Status, warm: WarmRanks | None) -> Outcome:
-    """Train to the end, and show meanwhile how far it is."""
+    """Train to the end, and show the progress."""
     status.tell(f"starting {plan.layout.world_size} ranks")
     display = Display(status, job.training.train_iters)
     try:

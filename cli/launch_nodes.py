@@ -22,7 +22,8 @@ from runtime.launch.torchrun import shell_line
 
 
 def launch_node(job: Job, options: LaunchOptions, trial: TrialOptions, nodes: Nodes) -> Outcome | None:
-    """Start the ranks of this node and see them to their end; None after --print-command, without any."""
+    """Start the ranks of this node and wait for their end; returns None after --print-command, which starts
+    no ranks."""
     if trial.plans_to_try is not None:
         raise InputError(
             f"--try {trial.plans_to_try}: plans are tried on one machine; leave it out on several"
@@ -72,7 +73,8 @@ def launch_node(job: Job, options: LaunchOptions, trial: TrialOptions, nodes: No
 
 
 def log_dir_of_node(job: Job, plan: Plan | None, nodes: Nodes) -> Path:
-    """The folder that flags name for the logs, or one after the time, the model and the node."""
+    """The folder for the logs: the one that flags name, or a new one named after the time, the model and the
+    node."""
     if job.output.log_dir is not None:
         return Path(job.output.log_dir)
     spec = job.model.spec() if plan is None else plan.model

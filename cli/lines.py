@@ -1,7 +1,7 @@
-"""Lines with styles, on a screen that draws them or, where nobody sees styles, as they are.
+"""Lines with styles: drawn by Rich on a terminal, plain text elsewhere.
 
-To load Rich and to draw with it takes some 15 ms of a short question's 400. What a pipe or a file takes needs
-nothing of it.
+Loading Rich and drawing with it takes about 15 ms of the 400 ms of a short question. Output to a pipe or a
+file does not need Rich.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 COLUMNS = 80
-"""Width where neither a terminal nor the environment says one."""
+"""Columns of the output where neither a terminal nor the environment gives a width."""
 
 FEWEST_COLUMNS = 20
-"""Columns for which paragraphs are wrapped at least: Rich cuts them on a narrower screen."""
+"""The least number of columns to which paragraphs are wrapped; on a narrower screen Rich cuts them."""
 
 FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE")
-"""Variables with which Rich draws styles where standard output is no terminal, or the other way round."""
+"""Environment variables that make Rich draw styles without a terminal, or suppress them on one."""
 
 BLOCKS = "█▓░"
 """The block characters of bars; each is one column wide, as ASCII characters are."""
@@ -32,7 +32,7 @@ BLOCKS = "█▓░"
 
 @dataclass(frozen=True)
 class Line:
-    """Texts in a row, each with its style in Rich's words."""
+    """Texts that follow one another on a line, each with the name of its Rich style."""
 
     parts: tuple[tuple[str, str], ...]
 
@@ -42,7 +42,7 @@ class Line:
         return cls(((text, style),))
 
     def plus(self, text: str, style: str = "") -> Line:
-        """The line with another text behind it."""
+        """The line with another text added at its end."""
         return Line((*self.parts, (text, style)))
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Screen:
 
     @cached_property
     def console(self) -> Console:
-        """The console that draws."""
+        """The Rich console that draws the lines."""
         return console()
 
     @property
@@ -73,7 +73,7 @@ class Screen:
         return self.console.is_terminal
 
     def print(self, line: Line) -> None:
-        """A line, with its styles."""
+        """Print a line with its styles."""
         from rich.text import Text
 
         (text, style), *others = line.parts
@@ -84,13 +84,13 @@ class Screen:
 
 
 class Page(Screen):
-    """Standard output that is no terminal: what Rich would write there, without loading it."""
+    """Standard output that is not a terminal: prints the same text as Rich, without loading it."""
 
     is_terminal = False
 
     @cached_property
     def width(self) -> int:
-        """Columns, as Rich has them: those of any terminal that the process has, if there is one."""
+        """Columns of the page, as Rich finds them: those of any terminal of the process."""
         given = os.environ.get("COLUMNS", "")
         if given.isdigit():
             return int(given) or COLUMNS
@@ -107,7 +107,8 @@ class Page(Screen):
         return (sys.stdout.encoding or "utf-8").lower()
 
     def print(self, line: Line) -> None:
-        """A line without its styles; how wide other letters than ASCII are, and where to cut, Rich knows."""
+        """Print a line without its styles; a long line, or one with letters outside ASCII, is left to
+        Rich."""
         text = str(line)
         is_plain = text.isprintable() and text.translate(dict.fromkeys(map(ord, BLOCKS))).isascii()
         if is_plain and len(text) <= self.width:
@@ -117,7 +118,7 @@ class Page(Screen):
 
 
 def screen() -> Screen:
-    """Standard output."""
+    """The screen or the page of standard output."""
     piped = sys.stdout is not None and not sys.stdout.isatty()
     told = any(name in os.environ for name in FORCING) or "IPython" in sys.modules
     if not piped or told or sys.platform == "win32":

@@ -43,7 +43,7 @@ PLANNING = ("suggest", "explain", "check", "export", "timeline", "mcp")
 """Commands that start no ranks and load no PyTorch."""
 
 OBJECTS = 100_000
-"""New objects after which planning looks for garbage; Python does after 700."""
+"""Number of new objects after which the garbage collector runs during planning; Python's default is 700."""
 
 
 def main() -> None:
@@ -84,8 +84,8 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def _keep_memory() -> None:
-    """Let the C library use the memory of one array for the next: planning makes many of some 100 KiB to some
-    MiB, each of which it would else get from the kernel anew, filled with zeros, and give back."""
+    """Let the C library reuse the memory of freed arrays. Planning makes many arrays of 100 KiB to a few MiB.
+    Otherwise the kernel would provide each of them anew, filled with zeros."""
     import ctypes  # NumPy loads it too.
 
     with contextlib.suppress(OSError, AttributeError, TypeError):  # Not every C library is glibc.
@@ -95,6 +95,7 @@ def _keep_memory() -> None:
 
 
 def _let_go() -> None:
-    """Let the interpreter free all modules: some extensions below PyTorch complain of what is never freed."""
+    """Let the interpreter free all modules; some extensions below PyTorch complain about objects that are
+    never freed."""
     if "torch" in sys.modules:
         gc.unfreeze()

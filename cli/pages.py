@@ -1,4 +1,5 @@
-"""`planner report` and `planner compare`: a plan or a run as a page, and two of them side by side."""
+"""`planner report` and `planner compare`: a page about a plan or a run, and a page that compares two of
+them."""
 
 from __future__ import annotations
 

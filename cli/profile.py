@@ -1,4 +1,4 @@
-"""`planner profile`: a rank of a plan run for real on one device, its seconds beside the plan's."""
+"""`planner profile`: run one rank of a plan on one real device, and compare its seconds with the plan's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProfileOptions:
 def profile(options: ProfileOptions) -> None:
     """Run one rank of a plan on one real device, and show its seconds by part, beside the prediction.
 
-    The computation of the rank is exact, with fewer microbatches. No other rank exists, so that seconds of
+    The computation of the rank is exact, with fewer microbatches. No other rank exists, so seconds of
     communication and of the bubble are predictions. A device of the same maker stands in for that of the
     plan, such as an h200 for an h100. Predictions are then for the device that runs. Their ratio scales the
     step to the plan's device.

@@ -1,4 +1,4 @@
-"""Lines that a training job shows while it runs: those of Megatron-LM, or short ones on a terminal."""
+"""Lines that a training job shows while it runs: Megatron-LM's log lines, or short lines on a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from runtime.job.log_lines import PROGRESS_START
 from runtime.logs.console import PROGRESS, say
 
 LOG_LINE = re.compile(r" (?:\[[^]]*\]|(validation|test) loss at) iteration +(\d+)")
-"""Lines whose figures are in metrics.jsonl too; groups: what evaluation it is, the iteration."""
+"""Pattern of lines whose figures are in metrics.jsonl too; its groups are the kind of evaluation and the
+iteration."""
 
 
 WIDTH = 80
@@ -24,7 +25,7 @@ Key = tuple[str, int]
 """The kind of a record and its iteration."""
 
 MOST_WAITING = 4
-"""Lines that wait for a record, which comes by another way; without it they are shown as they are."""
+"""Most lines that wait for their records in metrics.jsonl; lines without a record are shown unchanged."""
 
 
 class Display:
@@ -47,7 +48,7 @@ class Display:
         self._try(self._record, record)
 
     def end(self) -> None:
-        """Show what is left."""
+        """Show the lines that still wait."""
         self._try(self._settle)
 
     def _try(self, show: Callable[..., None], *what: Any) -> None:
@@ -82,7 +83,8 @@ class Display:
         self._match()
 
     def _match(self) -> None:
-        """Show the lines that wait for no record, or whose record is there; the oldest where many wait."""
+        """Show waiting lines that need no record or whose record has come; where too many wait, also the
+        oldest."""
         while self.waiting:
             key, text = self.waiting[0]
             record = None if key is None else self.records.pop(key, None)
@@ -117,7 +119,7 @@ def short_line(record: dict[str, Any], train_iters: int) -> str:
 
 
 def _loss(value: float | None) -> str:
-    """A loss; JSON has no word for one that is no number."""
+    """A loss as text; in JSON a loss that is not a number is null."""
     if value is None:
         return "is no number"
     return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Proof of a plan's memory: the dry run of its training step, before anything is started."""
+"""Proof that a plan fits into memory: the dry run of its training step, before any rank starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
 
 MOST_TRIED = 8
-"""Plans that are traced until one fits."""
+"""Most plans that are traced until one fits."""
 
 
 def traces_of(
@@ -34,7 +34,7 @@ def traces_of(
     """The dry runs of ranks of a plan.
 
     Args:
-        early: a process that was started for them before the plan was known.
+        early: a process that was started for the dry runs before the plan was known.
     """
     on_gpu = plan.cluster.device.kind != "cpu"
     with exit_on_ctrl_c():
@@ -67,8 +67,9 @@ def proven_plan(
     """The first of `plans` that fits by its dry run, with the traced bytes for the estimated ones.
 
     Args:
-        more: as many plans as the number says, the given ones first; those that follow where they do not fit.
-        wanted: whether plans are traced; none where this is left to how near they come to what devices have.
+        more: gives that number of plans, with the given ones first; asked where the given ones do not fit.
+        wanted: whether plans are traced; None lets it depend on the share of a device's memory that they
+            need.
 
     Raises:
         InputError: no plan fits.

@@ -24,7 +24,8 @@ def merge(
         str | None, typer.Option("--out", metavar="FILE", help="File to write; standard output unless given.")
     ] = None,
 ) -> None:
-    """Join the tables of servers into one, with ranks numbered through in the order of the files."""
+    """Join the tables of several servers into one; ranks are numbered consecutively in the order of the
+    files."""
     merged = merge_rank_tables([read_rank_table(path) for path in files])
     if out is None:
         print(merged.text(), end="")

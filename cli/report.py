@@ -16,7 +16,7 @@ from planner.ranking.distinct import DistinctPlan
 from planner.ranking.result import SearchResult
 
 USUAL_COLUMNS = ("tp", "pp", "vpp", "dp", "zero", "mbs", "recompute")
-"""Columns that are shown even where they hold nothing unusual."""
+"""Columns that are shown even if every value in them is the usual one."""
 
 USUAL_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits")
 """Parts of memory that are listed even where they are empty."""
@@ -36,7 +36,7 @@ SHORT_HEADINGS = {
 """Headings of the parts of memory; the others are headed by their names."""
 
 MOST_RANKS = 6
-"""Pipeline ranks whose memory is listed; of more, the first, the last and the fullest ones."""
+"""Most pipeline ranks whose memory is listed; if there are more: the first, the last and the fullest ones."""
 
 
 def print_details(screen: Console, result: SearchResult, rows: Sequence[DistinctPlan]) -> None:
@@ -49,7 +49,7 @@ def print_details(screen: Console, result: SearchResult, rows: Sequence[Distinct
 
 
 def print_ranking(screen: Console, listed: Sequence[DistinctPlan], traced: Sequence[float]) -> None:
-    """A row for each of the first plans; `traced` are their bytes by dry runs, if these were made."""
+    """Print a row for each of the first plans; `traced` has their bytes by dry runs, if these were made."""
     screen.print()
     costs = ["step", "tokens/s/dev", "MFU", "GiB", *(["dry run"] if traced else [])]
     figures = [_costs(row.plan.estimate) for row in listed]
@@ -74,7 +74,7 @@ def print_ranking(screen: Console, listed: Sequence[DistinctPlan], traced: Seque
 
 
 def _degrees(layout: Layout) -> dict[str, str]:
-    """Words for each column; those of a column that is not always shown are empty for the usual value."""
+    """The text of each column; a column that is not always shown has no text for the usual value."""
     context = layout.context_parallel > 1
     usual_schedule = layout.schedule in ("1f1b", "interleaved")
     offloaded = [name for name in ("activations", "optimizer") if getattr(layout, f"offload_{name}")]

@@ -27,7 +27,7 @@ USERS = {
     "image": ("kubernetes", "dlc"),
     "volume_claim": ("kubernetes",),
 }
-"""Options that some files alone have a place for, and which."""
+"""Options that only some kinds of files support, and these kinds."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from planner.world_sizes import Size, Sizes
 
 
 def print_sizes(found: Sizes, assumed: list[str], notes: list[str]) -> None:
-    """Header, one row a world size, layouts or why there are none, and the run of the chosen size."""
+    """Print a header, a row for each world size with its layout or the reason why there is none, and the run
+    of the chosen size."""
     screen = console()
     for line in _header(found, assumed):
         screen.print(line)

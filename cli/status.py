@@ -1,4 +1,4 @@
-"""A status line that says what a command does until its answer is ready."""
+"""A status line that names a command's current work until its answer is ready."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Status:
     """A line that moves on a terminal and leaves nothing behind; elsewhere short lines on standard error.
 
-    Nothing that happens to either is raised.
+    Errors of writing are not raised.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Status:
         self.clear()
 
     def tell(self, what: str) -> None:
-        """Say what the command does from now on."""
+        """Show the work that the command begins now."""
         if what == self.last:
             return
         self.last = what
@@ -45,7 +45,7 @@ class Status:
             self.show(what)
 
     def show(self, what: str) -> None:
-        """Show text that changes often, as `tell` does, but on a terminal alone."""
+        """Show text that changes often; unlike `tell`, on a terminal only."""
         if self.live is not None and self.task is not None:
             self.live.update(self.task, description=what)
             self.live.start()
@@ -58,7 +58,7 @@ class Status:
             say(text)
 
     def clear(self) -> None:
-        """Take the moving line off the terminal, for output that is to stay."""
+        """Remove the moving line from the terminal, before lasting output is printed."""
         if self.live is not None:
             self.live.stop()
 

@@ -76,8 +76,8 @@ def suggest(
 ) -> None:
     """Rank the parallel layouts of a training job by tokens per second, or by another objective.
 
-    The other flags of a training command are accepted too, so that one can be pasted; those that rule layouts
-    out are honoured (--compile, --reset-attention-mask, --rampup-batch-size).
+    The other flags of a training command are accepted too, so that one can be pasted; flags that rule out
+    layouts are honoured (--compile, --reset-attention-mask, --rampup-batch-size).
     """
     question = Question(model, cluster, reachable_batch(batch, unused), budget, parallel, given)
     if output.dry_run:
@@ -119,7 +119,7 @@ def _answer_one(answer: Answer, output: Output) -> None:
 
 
 def _check_dry_run(parallel: ParallelOptions, world_size: int | str) -> None:
-    """Raise `InputError` where nothing can be run for --dry-run."""
+    """Raise `InputError` where --dry-run cannot run."""
     from runtime.dryrun.requirements import check_torch
 
     check_torch("--dry-run runs the real training step", "bf16")
@@ -144,7 +144,7 @@ def _traced_bytes(plans: Sequence[Plan]) -> list[float]:
 
 
 def _print(answer: Answer, run: Sequence[str], traced: list[float], output: Output) -> None:
-    """The answer for people."""
+    """Print the answer for people."""
     from cli.lines import Screen, screen
     from cli.summary import print_summary
 
@@ -163,7 +163,7 @@ def _print(answer: Answer, run: Sequence[str], traced: list[float], output: Outp
 
 
 def _run_lines(runs: Sequence[Run], goal: Goal) -> list[str]:
-    """The run of the first plan, and whether it keeps its goal; nothing where no run was asked for."""
+    """Lines on the run of the first plan and its goal; none where no run was asked for."""
     if not runs:
         return []
     verdict = verdict_line(goal, runs[0])
@@ -192,7 +192,7 @@ def _print_notes(answer: Answer | SizesAnswer) -> None:
 
 
 def _write(plan: Plan, output: Output, which: str = "") -> None:
-    """The files that are asked for: before anything is printed, as a reader of that may go away."""
+    """Write the requested files before anything is printed, as the reader of the output may go away."""
     if output.save is not None:
         plan.save(output.save)
         print(f"planner: saved {output.save}{which}", file=sys.stderr)

@@ -24,24 +24,25 @@ from planner.ranking.ties import chances, indistinguishable, ties_text
 from planner.service.commands import run_command
 
 SCREEN = 23
-"""Lines of a terminal of 24, without that of the next prompt."""
+"""Lines of a summary: a terminal of 24 lines, less one for the next prompt."""
 
 LONGEST_BAR, SHORTEST_BAR = 40, 8
 
 LETTERS = "#=."
-"""Characters of bars where `BLOCKS` cannot be printed: full, likely, and up to the end of the range."""
+"""Characters of bars where `BLOCKS` cannot be printed: the full part, the light part, and the rest up to the
+end of the range."""
 
 MORE = "--verbose shows the ranking and the memory of each rank, --json everything"
 
 MOST_PARTS = 3
-"""Parts of the step that have a bar each; one more shows the rest."""
+"""Most parts of the step with a bar each; one more bar shows the rest."""
 
 LABEL = 9
-"""Columns of the names of lines."""
+"""Columns that the names of lines take."""
 
 
 class Bar(NamedTuple):
-    """A line with a figure: shares of the bar that are drawn in full, and up to what is likely."""
+    """A line with a figure and its bar: the shares of the bar that are drawn full and light."""
 
     name: str
     figure: str
@@ -63,15 +64,16 @@ def print_summary(
     saved: str | None,
     is_whole: bool,
 ) -> None:
-    """Everything that decides, the plan first; on a terminal no longer than a screen of 80 columns.
+    """Print the summary of an answer, the plan first; on a terminal it fits a screen of 24 lines and 80
+    columns.
 
     Args:
         rows: the first plans.
-        other: the one for Megatron-LM, if that was searched.
-        run: lines on the run of the first one, if one was asked for.
-        traced: bytes of the first one by its dry run, if it was made.
+        other: the plan for Megatron-LM, if it was searched.
+        run: lines on the run of the first plan, if one was asked for.
+        traced: bytes of the first plan by its dry run, if it was made.
         saved: file that the plan is written to.
-        is_whole: whatever its length.
+        is_whole: print all lines, whatever their number.
     """
     plan = rows[0].plan
     lines = [*_plan_lines(screen, plan, saved), Line.of()]
@@ -94,7 +96,7 @@ def print_summary(
 
 
 def print_proposals(screen: Screen, found: Sequence[Proposal]) -> None:
-    """Print the changes with which something fits."""
+    """Print the changes that make a plan fit."""
     if found:
         screen.print(Line.of())
     for line in proposal_lines(found):
@@ -167,7 +169,7 @@ def _plan_lines(screen: Screen, plan: Plan, saved: str | None) -> Iterator[Line]
 
 
 def _figures(plan: Plan, traced: Sequence[float]) -> Iterator[Bar]:
-    """Step, speed, share of the peak and memory."""
+    """Bars of the step, the speed, the MFU and the memory."""
     estimate = plan.estimate
     step, low, high = estimate.step_time_s, estimate.step_time_low_s, estimate.step_time_high_s
     yield Bar("step", in_seconds(step), low / high, step / high, f"{in_seconds(low)} to {in_seconds(high)}")
@@ -202,7 +204,7 @@ def _part(name: str, share: float) -> Bar:
 
 
 def _bars(screen: Screen, bars: Sequence[Bar]) -> Iterator[Line]:
-    """A line a bar, aligned; without the bars where the screen is too narrow for them."""
+    """Aligned lines, one for each bar; where the screen is too narrow for bars, figures alone."""
     marks = BLOCKS if screen.encoding.startswith("utf") else LETTERS
     texts = zip(*((bar.name, bar.figure, bar.remark) for bar in bars), strict=True)
     name, figure, remark = (max(map(len, column)) for column in texts)
@@ -220,7 +222,7 @@ def _bars(screen: Screen, bars: Sequence[Bar]) -> Iterator[Line]:
 def _rest(
     screen: Screen, result: SearchResult, rows: Sequence[DistinctPlan], run: Sequence[str]
 ) -> Iterator[Line]:
-    """The run, the next plan and its gap to the first, ties, and the job."""
+    """Lines on the run, on the next plan with its gap to the first, on ties, and on the job."""
     for line in (*_of_kinds(rows[0].plan), *run):
         yield from _wrapped(screen, line)
     if len(rows) > 1 and rows[0].plan.fits:
@@ -235,7 +237,8 @@ def _rest(
 
 
 def _of_next(result: SearchResult, row: DistinctPlan) -> str:
-    """The line below the next plan: its reason, or its lead over the first plan and the chance of it."""
+    """The line below the next plan: its reason, or its lead over the first plan with the chance that it is
+    faster."""
     of_places = chances(result)
     if row.place > len(of_places):
         return row.plan.reason
@@ -251,7 +254,7 @@ def _of_next(result: SearchResult, row: DistinctPlan) -> str:
 
 
 def _gives_the_fastest(result: SearchResult, fastest: Plan) -> str:
-    """The flags with which the fastest plan is the first."""
+    """The flags that put the fastest plan first."""
     preference, room = result.problem.preference, result.room
     flags = ["--prefer fastest"] if preference.prefer == "simple" else []
     is_short = room.lacks(fastest.estimate) and not room.lacks(result.plan(0).estimate)

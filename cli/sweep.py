@@ -1,4 +1,4 @@
-"""`planner sweep`: several short measured runs on this machine, and one table of them."""
+"""`planner sweep`: several short measured runs on this machine, and a table that compares them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def console(file: IO[str] | None = None) -> Console:
     """Standard output or another `file`, as wide as the terminal, or 80 columns where there is none.
 
-    A reader that went away is a `BrokenPipeError`, as of any print.
+    If the reader of the output has gone away, printing raises `BrokenPipeError`, as `print` does.
     """
     from rich.console import Console
 
@@ -32,7 +32,7 @@ def console(file: IO[str] | None = None) -> Console:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:
-    """A plain table; columns are aligned to the right but for those named in `left`."""
+    """A plain table; columns are aligned to the right, except for those named in `left`."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
@@ -50,7 +50,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[
 
 
 def table_text(table: Table) -> str:
-    """A table as standard output shows it, for who may not fail where that cannot be written."""
+    """A table as text, for callers that must not fail where standard output cannot be written."""
     screen = console()
     with screen.capture() as captured:
         screen.print(table)
@@ -58,7 +58,7 @@ def table_text(table: Table) -> str:
 
 
 def fitted(text: str) -> str:
-    """A line of words, in several where standard output is a terminal that is narrower."""
+    """A line of words, wrapped where standard output is a narrower terminal."""
     width = max(shutil.get_terminal_size().columns, 20)
     if len(text) <= width or sys.stdout is None or not sys.stdout.isatty():
         return text
@@ -66,7 +66,7 @@ def fitted(text: str) -> str:
 
 
 def table_width(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
-    """Columns of the screen that a `table` of plain letters takes; Rich measures no wider than the screen."""
+    """Columns that a `table` of plain letters needs, even beyond the width of the screen."""
     longest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     return sum(longest) + len(longest) - 1
 

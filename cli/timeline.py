@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MOST_RANKS = 16
-"""Pipeline ranks that are drawn; of more, the first and the last ones."""
+"""Most pipeline ranks that are drawn; if there are more: the first and the last ones."""
 
 CELLS = 2
-"""Columns of a forward pass at least; where a whole step would take more, its middle is left out."""
+"""The least number of columns of a forward pass; where a whole step is too wide, its middle is left out."""
 
 GAP = " ... "
 """The mark for the middle of a step that is not drawn."""
@@ -31,7 +31,7 @@ STYLES = {
     "I": BACKWARD,
     "W": ("white on magenta", "black on bright_magenta"),
 }
-"""Styles of passes of the even and of the odd chunks of a rank."""
+"""Styles of the passes of even and of odd chunks of a rank."""
 
 KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
@@ -53,7 +53,7 @@ def timeline(
 
 
 def print_timeline(plan: Plan, found: Timeline) -> None:
-    """Draw the passes of each pipeline rank, and say how long each works and waits."""
+    """Draw the passes of each pipeline rank, and print its seconds of work and of waiting."""
     screen = console()
     layout, step = plan.layout, plan.estimate.step_time_s
     screen.print(f"[bold]{plan.model.name}[/bold]: {layout.describe()}")
@@ -90,7 +90,8 @@ def _ranks_to_show(count: int) -> list[int]:
 def timeline_lines(found: Timeline, ranks: list[int], width: int) -> list[Text]:
     """A line of `width` columns for each of `ranks`.
 
-    The whole step where forward passes stay wide enough to be told apart, else its beginning and its end.
+    They show the whole step where forward passes stay wide enough to be seen, otherwise its beginning and its
+    end.
     """
     forward = [event.end_s - event.start_s for event in found.passes if event.kind == "F"]
     scale = min(found.seconds / width, sum(forward) / len(forward) / CELLS)

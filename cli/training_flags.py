@@ -1,4 +1,4 @@
-"""Flags of a training command that commands which only plan accept, so that one can be pasted."""
+"""Flags of a training command that planning commands accept too, so that a training command can be pasted."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class JobFlags:
 
 
 def training_flags(but: type | tuple[type, ...], trains: bool = False) -> type:
-    """A dataclass of the flags of training that a command without use for them takes.
+    """A dataclass of the flags of training, for a command that accepts them without using them.
 
     Args:
-        but: flags of the command itself, which it keeps.
+        but: flags of the command itself, which are left out.
         trains: the command has the flags of the training step itself.
     """
     # Only here: most commands that plan are given none of these flags.

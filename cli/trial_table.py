@@ -1,4 +1,4 @@
-"""The trials of `planner launch --try`, a line each, and a table of what they measured."""
+"""The trials of `planner launch --try`: a line for each, and a table of the measurements."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def best_plan(
     """The trials of up to `most` of `plans`, `iterations` steps of `job` each, and the one to keep.
 
     Args:
-        plans: the best first.
-        most: plans that may be measured; all unless given.
+        plans: the plans to try, the best first.
+        most: number of plans that may be measured; all unless given.
 
     Raises:
         InputError: no plan ran.

@@ -1,4 +1,4 @@
-"""A line on the terminal that says what a command does, once its answer takes more than a second."""
+"""A line on the terminal that names a command's current work, once its answer takes more than a second."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from cli.status import Status
 
 PATIENCE_S = 1.0
-"""Seconds after which somebody who waits wants to know for what."""
+"""Seconds after which the line appears."""
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show `what` and the seconds that it takes, from the first second on, on a terminal.
+    """Show the work `what` and its seconds on a terminal, from the first second on.
 
     The line is gone when the block ends, so that the answer stands alone.
     """

@@ -1,4 +1,4 @@
-"""`planner watch`: runs that train, in the terminal or on a page, by their metrics.jsonl."""
+"""`planner watch`: show running jobs in the terminal or on a page, from their metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_EVERY_S = 3600.0
 BARS = "▁▂▃▄▅▆▇█"
 
 LONGEST_TREND = 32
-"""Characters of the course of a metric."""
+"""Most characters of the trend of a metric."""
 
 
 def watch(
@@ -64,7 +64,7 @@ def watch(
 
 
 def _folders(runs: list[str]) -> dict[str, Path]:
-    """The folders of runs by short names; raises `InputError` for what is no run."""
+    """The folders of runs by short names; raises `InputError` for a folder without a run."""
     found: dict[str, Path] = {}
     for given in runs:
         path = Path(given)
@@ -89,7 +89,7 @@ def _serve(now: Callable[[], Sequence[LoggedRun]], host: str, port: int) -> None
 
 
 def _shown(runs: list[LoggedRun]) -> RenderableType:
-    """A table with a row a run, the course of loss and step, and slow ranks."""
+    """A table with a row for each run: the trends of loss and step time, and slow ranks."""
     from rich.console import Group
     from rich.text import Text
 
@@ -102,7 +102,7 @@ def _shown(runs: list[LoggedRun]) -> RenderableType:
 
 
 def _trend(values: list[float]) -> str:
-    """The course of a metric in a few characters, each the mean of its part."""
+    """The trend of a metric in a few characters, each for the mean of a part of the values."""
     if len(values) < 2:
         return ""
     each = -(-len(values) // LONGEST_TREND)

@@ -17,7 +17,7 @@ MOST_PORT = 65_535
 
 
 def check_port(port: int) -> None:
-    """Raise `InputError` for a number that no port has."""
+    """Raise `InputError` for an impossible port number."""
     if not 0 <= port <= MOST_PORT:
         raise InputError(f"--port {port}: expected a number from 0 (a free one) to {MOST_PORT}")
 

@@ -1,4 +1,4 @@
-"""Files of a cache, which may be damaged: one that cannot be read is removed, said once, and made again."""
+"""Files of a cache, which may be damaged: an unreadable file is removed, reported once, and made again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _said: set[str] = set()
 def read_cached(path: Path, most: int, parse: Callable[[bytes], Content]) -> Content | None:
     """The content that `parse` makes of a cache file of at most `most` bytes; None without a readable file.
 
-    Whatever `parse` raises says that the file is damaged.
+    Any error of `parse` means that the file is damaged.
     """
     try:
         return parse(read_at_most(path, most))
@@ -32,9 +32,9 @@ def read_cached(path: Path, most: int, parse: Callable[[bytes], Content]) -> Con
 
 
 def discard_cached(path: Path, why: Exception) -> None:
-    """Remove a file or folder of a cache that cannot be read, and say so once.
+    """Remove an unreadable file or folder of a cache, and report it once.
 
-    Where it cannot be removed either, the cache is done without.
+    If it cannot be removed either, the cache is not used.
     """
     reason = f"{type(why).__name__}: {why.strerror if isinstance(why, OSError) else why}"
     try:
@@ -47,8 +47,8 @@ def discard_cached(path: Path, why: Exception) -> None:
 
 
 def write_cached(path: Path, data: bytes, quietly: bool = False) -> None:
-    """Keep `data` in a cache file, which a reader sees whole; where that fails, it is said once, or not even
-    that where it happens to many (`quietly`): a package that somebody else has installed."""
+    """Write `data` to a cache file; readers never see a part of it. A failure is reported once, or not at all
+    with `quietly`, as many users meet it in a package that somebody else has installed."""
     beside = name_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def write_cached(path: Path, data: bytes, quietly: bool = False) -> None:
 
 
 def say_once(line: str) -> None:
-    """A note on stderr, once in the life of a process."""
+    """Print a note on stderr, once in the life of a process."""
     text = on_one_line(ValueError(line))
     if text in _said or sys.stderr is None:
         return

@@ -1,7 +1,7 @@
 """`dataclasses.dataclass` with methods that all classes share.
 
-The library compiles up to six methods for each class, which for all classes of a short question takes a tenth
-of its time. What its other functions do, such as `fields` and `replace`, they do with these classes too.
+The library compiles up to six methods for each class, which takes a tenth of a short question's time. The
+library's other functions, such as `fields` and `replace`, work with these classes too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ else:
     def dataclass(
         made: type | None = None, /, *, frozen: bool = False, eq: bool = True, repr: bool = True
     ) -> type | Callable[[type], type]:
-        """A dataclass; the options are the library's."""
+        """Make a class a dataclass; the options are the library's."""
 
         def decorate(made: type) -> type:
             return _with_methods(made, frozen, eq, repr)

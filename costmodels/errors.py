@@ -1,4 +1,4 @@
-"""Errors that a user can mend: one line that says what, where and what instead."""
+"""Errors that a user can correct: one line with the fault, its place and the correction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 
 class InputError(ValueError):
-    """Wrong input: names the argument, its value and what would be right. Exit code 2."""
+    """Wrong input; the message names the argument, its value and the valid values. Exit code 2."""
 
     exit_code = 2
 
@@ -33,10 +33,10 @@ class NoLayoutFits(InputError):
 
 
 MOST_PARTS = 3
-"""Wrong fields that one line names; a file of another kind has all of them wrong."""
+"""Most wrong fields that one line names; in a file of another kind all are wrong."""
 
 LONGEST_LINE = 1500
-"""Characters of a message; what a broken file holds may be far longer."""
+"""Most characters of a message; the content of a broken file may be far longer."""
 
 
 def on_one_line(error: Exception) -> str:
@@ -54,9 +54,9 @@ def on_one_line(error: Exception) -> str:
 
 
 def _shown(line: str) -> str:
-    """A line for a terminal: no control characters, and of one too long the beginning and the end.
+    """A line for a terminal, without control characters.
 
-    The end says what would be right.
+    A line that is too long keeps its beginning and its end, as the end names the correction.
     """
     plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     if len(plain) <= LONGEST_LINE:

@@ -1,4 +1,4 @@
-"""Names that a package offers, each imported when it is asked for: no question needs all of them."""
+"""Names of a package that are imported on first use, as no question needs all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def on_demand(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package (PEP 562), for names that live in modules of it.
+    """The `__getattr__` of a package (PEP 562), for names that are defined in its modules.
 
     Args:
         homes: the module of each name.

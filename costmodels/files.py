@@ -1,4 +1,4 @@
-"""Files: reading no more than was expected, and writing so that a reader sees the old one or the new one."""
+"""Reading of files up to a size, and atomic writing: a reader sees the old file or the new one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def open_regular(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a file to read it, without a buffer.
+    """Open a file for unbuffered reading.
 
-    Raises `OSError` for what is no regular file: a pipe would be waited for, and some devices have no end.
+    Raises `OSError` for a file that is not regular, as a pipe would block and some devices have no end.
     """
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -37,7 +37,7 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def read_at_most(path: str | Path, most: int) -> bytes:
-    """The contents of a regular file of at most `most` bytes; raises `OSError` for any other."""
+    """The contents of a regular file of at most `most` bytes; raises `OSError` for any other file."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"it is larger than {size_text(most)}", str(path))
@@ -58,7 +58,7 @@ def read_text(path: str | Path, most: int, encoding: str = "utf-8") -> str:
 
 
 def size_text(count: int) -> str:
-    """A limit as people read it: `64 MiB`, `64 bytes`."""
+    """A size limit in words, such as `64 MiB` or `64 bytes`."""
     for unit, size in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count // size} {unit}"
@@ -66,9 +66,10 @@ def size_text(count: int) -> str:
 
 
 def write_whole(what: str, path: str | Path, text: str) -> None:
-    """Write `text` to a file, which stays as it is when that fails; links and devices are written through.
+    """Write `text` to a file atomically; on failure the old file stays.
 
-    Raises `InputError`, which names `what` and the file, when it cannot be written.
+    Links and devices are written through. Raises `InputError` with `what` and the file when it cannot be
+    written.
     """
     target = Path(path)
     try:
@@ -94,19 +95,20 @@ def write_whole(what: str, path: str | Path, text: str) -> None:
 
 
 def shown_path(path: str | Path) -> str:
-    """A path as messages of one line show it: quoted where it holds what would end a line."""
+    """A path for a one-line message, quoted if it contains line breaks."""
     text = str(path)
     return text if text.isprintable() else repr(text)
 
 
 def name_beside(target: Path) -> Path:
-    """A name for what becomes `target` when it is whole: not made of its name, which may be the longest."""
+    """A temporary name beside `target`, not derived from its name, which may already have the greatest
+    length."""
     number = zlib.crc32(os.fsencode(target.name))
     return target.with_name(f".planner-{os.getpid()}-{number:08x}")
 
 
 def _is_written_through(target: Path) -> bool:
-    """Return whether a link, a pipe or a device lies at a path; it stays when it is written to."""
+    """Return whether a path is a link, a pipe or a device, which must stay when it is written to."""
     try:
         mode = os.lstat(target).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -115,7 +117,8 @@ def _is_written_through(target: Path) -> bool:
 
 
 def _write_through(target: Path, data: bytes) -> None:
-    """Write to what a path leads to; raises `OSError` where nobody reads a pipe, or it is a disk."""
+    """Write through a link, or to a pipe or device; raises `OSError` for a pipe without a reader, and for a
+    disk."""
     flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         number = os.open(target, flags, 0o666)

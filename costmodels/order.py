@@ -1,12 +1,14 @@
-"""The chance that two estimates are in the wrong order: that the slower plan by estimate is the faster one.
+"""The chance that two estimates are in the wrong order, so that the plan with the slower estimate is the
+faster one.
 
 Estimates of one job err together, so the error of their ratio comes from the choices in which the two layouts
-differ. The published sweeps tell the size of that error: a width for each doubling of a degree, and for each
-other choice that differs. Widths are combined as root-sum-square. They grow with the range of the estimates,
-as the order is less sure where nobody has measured an engine on a device. The distribution is Cauchy's. Most
-pairs lie near the prediction, and a few lie far from it, of jobs whose network was slow.
+differ. The size of that error was fitted to published sweeps: a width for each doubling of a degree, and for
+each other choice that differs.
 
-`python -m benchmarks.order` fits the numbers, and tells how often the order was right.
+Widths are combined as root-sum-square. They grow with the range of the estimates, as the order is less sure
+where an engine was never measured on a device. The distribution is Cauchy's: most pairs are near the
+prediction, and a few, from jobs with a slow network, are far from it. `python -m benchmarks.order` fits the
+numbers, and prints how often the order was right.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ DOUBLINGS: dict[str, tuple[str, ...]] = {
     "sequences_and_experts": ("context_parallel", "expert_parallel", "expert_tensor_parallel"),
     "micro_batch_size": ("micro_batch_size",),
 }
-"""Columns whose doublings count, by the width that they have."""
+"""Columns whose doublings count, by the name of their width."""
 
 CHOICES: dict[str, tuple[tuple[str, ...], ...]] = {
     "chunks": (("schedule",),),
@@ -47,15 +49,15 @@ CHOICES: dict[str, tuple[tuple[str, ...], ...]] = {
         ("cuda_graphs",),
     ),
 }
-"""Groups of columns of which each counts as one doubling where any of its columns differs."""
+"""Groups of columns; a group counts as one doubling where any of its columns differs."""
 
 RUN = "run"
-"""The width that two layouts have even where none of these columns differs: runs themselves vary."""
+"""Name of the width that two layouts always have, even with equal columns, as runs themselves vary."""
 
 KINDS = (RUN, *dict.fromkeys((*DOUBLINGS, *CHOICES)))
 
 USUAL_RANGE = 0.1
-"""Half the width of the range of an estimate at which widths are as the file says; a natural logarithm."""
+"""Half the width of an estimate's range for which the file's widths hold; a natural logarithm."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +69,18 @@ class OrderWidths:
     range_power: float
     """Power of the estimates' range with which all widths grow."""
     told_apart: float
-    """The chance of the slower one to be the faster one, below which two plans are told apart."""
+    """The chance that the slower plan is the faster one, below which two plans do not tie."""
 
 
 @cache
 def order_widths() -> OrderWidths:
-    """The widths that were fitted (catalogue/order.yaml)."""
+    """The fitted widths (catalogue/order.yaml)."""
     known = catalogue_file("order.yaml")
     return OrderWidths(known["widths"], known["range_power"], known["told_apart"])
 
 
 def measured_choices(engine: str, architecture: str | None) -> Mapping[str, tuple[Any, ...]]:
-    """The values of columns with which somebody has measured an engine on such devices, by column."""
+    """The values of columns with which an engine was measured on such devices, by column."""
     found: Mapping[str, tuple[Any, ...]] = (
         catalogue_file("order.yaml")["measured"].get(engine, {}).get(architecture, {})
     )
@@ -101,7 +103,7 @@ def differences(one: LayoutTable, others: LayoutTable) -> Floats:
 
 
 def widths_of(differ: Floats, spread: Floats | float, known: OrderWidths) -> Floats:
-    """Width of the error of what two estimates differ by, as a natural logarithm, [n].
+    """Width of the error of the ratio of two estimates, as a natural logarithm, [n].
 
     Args:
         differ: `differences` of the rows.
@@ -119,11 +121,11 @@ def order_width(one: Prices, others: Prices) -> Floats:
 
 
 def chance_of(apart: Floats) -> Floats:
-    """The chance that what is `apart` widths slower is the faster one, 0 to 1."""
+    """The chance that a plan that is slower by `apart` widths is the faster one, 0 to 1."""
     result: Floats = 0.5 - np.arctan(apart) / np.pi
     return result
 
 
 def apart_at(chance: float) -> float:
-    """The widths at which `chance_of` is `chance`."""
+    """The distance in widths at which `chance_of` is `chance`."""
     return math.tan(math.pi * (0.5 - chance))

@@ -1,4 +1,4 @@
-"""Looks at paths: the one place that asks, so that a path which nobody may look at ends in one line."""
+"""Queries about paths, all in one place, so that a path without access ends in a one-line error."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import TypeVar
 from costmodels.errors import InputError
 
 NOTHING = (errno.ENOENT, errno.ENOTDIR)
-"""Errors that say that there is nothing at a path."""
+"""Error codes for a path where nothing exists."""
 
 Result = TypeVar("Result")
 
 
 def exists(path: str | Path) -> bool:
-    """Return whether anything lies at a path; a link that leads nowhere does not."""
+    """Return whether anything exists at a path; False for a broken link."""
     return _mode(path) is not None
 
 
 def is_visible(path: str | Path) -> bool:
-    """Return whether anything lies at a path; False for a path that may not be looked at."""
+    """Return whether anything exists at a path; False for a path without access."""
     try:
         return exists(path)
     except InputError:
@@ -31,13 +31,13 @@ def is_visible(path: str | Path) -> bool:
 
 
 def is_file(path: str | Path) -> bool:
-    """Return whether a regular file lies at a path."""
+    """Return whether a path is a regular file."""
     mode = _mode(path)
     return mode is not None and stat.S_ISREG(mode)
 
 
 def is_folder(path: str | Path) -> bool:
-    """Return whether a folder lies at a path."""
+    """Return whether a path is a folder."""
     mode = _mode(path)
     return mode is not None and stat.S_ISDIR(mode)
 
@@ -48,7 +48,7 @@ def entries(folder: str | Path) -> list[Path]:
 
 
 def file_bytes(path: str | Path) -> int:
-    """Bytes of a file that is there."""
+    """Bytes of an existing file."""
     return seen(path, lambda: Path(path).stat().st_size)
 
 
@@ -59,7 +59,7 @@ def home_of(variable: str, default: str) -> Path:
 
 
 def home_folder() -> Path:
-    """The user's home; the current folder's for a user who has none."""
+    """The user's home; the current folder for a user without a home."""
     try:
         return Path.home()
     except RuntimeError:
@@ -67,7 +67,7 @@ def home_folder() -> Path:
 
 
 def expanded(path: str | Path) -> Path:
-    """A path with the home of the user in place of its `~`; a user whom nobody knows stays as typed."""
+    """A path with `~` replaced by the user's home; the name of an unknown user stays unchanged."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -75,15 +75,15 @@ def expanded(path: str | Path) -> Path:
 
 
 def resolved(path: str | Path) -> Path:
-    """A path without links, as far as it can be followed; a circle of links and a NUL are wrong input."""
+    """A path with all links resolved; a circle of links and a NUL character are wrong input."""
     return seen(path, lambda: Path(os.path.realpath(path)))
 
 
 def seen(path: str | Path, look: Callable[[], Result]) -> Result:
     """The answer of `look` about a path.
 
-    Raises `InputError`, which names the path, where the system does not tell: a folder that may not be
-    searched, a name of more bytes than names have, a circle of links, a disk that fails.
+    Raises `InputError`, which names the path, where the system cannot answer: a folder without access, a name
+    that is too long, a circle of links, a failing disk.
     """
     try:
         return look()
@@ -97,7 +97,7 @@ def seen(path: str | Path, look: Callable[[], Result]) -> Result:
 
 
 def _mode(path: str | Path) -> int | None:
-    """The mode of what lies at a path, None for nothing."""
+    """The file mode at a path; None where nothing exists."""
 
     def look() -> int | None:
         try:

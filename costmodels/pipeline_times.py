@@ -1,4 +1,4 @@
-"""The pipeline of a few layouts, simulated: what replaces the closed forms for plans that are shown."""
+"""The simulated pipelines of a few layouts; they replace the closed forms for plans that are shown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from costmodels.time.simulation import StageSeconds, pipeline_seconds
 def stage_seconds(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> list[StageSeconds]:
-    """Seconds of one microbatch on each stage of each row, adding up its gradients included.
+    """Seconds of one microbatch on each stage of each row, including gradient accumulation.
 
     Args:
         engine: its constants; `Engine.for_device` is applied here.
@@ -73,7 +73,7 @@ def rank_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Lay
     """Seconds that each pipeline rank computes for one microbatch, [pp].
 
     Args:
-        engine: engine as `costmodels.pricing.price` takes it.
+        engine: the engine, as for `costmodels.pricing.price`.
     """
     [seconds] = stage_seconds(model, cluster, engine, LayoutTable.of([layout]))
     stages = seconds.forward + seconds.inputs + seconds.weights
@@ -84,13 +84,12 @@ def rank_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Lay
 def bubble_and_send_seconds(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> tuple[Floats, Floats, Bools]:
-    """Bubble and sends of each row in seconds, [n], as the simulated schedule has them.
+    """Seconds of bubble and sends of each row, [n], from the simulated schedule.
 
-    The bubble is what the pipeline takes longer than its slowest rank computes where messages take no
-    time; sends are what it takes longer where they do. Both are zero with one pipeline rank.
-
-    The last array tells which rows were simulated: schedules that PyTorch refuses, and those that are too
-    long (`costmodels.time.simulation.MOST_PASSES`), are not.
+    The bubble is the pipeline's time without message time, minus the computation of its slowest rank. Sends
+    are the time that messages add. Both are zero with one pipeline rank. The last array marks the simulated
+    rows. Schedules that PyTorch refuses, and those that are too long
+    (`costmodels.time.simulation.MOST_PASSES`), are not simulated.
     """
     bubble, sends, found = np.zeros(len(table)), np.zeros(len(table)), np.ones(len(table), dtype=bool)
     piped = np.flatnonzero(table.pipeline_parallel > 1)

@@ -37,7 +37,7 @@ class Prices:
     memory: Mapping[str, Floats]
     """Bytes of each part of `StageMemory` on the fullest pipeline rank."""
     simulated: Bools
-    """Rows whose pipeline was simulated; closed forms say what the others take."""
+    """Rows whose pipeline was simulated; the others have closed forms."""
     model: ModelSpec
     cluster: Cluster
     engine: Engine
@@ -71,12 +71,12 @@ class Prices:
 
     @cached_property
     def tokens_per_s(self) -> Floats:
-        """Tokens of all devices together."""
+        """Tokens per second of all devices together."""
         return self.table.global_batch_size * self.model.seq / self.step_time_s
 
     @property
     def tokens_per_s_per_device(self) -> Floats:
-        """Tokens of one device."""
+        """Tokens per second of one device."""
         return self.tokens_per_s / self._devices
 
     @property
@@ -105,7 +105,7 @@ class Prices:
         )
 
     def simulate(self, rows: Ints) -> Prices:
-        """The prices with the bubble and the sends of `rows` as their simulated pipelines have them."""
+        """The prices with bubble and sends of `rows` from simulated pipelines."""
         table = self.table.take(rows)
         bubble, sends, found = bubble_and_send_seconds(self.model, self.cluster, self.engine, table)
         vocabulary = padded_vocabulary(self.model, table)
@@ -118,7 +118,7 @@ class Prices:
         return replace(self, time=time, simulated=simulated)
 
     def estimate(self, row: int) -> Estimate:
-        """One row as an `Estimate`, its pipeline simulated, with the memory of every pipeline rank."""
+        """One row as an `Estimate`, with a simulated pipeline and the memory of every pipeline rank."""
         one = self.take(np.array([row]))
         if not one.simulated[0]:
             one = one.simulate(np.array([0]))
@@ -146,10 +146,10 @@ class Prices:
 def peak_memory(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, rows: Ints | None = None
 ) -> Floats:
-    """Bytes of the fullest device of each row, as `price` has them, in a fraction of its time.
+    """Bytes of the fullest device of each row; the same as from `price`, in a fraction of the time.
 
     Args:
-        rows: those that are asked for; all unless given.
+        rows: the wanted rows; all unless given.
 
     Raises:
         InputError: the engine does not know the precision of the table.
@@ -192,13 +192,13 @@ def step_time(
 def _price_block(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> tuple[dict[str, Floats], dict[str, Floats]]:
-    """Parts of the time and of the peak memory of each row."""
+    """Parts of the step time and of the peak memory of each row."""
     costs = RankCosts.of(model, cluster, engine, table)
     return step_seconds(costs), costs.memory_of(costs.bytes.argmax(axis=1))
 
 
 def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Prices:
-    """Prices of each row of `table`, its pipeline by closed forms (`Prices.simulate` replaces them).
+    """Prices of each row of `table`, with pipelines by closed forms (`Prices.simulate` replaces these).
 
     Args:
         engine: its constants; `Engine.for_device` is applied here.
@@ -234,7 +234,7 @@ def price(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 
 
 def estimate(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Estimate:
-    """The estimate of one layout, its pipeline simulated.
+    """The estimate of one layout, with a simulated pipeline.
 
     Raises `InputError` as `price` does.
     """

@@ -28,17 +28,17 @@ from costmodels.time.unit_times import part_seconds, unit_passes
 class RankCosts:
     """Costs of the pipeline ranks of the rows of a table.
 
-    Those that dictionaries have by the index of a site (`costmodels.ranks.sites.sites`) are what ranks would
-    cost if all were there.
+    Dictionaries by the index of a site (`costmodels.ranks.sites.sites`) have the costs of ranks as if all
+    were on that site.
     """
 
     model: ModelSpec
     cluster: Cluster
     engine: Engine
-    """The engine as the catalogue has it; `Engine.for_device` is applied here."""
+    """The catalogue's engine; `Engine.for_device` is applied here."""
     table: LayoutTable
     ranks: Ranks
-    """[n, k]"""
+    """The pipeline ranks, [n, k]."""
     kind: Ints
     """Kind of node of each rank, [n, k]: 0, 1 or `MIXED`."""
 
@@ -57,7 +57,7 @@ class RankCosts:
         return cls(model, cluster, engine, table.take(np.array([row])), ranks, kind)
 
     def with_ranks(self, ranks: Ranks) -> RankCosts:
-        """The costs of other ranks on the same kinds of nodes."""
+        """The costs with other ranks on the same kinds of nodes."""
         other = replace(self, ranks=ranks)
         # Arrays that do not depend on the ranks are kept.
         vars(other).update({name: getattr(self, name) for name in ("sites", "codes", "shapes", "sizes")})
@@ -78,7 +78,7 @@ class RankCosts:
 
     @cached_property
     def shapes(self) -> tuple[LayoutTable, Ints]:
-        """The few rows that differ in shape, and which of them each row is like (`distinct_shapes`)."""
+        """The few rows that differ in shape, and for each row the index of its equal (`distinct_shapes`)."""
         return distinct_shapes(self.table)
 
     @cached_property
@@ -98,17 +98,17 @@ class RankCosts:
 
     @cached_property
     def parameters(self) -> tuple[Floats, Floats]:
-        """Parameters of each rank outside routed experts and in them, [n, k]."""
+        """Parameters of each rank outside routed experts and in routed experts, [n, k]."""
         return rank_parameters(self.sizes[self.codes[0]], self.ranks)
 
     @cached_property
     def frozen(self) -> tuple[Floats, Floats]:
-        """Parameters of each rank that adapters leave as they are, as `parameters`, [n, k]."""
+        """Frozen parameters of each rank under adapters, in the form of `parameters`, [n, k]."""
         return frozen_parameters(self.sizes[self.codes[0]], self.ranks)
 
     @cached_property
     def accumulation(self) -> dict[int, tuple[Floats, Floats]]:
-        """`accumulation_seconds` on each site, [n]."""
+        """Seconds of `accumulation_seconds` on each site, [n]."""
         return {
             code: accumulation_seconds(
                 self.sites[code].engine, self.sites[code].cluster.device, self.table, self.model.experts > 0
@@ -118,14 +118,15 @@ class RankCosts:
 
     @cached_property
     def summation(self) -> dict[int, Floats]:
-        """Seconds in which a microbatch adds up its gradients on each site, [n, k]."""
+        """Seconds of gradient accumulation of a microbatch on each site, [n, k]."""
         shared, experts = self.parameters
         count = shared + experts
         return {code: count * each[:, None] for code, (each, _) in self.accumulation.items()}
 
     @cached_property
     def site(self) -> Ints:
-        """Index of the site that decides the time of each rank, [n, k]: of both kinds the slower."""
+        """Index of the site that decides the time of each rank, [n, k]; with both kinds of nodes, the slower
+        one."""
         if len(self.codes) == 1:
             return self.kind
         _, shape = self.shapes
@@ -138,7 +139,7 @@ class RankCosts:
         """Seconds of some of the ranks.
 
         Args:
-            index: which, as an index of arrays of shape [n, k]; all unless given.
+            index: the selected ranks, as an index into arrays of shape [n, k]; all unless given.
         """
         rows = index[0] if isinstance(index, tuple) else index
         ranks = self.ranks.each(lambda column: column[index])
@@ -161,14 +162,16 @@ class RankCosts:
 
     @cached_property
     def memory_site(self) -> Ints:
-        """Index of the site that decides the memory of each rank, [n, k]: of both kinds the fuller."""
+        """Index of the site that decides the memory of each rank, [n, k]; with both kinds of nodes, the
+        fuller one."""
         if len(self.codes) == 1:
             return self.kind
         return decisive_site(self.kind, lambda code: self.totals[code])
 
     @cached_property
     def bytes(self) -> Floats:
-        """Bytes that a device of each rank needs, [n, k], what it has less than others included."""
+        """Bytes that a device of each rank needs, [n, k], including the memory that it has less than other
+        devices."""
         return site_values(self.memory_site, self.codes, lambda code: self.totals[code])
 
     @property
@@ -180,7 +183,7 @@ class RankCosts:
         """Bytes of one rank of each row by the field of `StageMemory`, [n] each.
 
         Args:
-            rank: its place among those of the row, [n].
+            rank: the rank's place in the row, [n].
         """
         site = self.memory_site[np.arange(len(rank)), rank]
         return self._memory(site, {code: parts_of_rank(parts, rank) for code, parts in self.parts.items()})
@@ -192,19 +195,19 @@ class RankCosts:
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """Seconds of one microbatch on some ranks, which an index of arrays of shape [n, k] selects."""
+    """Seconds of one microbatch on some ranks, selected by an index into arrays of shape [n, k]."""
 
     costs: RankCosts
     index: Any
     ranks: Ranks
-    """Ranks that are selected; arrays of the shape that all results have."""
+    """The selected ranks; their arrays have the shape of all results."""
     site: Ints
-    """Index of the site of each."""
+    """Index of the site of each selected rank."""
     shape: Ints
-    """Row of `RankCosts.shapes` of each row."""
+    """Index into `RankCosts.shapes` for each row."""
 
     def part(self, name: str) -> Floats:
-        """Seconds of a part of `Passes`, or of their `parts_total`, but for what adds up gradients."""
+        """Seconds of a part of `Passes`, or of `parts_total`, without gradient accumulation."""
         units = self.costs.units
         return site_values(
             self.site, self.costs.codes, lambda code: part_seconds(units[code], self.ranks, self.shape, name)
@@ -212,7 +215,7 @@ class RankSeconds:
 
     @property
     def summation(self) -> Floats:
-        """Seconds in which the microbatch adds up its gradients, as the last thing of its backward pass."""
+        """Seconds of gradient accumulation, at the end of the microbatch's backward pass."""
         return site_values(self.site, self.costs.codes, lambda code: self.costs.summation[code][self.index])
 
     @property
@@ -233,7 +236,7 @@ UNITS = ("dense", "moe", "first", "last")
 def unit_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
     """Seconds of one microbatch in each of `UNITS` on each kind of node, [n, kinds, units].
 
-    Gradients are added up; on nodes of two kinds the last of the kinds is `MIXED`.
+    Gradient accumulation is included; on nodes of two kinds the last of the kinds is `MIXED`.
     """
     kinds = MIXED + 1 if cluster.parts else 1
     alone = {

@@ -1,4 +1,4 @@
-"""Names that come near one that nobody knows."""
+"""Known names that are similar to an unknown one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def near_names(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """Names of `known` that come nearest to `name`, whatever its case, dashes and underscores."""
+    """Names of `known` that are most similar to `name`, ignoring case, dashes and underscores."""
     spelled: dict[str, str] = {}
     for one in known:
         spelled.setdefault(_plain(one), one)
@@ -18,13 +18,13 @@ def near_names(name: str, known: Iterable[str], count: int = 1, cutoff: float = 
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean X?` with the nearest of `known`; nothing where none is near."""
+    """The text `did you mean X?` with the nearest of `known`; empty where none is near."""
     near = near_names(name, known, cutoff=0.7)
     return f"did you mean {near[0]}?" if near else ""
 
 
 def or_nearest(name: str, known: Iterable[str]) -> str:
-    """The nearest known name, to be appended to a message that lists what is known."""
+    """A hint at the nearest known name, to be appended to a message that lists the known names."""
     hint = nearest(name, known)
     return f"; {hint}" if hint else ""
 

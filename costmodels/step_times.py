@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step of many layouts, part by part, their pipelines in closed form."""
+"""Seconds of one optimizer step of many layouts, part by part, with pipelines in closed form."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def step_seconds(costs: RankCosts) -> dict[str, Floats]:
 
 
 def boundary_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
-    """Seconds of one message between stages, [n]: of nodes of two kinds from one kind to the other."""
+    """Seconds of one message between stages, [n]; with two kinds of nodes, from one kind to the other."""
     both = border_sites(sites(cluster, engine))
     return reduce(np.maximum, [message_seconds(model, one.cluster, one.engine, table) for one in both])
 
@@ -74,8 +74,8 @@ def boundary_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: 
 def tied_seconds(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, vocabulary: Floats
 ) -> Floats:
-    """Seconds to sum the gradients of both copies of an embedding, on the first and the last stage, [n]: of a
-    tied one, or of one that MTP modules read.
+    """Seconds to sum the gradients of both copies of an embedding, on the first and the last stage, [n]. It
+    is a tied embedding, or one that MTP modules read.
 
     Args:
         vocabulary: `padded_vocabulary` of each row.
@@ -98,13 +98,14 @@ def tied_seconds(
 def _after_backward(
     costs: RankCosts, layers: Floats, forward: Floats, backward: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Seconds of copies of gradients once a step, of data-parallel ranks, and of the optimizer, [n] each.
+    """Seconds after backward, [n] each: gradient copies once a step, data-parallel communication, and the
+    optimizer.
 
-    The seconds are those of the site where they are longest together; the other sites wait for it.
+    The seconds are those of the site with the longest sum; the other sites wait for it.
 
     Args:
         layers: layers of the slowest rank, [n].
-        forward, backward: seconds of a microbatch on that rank, [n], which the exchange hides behind.
+        forward, backward: seconds of a microbatch on that rank, [n], which can hide communication.
     """
     found = np.full((3, len(costs.table)), -np.inf)
     shared, experts = costs.parameters
@@ -140,7 +141,7 @@ def _after_backward(
 
 
 def _bubbles(costs: RankCosts, rank_seconds: Floats, slowest: Ints) -> tuple[Floats, Floats, Floats]:
-    """The bubble of each row in closed form, its spare seconds, and the gradients of weights of its slowest
+    """The closed-form bubble of each row, its spare seconds, and the weight-gradient seconds of its slowest
     rank, [n]. The last two are zero where backward is one pass.
     """
     table, ranks = costs.table, costs.ranks

@@ -1,4 +1,4 @@
-"""`Timeline`: when each pass and each message of a simulated pipeline runs, for people to look at."""
+"""`Timeline`: start and end of each pass and message of a simulated pipeline, for viewing."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ COLOURS = {
     "I": "thread_state_running",
     "W": "thread_state_iowait",
 }
-"""Names of colours that trace viewers know."""
+"""Colour names of trace viewers."""
 
 MOST_PASSES = 500_000
-"""Passes of the longest timeline that is made: its file has some 200 bytes for each."""
+"""Most passes of a timeline; its file has some 200 bytes for each pass."""
 
 MICROSECONDS = 1e6
 
@@ -60,12 +60,13 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """One step of a pipeline, without what follows the last pass, such as the optimizer."""
+    """One step of a pipeline up to its last pass, without the optimizer."""
 
     passes: list[Event]
-    """Sorted by rank, then by time."""
+    """Passes, sorted by rank, then by time."""
     messages: list[Event]
-    """Activations (F) and gradients (B, I) on their way to the next rank; a rank sends one at a time."""
+    """Messages with activations (F) and gradients (B, I) to a neighbouring rank; a rank sends one at a
+    time."""
     seconds: float
     """Seconds from the first to the last pass."""
     busy_s: list[float]
@@ -123,7 +124,7 @@ class Timeline:
     def chrome_trace(self) -> dict[str, Any]:
         """The timeline in the Trace Event Format that chrome://tracing and ui.perfetto.dev open.
 
-        One row a rank for its passes, named such as `F3`, or `F3.1` where ranks hold several chunks, and one
+        Each rank has one row for its passes, named `F3`, or `F3.1` if ranks hold several chunks, and one row
         each for the activations and the gradients that it sends. Times are in microseconds.
         """
         rows = (
@@ -158,7 +159,7 @@ class Timeline:
 
 
 def timeline(model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout) -> Timeline:
-    """The timeline of one step of a layout; without pipeline parallelism, of its microbatches on one rank.
+    """The timeline of one step of a layout; without pipeline parallelism, the microbatches on one rank.
 
     Args:
         engine: its constants; `Engine.for_device` is applied here.

@@ -1,4 +1,4 @@
-"""The errors of questions of which nothing is legal, or nothing fits, and what to change."""
+"""The errors of questions without a legal layout, or without one that fits, and the changes that help."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from planner.proposals.search import proposals
 from planner.ranking.result import SearchResult
 
 NEAREST = 5
-"""Plans that do not fit which an error carries."""
+"""Most plans in the error of a question where no plan fits."""
 
 REACH = 64
-"""Neighbouring world sizes and batches that are tried, to either side."""
+"""Neighbouring world sizes and batches that are tried in each direction."""
 
 
 def no_legal_layout(problem: Problem) -> InputError:

@@ -1,4 +1,4 @@
-"""The planner's questions: which layouts, which is best, and what does this one cost."""
+"""The planner's functions: rank the layouts of a job, find the best one, price a given one."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ if TYPE_CHECKING:
 def search(model: ModelSpec | str | Path, world_size: int, **job: Unpack[SearchKeywords]) -> SearchResult:
     """Rank the legal layouts of `model` on `world_size` devices by their prices.
 
-    `model` is a `ModelSpec`, a catalogue name, or the path of a YAML file or of a Hugging Face
-    config.json; `device` a `Device` or a catalogue name (`a100-80g` when not given), or nodes of two kinds
-    (`a100-80g:4,v100-32g:4`, of which the better order is found). The batch counts
-    sequences a step: exactly `global_batch_size`, or for each layout the most that it can run up to
-    `max_global_batch_size`. `pin` fixes degrees of freedom (`["tp=8"]` or `{"tensor_parallel": 8}`) or
-    narrows them (`["tp=2..8", "pp=2,4"]`), `forbid` names values that no layout may have.
-    `memory_margin_gib` is what to set aside on each device instead of the estimated driver context,
-    communicators and memory that the allocator cannot use (0 for tensors alone). `objective` is what the
-    first plan is best at (`planner.objective.Objective`). The others say what joins the devices where it
-    differs from the catalogue (`planner.inputs.cluster.NetworkKeywords`), such as `inter_node_gbps=200` or
-    `network_table="nccl.csv"`.
+    `model` is a `ModelSpec`, a catalogue name, or the path of a YAML file or of a Hugging Face config.json;
+    `device` a `Device` or a catalogue name (`a100-80g` when not given), or nodes of two kinds
+    (`a100-80g:4,v100-32g:4`, of which the better order is found). The batch counts sequences a step: exactly
+    `global_batch_size`, or for each layout the most that it can run up to `max_global_batch_size`. `pin`
+    fixes degrees of freedom (`["tp=8"]` or `{"tensor_parallel": 8}`) or narrows them (`["tp=2..8",
+    "pp=2,4"]`), `forbid` names values that no layout may have. `memory_margin_gib` is set aside on each
+    device instead of the estimated driver context, communicators and memory that the allocator cannot use (0
+    for tensors alone). `objective` is the figure by which plans are ranked (`planner.objective.Objective`).
+    The other arguments describe links between devices that differ from the catalogue
+    (`planner.inputs.cluster.NetworkKeywords`), such as `inter_node_gbps=200` or `network_table="nccl.csv"`.
 
     Raises `InputError` for wrong input and when no layout is legal; a result without feasible layouts
     is returned all the same.
@@ -72,8 +71,8 @@ def search_problem(problem: Problem) -> SearchResult:
 def suggest(model: ModelSpec | str | Path, world_size: int, **job: Unpack[SearchKeywords]) -> Plan:
     """The best plan that `search` finds for the same arguments.
 
-    Raises `NoLayoutFits` when every legal layout needs more memory than a device has; its line holds
-    the closest plan, what that lacks in GiB, and the cheapest change that would make it fit.
+    Raises `NoLayoutFits` when every legal layout needs more memory than a device has; its message holds the
+    closest plan, the GiB that it lacks, and the cheapest change that makes it fit.
 
     Examples:
         >>> import planner
@@ -106,12 +105,11 @@ def evaluate(
 ) -> Estimate:
     """Seconds of a step and bytes of each pipeline rank of one layout, whether or not it is searched.
 
-    The layout may be a text such as `"tp=4+sp pp=2 mbs=1 x 4"`: `world_size`
-    decides the data parallelism that it does not name, `global_batch_size` the number of microbatches, and
-    `precision` is the device's usual one unless given. `world_size` is the layout's own when not given; the
-    others are as in `search`. Raises
-    `InputError` for a layout that breaks a rule, with the rule's numbers and what would be right. Whether it
-    fits is for the caller to ask.
+    The layout may be a text such as `"tp=4+sp pp=2 mbs=1 x 4"`: `world_size` decides the data parallelism
+    that it does not name, `global_batch_size` the number of microbatches, and `precision` is the device's
+    usual one unless given. `world_size` is the layout's own when not given; the others are as in `search`.
+    Raises `InputError` for a layout that breaks a rule, with the rule's numbers and a legal value. A layout
+    that does not fit is priced all the same.
 
     Examples:
         >>> import planner

@@ -26,7 +26,7 @@ from planner.space.grid import grid
 from planner.space.lora_rules import check_engine
 
 OTHER = "megatron"
-"""The engine that most who do not train here train with."""
+"""The engine that is shown beside this package's runtime: the most widely used one."""
 
 RAW_LAYOUTS_PER_SECOND = 8_000_000
 """Raw layouts that a search gets through in a second, in the order of magnitude."""
@@ -41,7 +41,8 @@ class OtherPlan:
     estimate: Estimate | None
     """The estimate of that layout under Megatron-LM."""
     differs: tuple[str, ...]
-    """Degrees that it has otherwise, with the value here in brackets; none where the layout is the same."""
+    """Degrees in which Megatron-LM's layout differs, with this runtime's value in brackets; empty for the
+    same layout."""
     why_not: str
     """The reason why there is no plan; empty where there is one."""
 
@@ -138,7 +139,8 @@ def _wordless(model: ModelSpec) -> str | None:
 
 
 def _asked_of(problem: Problem, name: str) -> Problem:
-    """The question of a problem for another engine; raises `InputError` for what that does not run."""
+    """A problem's question, asked for another engine; raises `InputError` for a job that the engine does not
+    run."""
     engine = resolve_engine(name)
     # Limits of this package's runtime are no rules of other engines.
     asked = replace(problem, engine=engine, rules=())
@@ -150,7 +152,7 @@ def _asked_of(problem: Problem, name: str) -> Problem:
 
 
 def _differences(here: Layout, there: Layout) -> Iterator[str]:
-    """The words of another layout that differ, in their order, and what this one has in their place."""
+    """The degrees in which another layout differs, in order, with this layout's values."""
     mine, theirs = _words(here), _words(there)
     if len(here.layers_per_stage) != len(there.layers_per_stage):
         mine.pop("layers", None)  # Other stages have other layers.
@@ -164,6 +166,6 @@ def _differences(here: Layout, there: Layout) -> Iterator[str]:
 
 
 def _words(layout: Layout) -> dict[str, str]:
-    """The words in which a layout is described, by the name of the degree."""
+    """The parts of a layout's notation by the name of their degree."""
     parts = re.split(r" (?=\w+=)", layout.describe())
     return {name: value for name, _, value in (part.partition("=") for part in parts)}

@@ -1,4 +1,4 @@
-"""Objectives: what the best plan is best at, and the metric that each ranks plans by."""
+"""Objectives of a search, and the metric by which each ranks plans."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ EQUAL = 1e-8
 """Relative difference below which two figures are the same."""
 
 SCORE_DIGITS = 9
-"""Digits of the natural logarithm of figures that rank layouts: rounding errors of sums do not decide."""
+"""Digits to which the logarithm of a ranking figure is rounded, so that rounding errors of sums do not
+decide."""
 
 MEMORY_DIGITS = 3
-"""Digits of the natural logarithm of peaks of memory that are told apart."""
+"""Digits to which the logarithm of a memory peak is rounded; equal ones are a tie."""
 
 
 def parse_objective(text: str) -> Objective:
@@ -61,17 +62,17 @@ def parse_objective(text: str) -> Objective:
 
 
 def equal_peak(peak_memory_bytes: float) -> float:
-    """A number that is the same for peaks of memory that count as equal, and larger for larger ones."""
+    """A number that ranks peaks of memory; peaks that count as equal have the same number."""
     return round(math.log(max(peak_memory_bytes, 1.0)), MEMORY_DIGITS)
 
 
 def slowness(objective: Objective, sequences: Ints, seconds: Floats) -> Floats:
-    """Seconds of a step, or of one of its sequences: what is to be least but for constants of the problem."""
+    """Seconds of a step, or of one of its sequences; the objective minimises it, up to a constant factor."""
     return seconds if objective == "step-time" else seconds / sequences
 
 
 def logarithms(objective: Objective, prices: Prices) -> tuple[Floats, ...]:
-    """Logarithms of what is to be least, [n] each; the first decides, the next one where it is equal."""
+    """Logarithms of the figures to minimise, [n] each; the first one decides, the next one breaks ties."""
     slowness = -np.log(prices.tokens_per_s)
     if objective == "step-time":
         return np.log(prices.step_time_s), slowness
@@ -90,11 +91,11 @@ METRICS: dict[Objective, str] = {
 
 
 BILLION_PER_HOUR = 3600 / 1e9
-"""Billions of tokens an hour that one token per second is."""
+"""Billions of tokens an hour in one token per second."""
 
 
 def metric(objective: Objective, priced: Estimate | Prices) -> float:
-    """The number that ranks a plan, in the unit of `METRICS`; of its estimate, or of prices of one row."""
+    """The number that ranks a plan, in the unit of `METRICS`, from its estimate or from prices of one row."""
     source = {
         "throughput": priced.tokens_per_s,
         "step-time": priced.step_time_s,

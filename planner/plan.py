@@ -1,4 +1,5 @@
-"""`Plan`: the decision, with all that it rests on; one JSON file that loads back equal."""
+"""`Plan`: a layout with its model, cluster, engine and estimate; saved as one JSON file that loads back
+equal."""
 
 import hashlib
 import json
@@ -32,14 +33,14 @@ VERSION: Final = 1
 """Version of the file format; files of a later one are refused."""
 
 DIGEST: Final = "digest"
-"""Key of a file's checksum: whoever changes a layout by hand has not changed its estimate."""
+"""Key of a file's checksum, which detects layouts that were edited by hand without a new estimate."""
 
 LARGEST_PLAN = 64 * MIB
-"""Bytes; plans of thousands of stages have some."""
+"""Largest bytes of a plan file; plans of thousands of stages are large."""
 
 
 class Plan(Record):
-    """The decision how to train `model` on `cluster`: what the planner ranks and the runtime executes.
+    """A way to train `model` on `cluster`, which the planner ranks and the runtime executes.
 
     Examples:
         >>> import planner
@@ -75,13 +76,13 @@ class Plan(Record):
     preference: Preference = FASTEST
     """The choice among plans within the estimate's error of each other; empty in files without it."""
     considered: CountOrZero
-    """Layouts of the whole product, legal or not."""
+    """Number of all layouts in the search space, legal or not."""
     legal: CountOrZero
     """Layouts that break no rule."""
     feasible: CountOrZero
     """Legal layouts that fit into memory."""
     rejected: dict[str, CountOrZero]
-    """Layouts that are not feasible, by the rule that removed them."""
+    """Numbers of layouts that are not feasible, by the rule that removed them."""
     asked: RunQuestion | None = None
     """The question about the whole run: tokens, price, goal, the sizes compared; None where there was none.
     """
@@ -144,9 +145,9 @@ class Plan(Record):
     ) -> Run:
         """Days and money to train on `tokens` (1e12, "300B"), at a price for each device and hour.
 
-        The price is a number, or text with a currency (2.5, "$2.5", "2.5 EUR").
-        `failures` adds what checkpoints and restarts take. Raises `InputError` for numbers that are none, and
-        where failures leave no time to train.
+        The price is a number, or text with a currency (2.5, "$2.5", "2.5 EUR"). `failures` adds what
+        checkpoints and restarts take. Raises `InputError` for wrong numbers, and where failures leave no time
+        to train.
         """
         where = self.model, self.cluster, self.engine, self.layout
         return run(*where, self.estimate, tokens, price_per_hour, failures)
@@ -177,9 +178,9 @@ class Plan(Record):
     def load(cls, path: str | Path) -> "Plan":
         """Read a plan that `save` wrote.
 
-        Raises `InputError`, in one line that names the file, when it is missing, is not JSON, is of a
-        later version, holds fields that do not make a plan, or was edited so that its estimate is of another
-        plan. Files of planners that did not note what an estimate is of are taken as they are.
+        Raises `InputError`, in one line that names the file, when it is missing, is not JSON, is of a later
+        version, holds fields that do not make a plan, or was edited so that its estimate belongs to another
+        plan. Older files without a checksum are not checked.
         """
         try:
             text = read_text(path, LARGEST_PLAN)
@@ -224,7 +225,7 @@ class Plan(Record):
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    """A checksum of what an estimate is of, and of the estimate, as the file spells them."""
+    """A checksum of an estimate and of its inputs, as the file spells them."""
     parts = [values.get(name) for name in ("model", "cluster", "engine", "layout", "estimate")]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

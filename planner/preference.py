@@ -23,15 +23,16 @@ PREFERENCES: tuple[Prefer, ...] = ("simple", "fastest")
 
 
 USUAL_GIB, USUAL_SHARE = 2.0, 0.03
-"""Memory that a plan should leave unless somebody says otherwise; the smaller one counts."""
+"""GiB, and the share of a device, that a plan should leave free by default; the smaller one counts."""
 
 
 Points = Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False)]
-"""Points of one thing. All that a layout has stay far below what too little memory counts."""
+"""Points of one feature of a layout. The sum of all features stays far below the points for too little
+memory."""
 
 
 class Complexity(Record):
-    """Points of what a layout has; `complexity.yaml` says what each stands for."""
+    """Points for the features of a layout; `complexity.yaml` explains each."""
 
     name: str = "complexity"
     kinds: dict[str, Points]
@@ -54,7 +55,7 @@ class Complexity(Record):
 
     @property
     def least_recompute(self) -> float:
-        """Points of recomputation that is solved: of other modules, or of a part of the layers, at least."""
+        """The least points of solved recomputation: other modules, or a part of the layers."""
         some = self.recompute_some_layers
         of_kinds = (
             self.recompute["selective"] + min(self.recompute_modules, some),
@@ -68,12 +69,12 @@ class Preference(Record):
 
     prefer: Prefer = "simple"
     headroom_gib: NonNegative | None = None
-    """GiB that the fullest device should have left; as the share says unless given."""
+    """GiB that the fullest device should have left; `headroom_share` decides if None."""
     headroom_share: NonNegative | None = None
-    """Memory that a plan should leave free, as a share; the smaller of the usual two where neither is
-    given."""
+    """Share of a device's memory that a plan should leave free; if neither is given, the smaller default
+    counts."""
     complexity: Complexity | None = None
-    """Points of the user's own; the points of this package unless given."""
+    """The user's own points; this package's points if None."""
 
     def headroom_bytes(self, memory_bytes: float) -> float:
         """Bytes that the fullest device should have left."""
@@ -83,7 +84,7 @@ class Preference(Record):
 
     @property
     def points(self) -> Complexity:
-        """The points that count."""
+        """The points in use: the user's, or this package's."""
         return self.complexity or usual_complexity()
 
     @property
@@ -107,7 +108,7 @@ def usual_complexity() -> Complexity:
 
 
 def parse_preference(prefer: str | None, headroom: str | float | None = None) -> Preference:
-    """The preference that two words say: `simple`, `fastest` or a YAML file of points; `2`, `2GiB` or `3%`.
+    """The preference that two words give: `simple`, `fastest` or a YAML file of points; `2`, `2GiB` or `3%`.
 
     Raises `InputError` for other words.
     """
@@ -126,7 +127,7 @@ def parse_preference(prefer: str | None, headroom: str | float | None = None) ->
 
 
 def _own_complexity(path: str) -> Complexity:
-    """The points of a user's file, which says what differs."""
+    """The points of a user's file, which holds only the differences from this package's points."""
     given = user_fields(path, "preference")
     fields: dict[str, Any] = usual_complexity().model_dump()
     for name, value in given.items():
@@ -144,7 +145,7 @@ def _own_complexity(path: str) -> Complexity:
 
 
 def _headroom(given: str | float | None) -> Preference:
-    """The simple plan, with the memory that is to be left."""
+    """The preference for simple plans, with the memory that should stay free."""
     if given is None:
         return Preference()
     text = str(given).strip().lower()

@@ -1,4 +1,4 @@
-"""`Problem`: a question for a search, all inputs resolved, and the keywords that give it."""
+"""`Problem`: a question for a search with all inputs resolved, and the keywords that state it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, all of whose inputs are resolved."""
+    """A question for a search, with all inputs resolved."""
 
     model: ModelSpec
     cluster: Cluster
@@ -48,7 +48,7 @@ class Problem:
 
     @cached_property
     def constants(self) -> Engine:
-        """The engine with its constants for the device; on nodes of two kinds as it is."""
+        """The engine with its constants for the device; unchanged on nodes of two kinds."""
         return self.engine if self.cluster.parts else self.engine.for_device(self.cluster.device)
 
     @property
@@ -61,7 +61,8 @@ class Problem:
         return self._built()
 
     def further_space(self, micro_batches: MicroBatches, admit: Admit) -> Space:
-        """The legal layouts with other microbatches, and those in reserve, that `admit` lets in."""
+        """The legal layouts that `admit` accepts among other microbatches and among layouts held in
+        reserve."""
         return self._built(micro_batches, admit)
 
     def _built(self, micro_batches: MicroBatches | None = None, admit: Admit | None = None) -> Space:
@@ -69,12 +70,13 @@ class Problem:
         return build(*where, micro_batches, admit, stages_alike=self.engine.runs.stages_alike)
 
     def obstacle(self) -> str:
-        """The rule that stops the layouts which break fewest, with its numbers: why none is legal."""
+        """The reason why no layout is legal: the rule, with its numbers, that layouts with the fewest broken
+        rules break."""
         return obstacle(self.model, self.cluster.world_size, self.batch, self.pins, self.further)
 
 
 class JobKeywords(TypedDict, total=False):
-    """A job, besides its model and the number of its devices; None stands for what is left out."""
+    """Keywords of a job besides its model and its number of devices; None for a keyword that is left out."""
 
     device: Device | str | None
     """A device, a catalogue name, or nodes of two kinds (`a100-80g:4,v100-32g:4`)."""
@@ -102,7 +104,7 @@ class JobKeywords(TypedDict, total=False):
     rules: Sequence[Rule] | None
     """Rules for layouts that this job cannot run."""
     lora: Lora | None
-    """Adapters to train in the place of the model."""
+    """Adapters to train instead of the model."""
     mtp: MultiTokenPrediction | None
     """MTP modules to train with the model."""
 

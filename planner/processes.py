@@ -1,8 +1,8 @@
-"""Long calls, made by several processes where there are processors for them.
+"""Long calls that are spread over several processes where processors are free.
 
 Answers are those of this process alone. A helper is a Python of its own that imports this package: unlike a
 fork it is safe beside threads, and unlike the standard library's pools it does not run the caller's script
-again. Where none can be started, as in a browser, this process makes all calls.
+again. Where no helper can be started, as in a browser, this process makes all calls.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 
 LONG_S = 0.7
-"""Seconds of a call from which on a helper, which takes half of that to start, is worth it."""
+"""Least seconds of calls that are worth a helper; starting one takes half of that."""
 
 MOST_HELPERS = 7
-"""Each holds what a search holds."""
+"""Most helpers; each needs the memory of a search."""
 
 START = (
     "import sys, pickle; source = sys.stdin.buffer; sys.path[:] = pickle.load(source); "
@@ -36,7 +36,7 @@ START = (
 """The program of a helper; it is isolated, so that no module comes from the folder in which it is started."""
 
 Packed = bytes
-"""A call as a helper reads it."""
+"""A call in the form that a helper reads."""
 
 
 def helpers_for(calls: int, seconds: float) -> int:
@@ -49,8 +49,8 @@ def helpers_for(calls: int, seconds: float) -> int:
 
 
 class Calls(Generic[ResultT]):
-    """Calls that helpers begin with at once, the last one first, and this process, the first one first, when
-    it is asked for the results."""
+    """Calls in progress. Helpers start at once, from the last call backwards. This process starts from the
+    first call when the results are asked for."""
 
     def __init__(self, calls: Sequence[partial[ResultT]], helpers: int) -> None:
         self._calls = calls
@@ -70,7 +70,7 @@ class Calls(Generic[ResultT]):
             thread.join()
 
     def results(self) -> list[ResultT]:
-        """The results, in the order of the calls; raises what a call raises."""
+        """The results, in the order of the calls; an error of a call is raised here."""
         while self._left:
             try:
                 self._make(self._left.popleft())
@@ -140,7 +140,7 @@ class Helper:
         return found
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """End the process at once."""
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
@@ -150,7 +150,8 @@ class Helper:
 
 
 def _packed(calls: Sequence[partial[Any]]) -> list[Packed] | None:
-    """The calls as helpers read them; None where they hold what only this process knows, such as a rule."""
+    """The calls in the form that helpers read; None where they hold an object of this process alone, such as
+    a rule."""
     try:
         return [pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL) for call in calls]
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -158,9 +159,9 @@ def _packed(calls: Sequence[partial[Any]]) -> list[Packed] | None:
 
 
 def serve() -> None:
-    """Make the calls that come in on standard input, in a helper, until no more come.
+    """In a helper: make the calls that arrive on standard input, until the input ends.
 
-    Answers go where standard output did, and what calls print goes to standard error.
+    Answers go to the original standard output; prints of the calls go to standard error.
     """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -182,7 +183,8 @@ def serve() -> None:
 
 
 def _receive(asked: SimpleQueue[Packed]) -> None:
-    """Take in calls; when no more can come, nobody waits for an answer, and the helper ends amid its call."""
+    """Read calls from the input. When the input ends, nobody waits for an answer, so the helper ends even
+    within a call."""
     try:
         while True:
             asked.put(pickle.load(sys.stdin.buffer))

@@ -1,6 +1,6 @@
 """JSON schemas of the records of an answer, whose fields have a description and a unit.
 
-Descriptions are the docstrings of the fields, which Python keeps nowhere: they are read from the source.
+Descriptions are the docstrings of the fields. Python does not keep them, so they are read from the source.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OF_RECORD = {StepTime: "seconds", StageMemory: "bytes"}
 """Units of all numbers of a record."""
 
 PLAIN = (int, float, str, bool, tuple, list, dict)
-"""Kinds of values that JSON has."""
+"""Python types that JSON can hold."""
 
 
 def schema(name: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _of_model(record: type[BaseModel]) -> dict[str, Any]:
 
 
 def _of_class(record: type) -> dict[str, Any]:
-    """The schema of what a class offers that JSON can hold: its fields, and its properties."""
+    """The schema of a class: its fields and properties that JSON can hold."""
     described = descriptions(record)
     properties: dict[str, Any] = {}
     for name, hint in _public(record):
@@ -79,7 +79,7 @@ def _of_class(record: type) -> dict[str, Any]:
 
 
 def _public(record: type) -> list[tuple[str, Any]]:
-    """Fields and properties of a class with the types that JSON has, by name."""
+    """Fields and properties of a class with their JSON types, by name."""
     hints = {field.name: str(field.type) for field in dataclasses.fields(record)}
     for name, member in vars(record).items():
         got = getattr(member, "fget", None) or getattr(member, "func", None)
@@ -97,7 +97,7 @@ def _value_schema(hint: Any) -> dict[str, Any]:
 
 
 def _describe(about: dict[str, Any], record: type[BaseModel]) -> None:
-    """Put descriptions and units to the properties of a record's schema."""
+    """Add descriptions and units to the properties of a record's schema."""
     about["description"] = _first(record)
     described = descriptions(record)
     for name, field in about.get("properties", {}).items():
@@ -107,7 +107,7 @@ def _describe(about: dict[str, Any], record: type[BaseModel]) -> None:
 
 
 def _unit(record: type, name: str, hint: Any) -> dict[str, str]:
-    """The unit of a number; nothing for what is none."""
+    """The unit of a number; empty for anything else."""
     kinds = {hint, *typing.get_args(hint)}
     if not kinds & {int, float} or bool in kinds:
         return {}

@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def version() -> str | None:
-    """The version of the installed package; None of a source tree that is not installed."""
+    """The version of the installed package; None for a source tree that is not installed."""
     try:
         return metadata.version("llm-parallelism-planner")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""World sizes: the best plan of each of several, and the front of time against cost."""
+"""World sizes: the best plan of each of several world sizes, and the Pareto front of time against cost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WorldSizes = str | SupportsIndex | Iterable[SupportsIndex]
 """A world size, several, or text such as `64..512`, `64,96,128` or `8,64..512`."""
 
 MOST_SIZES = 64
-"""World sizes of one question."""
+"""Most world sizes of one question."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Size:
 
     world_size: int
     plan: Plan | None
-    """None where no layout is legal, or none fits."""
+    """The best plan; None where no layout is legal, or none fits."""
     run: Run | None
     """The run of `plan` over the tokens asked for, or over `UNIT_TOKENS`; None without a plan."""
     problem: str | None
     """The reason why there is no plan."""
     result: SearchResult | None = field(compare=False, repr=False)
-    """None where no layout is legal."""
+    """The result of the search; None where no layout is legal."""
     on_front: bool = False
     """Pareto-optimal: no other size is both faster and cheaper."""
 
@@ -70,7 +70,7 @@ class Sizes:
     sizes: tuple[Size, ...]
     objective: Objective
     tokens: int | None
-    """None where none were asked for, so that runs are of `UNIT_TOKENS`."""
+    """Tokens of the runs; None where none were asked for, so that runs are over `UNIT_TOKENS`."""
     price: Money | None = None
     """The price of one device for an hour."""
     goal: Goal = Goal()
@@ -115,7 +115,7 @@ class Sizes:
     def recommendation(self) -> Recommendation | None:
         """The size to take, and why; None where nothing fits.
 
-        With a deadline it is the cheapest size in time, with a budget the fastest that is paid for, without
+        With a deadline it is the cheapest size in time; with a budget the fastest affordable size; without
         either the knee of days against cost; an objective other than throughput decides in their place.
         """
         if self.objective == DEFAULT_OBJECTIVE:
@@ -132,7 +132,7 @@ class Sizes:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the recommended size, which knows what was asked; None where nothing fits."""
+        """The plan of the recommended size, with the question noted in it; None where nothing fits."""
         chosen = self.chosen
         if chosen is None or chosen.plan is None:
             return None
@@ -145,13 +145,12 @@ class Sizes:
         return run_question(self.tokens, self.price, self.goal, self.failures, rows, size, why)
 
     def _best(self, world_sizes: Collection[int]) -> int:
-        """The best of some sizes by the objective, of equal ones the smallest."""
+        """The best of some sizes by the objective; the smallest among equals."""
         some = [size for size in self.sizes if size.world_size in world_sizes]
         return min(some, key=self._figure).world_size
 
     def _figure(self, size: Size) -> tuple[float, ...]:
-        """Figures of a size that the objective minimises; the first decides, and the next one where it is
-        equal."""
+        """Figures of a size that the objective minimises; the first one decides, the next one breaks ties."""
         assert size.run is not None and size.plan is not None
         figures: dict[Objective, tuple[float, ...]] = {
             "throughput": (size.run.days,),
@@ -188,13 +187,16 @@ def _record(size: Size) -> dict[str, Any]:
 def parse_world_sizes(text: WorldSizes, per_node: int) -> tuple[int, ...]:
     """The world sizes that a text names, ascending, each once.
 
-    Of a range those are taken that are whole nodes of `per_node` devices, a power of two of them or three
-    times one, so that each is a third or a half more than the last and divides into many degrees; below a
-    node its divisors; and both ends, as far as they are whole nodes or divisors of one.
+    A range gives these sizes:
+
+    - whole nodes of `per_node` devices, in a number that is a power of two or three times one. Each is a
+      third or a half more than the last and divides into many degrees;
+    - below a node, the divisors of a node;
+    - both ends, if they are whole nodes or divisors of one.
 
     Raises:
-        InputError: the text is no number, list or range, a number is too small or too large, or a range
-            holds no such size.
+        InputError: the text is no number, list or range; a number is too small or too large; or a range holds
+            no such size.
     """
     if not isinstance(text, Iterable):
         if not isinstance(text, SupportsIndex):
@@ -314,7 +316,7 @@ def sizes(
 
 
 class _Planned(NamedTuple):
-    """A size, and the error that it ended in."""
+    """A size, and the error that ended its search, if any."""
 
     size: Size
     error: InputError | None
@@ -328,7 +330,7 @@ def _first_planned(
     price: Money | None,
     failures: Failures | None,
 ) -> _Planned:
-    """The best plan of a size, and its run, of a question that was not resolved before."""
+    """The best plan of a size, and its run, for a question that was not resolved before."""
     try:
         result = search(spec, world_size=world_size, **job)
     except InputError as error:
@@ -337,7 +339,7 @@ def _first_planned(
 
 
 def _resized(known: Problem, world_size: int, job: SearchKeywords) -> Problem | str:
-    """The problem `known` on another number of devices, or what is wrong with that number."""
+    """The problem `known` on another number of devices, or the error of that number."""
     try:
         return replace(known, cluster=cluster_of(world_size, job))
     except InputError as error:
@@ -389,31 +391,31 @@ def _with_run(result: SearchResult, tokens: int, price: Money | None, failures: 
 
 
 def no_size_fits(found: Sizes) -> NoLayoutFits:
-    """The error of sizes of which none has a plan: that of the largest one that lacks memory."""
+    """The error of sizes without any plan: the error of the largest size that lacks memory."""
     results = [size.result for size in found.sizes if size.result is not None and not size.result.feasible]
     return no_layout_fits(results[-1])
 
 
 def _per_node(device: Device | str | None, local_world_size: int | None) -> int:
-    """Devices of a node, as far as one world size does not decide it."""
+    """Devices of a node where the world size does not decide it."""
     resolved = resolve_cluster(device, 1, local_world_size).device
     return int(local_world_size or (1 if resolved.kind == "cpu" else resolved.devices_per_node))
 
 
 def marked_front(found: Sequence[Size]) -> list[Size]:
-    """The sizes, ascending, each with whether it is Pareto-optimal among them."""
+    """The sizes, ascending, each marked if it is Pareto-optimal among them."""
     best = front({size.world_size: size.run for size in found if size.run is not None})
     marked = [replace(size, on_front=size.world_size in best) for size in found]
     return sorted(marked, key=lambda size: size.world_size)
 
 
 def own_run(plan: Plan, asked: RunQuestion) -> Run:
-    """The run of a plan that a question is about."""
+    """The run that a question asks about, for a plan."""
     return plan.run(asked.run_tokens, asked.price, asked.failures)
 
 
 def size_run(size: Size) -> SizeRun:
-    """A size as a file keeps it."""
+    """The record of a size in a plan file."""
     if size.run is None or size.plan is None:
         return SizeRun(world_size=size.world_size, problem=size.problem)
     run = size.run

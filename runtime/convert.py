@@ -1,4 +1,4 @@
-"""Hugging Face models to checkpoints of this runtime, and back.
+"""Conversion of Hugging Face models to checkpoints of this runtime, and back.
 
 Examples:
     >>> from runtime import convert
@@ -60,7 +60,7 @@ MAX_SHARD_SIZE = "5GB"
 
 EXPERT_BIAS = "router.expert_bias"
 FURTHER = "mtp."
-"""The beginning of names of MTP modules here."""
+"""Prefix of the names of MTP modules in this runtime."""
 
 LAYER = re.compile(r"model\.layers\.\d+\.")
 
@@ -72,7 +72,7 @@ class Conversion(NamedTuple):
     spec: ModelSpec
     tensors: int
     bytes: int
-    """Bytes of the tensors, as they are written."""
+    """Bytes of the written tensors."""
     left_out: list[str]
     """Names of tensors that the runtime's model does not have."""
 
@@ -83,14 +83,14 @@ def from_hugging_face(
     """Turn a Hugging Face model into a checkpoint that `--load` takes, at iteration 0 and without optimizer.
 
     Args:
-        folder: with config.json and safetensors files, one or several.
+        folder: folder with config.json and one or several safetensors files.
         output: new folder of checkpoints; config.json, tokenizer and licence go to its folder `huggingface`.
         dtype: `fp32`, `bf16` or `fp16`; the number format of each tensor stays when not given.
         seq: tokens of a training sample that the checkpoint states; training may choose another.
 
     Raises:
-        InputError: the model is of no architecture that is trained here, tensors are missing, left over or
-            of a wrong shape, or `output` exists.
+        InputError: the model's architecture is not trained here, tensors are missing, left over or of a wrong
+            shape, or `output` exists.
     """
     target, number_format = Path(output), _dtype(dtype)
     model = HuggingFaceModel(folder, seq)
@@ -120,18 +120,18 @@ def to_hugging_face(
     dtype: str | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> Conversion:
-    """Turn a checkpoint, of whatever layout, into a Hugging Face model; adapters are merged.
+    """Turn a checkpoint of any layout into a Hugging Face model; adapters are merged.
 
     Args:
-        folder: of checkpoints, as `--save` writes it.
+        folder: folder of checkpoints, as written by `--save`.
         output: new folder.
         iteration: the newest when not given.
         dtype: `fp32`, `bf16` or `fp16`; the number format of each tensor stays when not given.
         max_shard_size: largest file, such as `5GB`.
 
     Raises:
-        InputError: no checkpoint, or one that is broken or of a model that no architecture of Hugging Face
-            is; or `output` exists.
+        InputError: there is no checkpoint; it is damaged; its model has no Hugging Face architecture; or
+            `output` exists.
     """
     target, number_format, largest = Path(output), _dtype(dtype), file_size(max_shard_size)
     stored = open_stored(folder, iteration)
@@ -155,13 +155,13 @@ def to_peft(
     """Turn the adapters of a checkpoint into a folder that Hugging Face's peft reads.
 
     Args:
-        folder: of checkpoints of a run with `--lora-rank`.
+        folder: folder of checkpoints of a run with `--lora-rank`.
         output: new folder.
         iteration: the newest when not given.
         dtype: `fp32` (when not given), `bf16` or `fp16`.
 
     Raises:
-        InputError: as `to_hugging_face`; the checkpoint has no adapters, or their base is not there.
+        InputError: as `to_hugging_face`; or the checkpoint has no adapters, or their base is missing.
     """
     target, number_format, stored = Path(output), _dtype(dtype), open_stored(folder, iteration)
     if not isinstance(stored, TunedModel):
@@ -176,7 +176,7 @@ def to_peft(
 
 
 def _config_of(stored: StoredModel | TunedModel) -> tuple[Config, Names, bool]:
-    """config.json of a model, the names in its files, and whether they were carried with it."""
+    """config.json of a model, the names in its files, and True if both were stored with the checkpoint."""
     carried = read_companions(stored.companions)
     if carried is not None and not differences(stored.spec, carried.spec):
         config = dict(carried.config)
@@ -187,7 +187,7 @@ def _config_of(stored: StoredModel | TunedModel) -> tuple[Config, Names, bool]:
 
 
 def _ends(stored: StoredModel | TunedModel) -> Config:
-    """The keys of a config.json for the token that stands between texts, by the tokenizer of the model."""
+    """The keys of a config.json for the end-of-text token, from the model's tokenizer."""
     end = None
     if is_file(stored.companions / TOKENIZER_FILE):
         end = load_tokenizer("HuggingFaceTokenizer", tokenizer_model=stored.companions).eod
@@ -201,12 +201,12 @@ def _dtype(word: str | None) -> torch.dtype | None:
 
 
 def _format_of(name: str, stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Number format of one of our tensors in the output; biases of experts are fp32 in every model."""
+    """Number format of one of this runtime's tensors in the output; biases of experts are always fp32."""
     return stored if wanted is None or name.endswith(EXPERT_BIAS) else wanted
 
 
 def _wholes(model: HuggingFaceModel, wanted: torch.dtype | None) -> dict[str, Whole]:
-    """Our tensors, with the padding that layouts of up to 128 tensor-parallel ranks share."""
+    """This runtime's tensors, with the padding that suits up to 128 tensor-parallel ranks."""
     wholes = {}
     for name, places in model.places.items():
         stored = model.dtype(places[0][0])
@@ -220,7 +220,8 @@ def _wholes(model: HuggingFaceModel, wanted: torch.dtype | None) -> dict[str, Wh
 
 
 def _pieces(model: HuggingFaceModel, wholes: dict[str, Whole]) -> Iterator[Piece]:
-    """Pieces that fill our tensors: each of theirs, or each of its parts, and zeros for padded entries."""
+    """Pieces that fill this runtime's tensors: Hugging Face tensors or parts of them, and zeros for
+    padding."""
     for name, places in model.places.items():
         whole, shape = wholes[name], tuple(model.shapes[name])
 
@@ -239,7 +240,7 @@ def _pieces(model: HuggingFaceModel, wholes: dict[str, Whole]) -> Iterator[Piece
 
 
 def _kept_config(model: HuggingFaceModel) -> Config:
-    """config.json without what the checkpoint does not have: blocks of fp8, layers that predict further."""
+    """config.json without features that the checkpoint does not have: fp8 blocks, MTP layers."""
     config = dict(model.config)
     if config.pop("quantization_config", None) is not None:
         config = with_dtype(config, torch.bfloat16)
@@ -251,7 +252,7 @@ def _kept_config(model: HuggingFaceModel) -> Config:
 def _planned(
     stored: StoredModel | TunedModel, config: Config, names: Names, wanted: torch.dtype | None
 ) -> Iterator[PlannedTensor]:
-    """The tensors of the Hugging Face model that a checkpoint becomes."""
+    """The tensors of the Hugging Face model made from a checkpoint."""
     # Neighbours in the mapping need the same tensor of ours, that of all experts.
     read_ours = lru_cache(maxsize=1)(stored.read_ours)
 
@@ -278,7 +279,7 @@ def _planned(
 
 
 def _main_format(tensors: list[PlannedTensor]) -> torch.dtype:
-    """The number format that most bytes have."""
+    """The number format of most of the bytes."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.bytes

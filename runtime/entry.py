@@ -1,8 +1,7 @@
 """Run a module of this installation: `python .../runtime/entry.py MODULE ARGUMENTS`.
 
-The module of `python -m MODULE` may be of the working directory, and so may all of its imports: a user's
-folder may have a `runtime` or a `typing.py` of its own. A file that is named by its path looks there for
-nothing.
+With `python -m MODULE`, the module and its imports may come from the working directory, where a user may have
+another `runtime` or `typing.py`. A file started by its path imports nothing from there.
 """
 
 import os
@@ -20,12 +19,12 @@ ROOT = str(Path(__file__).resolve().parents[1])
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of these packages, or of another that this Python has."""
+    """The command that runs a module of these packages, or another installed module."""
     return [sys.executable, ENTRY, module, *arguments]
 
 
 def main() -> None:
-    """Become the module that the first argument names."""
+    """Run the module that the first argument names in this process."""
     if ROOT not in map(os.path.realpath, sys.path):
         sys.path.insert(0, ROOT)  # A source tree, say, that is not installed.
     del sys.argv[0]

@@ -1,6 +1,6 @@
-"""The import path of `python -m runtime.pretrain`: this installation, and nothing of the working directory.
+"""The import path of `python -m runtime.pretrain`: this installation, without the working directory.
 
-This module is imported before anything else of these packages, and so imports none of them.
+This module is imported before all others of these packages, and so imports none of them.
 """
 
 import sys
@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 NEEDED_PACKAGES = ("costmodels", "planner")
-"""Packages that ranks import besides their own."""
+"""Packages that ranks import besides this package."""
 
 
 def runs_package(package: str) -> bool:
@@ -19,9 +19,9 @@ def runs_package(package: str) -> bool:
 
 
 def leave_working_directory(root: Path) -> None:
-    """Import nothing further from the working directory, unless the packages lie there, in `root`.
+    """Import nothing further from the working directory, unless the packages are there, in `root`.
 
-    Ends the process, with one line, where something else on the path has the name of one of them.
+    Ends the process, with one line, where another module on the path has the name of one of the packages.
     """
     here = Path.cwd()
     if here != root and sys.path[:1] in ([""], [str(here)]):

@@ -1,4 +1,5 @@
-"""Train a plan: `torchrun -m runtime.pretrain`, with `--plan plan.json` or planning for itself."""
+"""Training of a plan: `torchrun -m runtime.pretrain`, with `--plan plan.json` or with a plan found by the
+ranks."""
 
 from __future__ import annotations
 
@@ -77,9 +78,10 @@ from runtime.world.membership import RANK_VARIABLES, rank_variables
 
 
 def given_plan(job: Job, ranks: Ranks) -> Plan | None:
-    """The plan of the file that the flags name, for ranks that need it: the first one, and those beside GPUs.
+    """The plan of the file in the flags, for ranks that need it: the first one, and ranks on machines with
+    GPUs.
 
-    Rank 0 trains by it and hands it to the others. Those beside GPUs learn from it whether it uses them.
+    Rank 0 sends the plan to the others. Ranks on machines with GPUs need it to know if the plan uses these.
     """
     if job.run.plan is None or (ranks.rank > 0 and not local_device_count()):
         return None
@@ -87,10 +89,10 @@ def given_plan(job: Job, ranks: Ranks) -> Plan | None:
 
 
 def plan_of_job(job: Job, ranks: Ranks, given: Plan | None, previous: PreviousRun | None = None) -> Plan:
-    """The `given` plan, or the best one for the ranks that exist.
+    """The `given` plan, or the best one for the present ranks.
 
-    A job that goes on, from `previous` or after a failure, keeps its global batch. It is planned anew where
-    the given plan is for other ranks.
+    A job that continues, from `previous` or after a failure, keeps its global batch. It is planned anew if
+    the given plan has another number of ranks.
     """
     for name in ("world_size", "local_world_size"):
         asked, started = getattr(job.cluster, name), getattr(ranks, name)
@@ -122,7 +124,7 @@ def check_job(plan: Plan, job: Job, world_size: int) -> None:
 
 
 def train(job: Job) -> int:
-    """Run the job on this rank; its exit code."""
+    """Run the job on this rank; returns its exit code."""
     ignore_early()
     end_with_agent()
     os.environ |= rank_variables(os.environ)
@@ -167,7 +169,7 @@ def _watchdog(job: Job, ranks: Ranks) -> Watchdog:
 
 
 def _lost_connection(watchdog: Watchdog) -> NoReturn:
-    """Say once for all ranks that another rank went away, unless that rank has said why."""
+    """Report once for all ranks that another rank was lost, unless that rank has reported the reason."""
     what = activity().describe()
     # torchrun blames the first rank that it sees ended: let that be the one that was lost.
     time.sleep(1.0)
@@ -189,7 +191,7 @@ def _run(job: Job, ranks: Ranks, device: torch.device, given: Plan | None) -> in
 
 @contextlib.contextmanager
 def _saving_alone(folder: str | None) -> Iterator[None]:
-    """Keep other jobs from writing into the folder of --save; the first rank does it for all."""
+    """Lock the folder of --save against other jobs; the first rank does it for all."""
     if folder is None:
         yield
         return
@@ -234,14 +236,14 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> int:
 
 
 def _begin(what: str) -> None:
-    """Note what this rank starts to do, which the first one says."""
+    """Set this rank's current operation; the first rank also prints it."""
     set_operation(what)
     if dist.get_rank() == 0:
         progress(what)
 
 
 def _load(job: Job, folder: str, trainer: Trainer, spec: ModelSpec, datasets: Datasets) -> int:
-    """Go on from the checkpoint that the flags name, if there is one; how many samples it has consumed."""
+    """Load the checkpoint that the flags name, if there is one; returns its number of consumed samples."""
     # The readers of tensors take a second to import, which runs from scratch need not wait for.
     from runtime import checkpoint
     from runtime.job import initial_state
@@ -262,7 +264,7 @@ def _load(job: Job, folder: str, trainer: Trainer, spec: ModelSpec, datasets: Da
 
 
 def _looked_at(job: Job, ranks: Ranks, device: torch.device, given: Plan | None) -> Job:
-    """The job, after a look at its ranks; with the links that were measured where it is to plan with them."""
+    """The job after the check of its ranks, with measured links if it plans with them."""
     run_together(lambda: job.preflight.check(job.run.plan))
     set_operation("looking at all ranks")
     table = preflight(job.preflight, ranks, device, job.arguments(), job.output.log_dir, _kinds(job, given))
@@ -272,7 +274,7 @@ def _looked_at(job: Job, ranks: Ranks, device: torch.device, given: Plan | None)
 
 
 def _kinds(job: Job, given: Plan | None) -> int:
-    """Kinds of devices that a job is for, of which rank 0 makes use."""
+    """Kinds of devices of a job's plan, for rank 0."""
     if given is not None:
         return max(1, len(given.cluster.parts))
     return 2 if job.cluster.device is not None and is_of_kinds(job.cluster.device) else 1
@@ -324,7 +326,8 @@ def _announce(plan: Plan, iteration: int, job: Job) -> None:
 
 
 def is_question(job: Job) -> bool:
-    """True if the flags ask for a plan of several ranks, and no launcher has started this as one of them."""
+    """True if the flags ask for a plan of several ranks, and no launcher started this process as one of
+    them."""
     ranks = job.cluster.world_size
     if ranks is None or ranks < 2 or job.run.plan is not None or not is_alone():
         return False
@@ -332,7 +335,7 @@ def is_question(job: Job) -> bool:
 
 
 def suggest() -> NoReturn:
-    """Become the `planner suggest` of the same flags, which takes those of a training command too."""
+    """Run `planner suggest` with the same flags instead, as it accepts those of a training command too."""
     say(
         "runtime.pretrain: not started by torchrun, so nothing is trained; the plan for these flags:",
         sys.stderr,
@@ -376,12 +379,12 @@ def _leave(code: int = 0) -> NoReturn:
 
 
 def _is_first() -> bool:
-    """Return whether this rank speaks for all: a job refuses its input on every rank, but says so once."""
+    """Return whether this rank prints for all; input errors occur on every rank, but are printed once."""
     return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
 def main() -> NoReturn:
-    """Run the command line as the rank that the environment names, and end this process."""
+    """Run the command line as the rank in the environment variables, and end this process."""
     gc.freeze()
     gc.enable()
     try:

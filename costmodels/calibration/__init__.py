@@ -1,1 +1,1 @@
-"""Constants of the devices at hand, fitted to kernels, collectives and steps that were measured on them."""
+"""Constants of the devices at hand, fitted to measured kernels, collectives and steps."""

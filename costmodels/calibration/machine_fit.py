@@ -1,8 +1,8 @@
 """A device and its engine's constants from measurements of one machine.
 
-Single kernels say where constants start and how far they may go from there; a few whole steps say what
-kernels do not show: waiting for each other, launches, copies. Both are fitted in log space, where a step
-that is 10 % too long counts as much as one that is 10 % too short.
+Single kernels give the first values of constants and their prior widths. A few whole steps show the effects
+that single kernels do not: waiting of ranks for each other, launches, copies. Both are fitted in log space,
+where 10 % too long counts as much as 10 % too short.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable, shared_fields
 
 TOLERANCE = 0.06
-"""Relative error of a step that noise explains."""
+"""Relative error of a step that counts as noise."""
 
 LEAST_SPREAD = 0.1
 """The least relative width of the 80 % range of a step time on a measured machine."""
 
 SPREAD_SHARE, MORE = 0.8, 1.6
-"""Quantile of the errors that are left which the range holds, and how much wider it is for other models."""
+"""Quantile of the remaining errors that the range covers, and the factor by which it is wider for other
+models."""
 
 ALONE = 0.3
-"""Width of the constants that steps fit on an accelerator, as a share of the width on a CPU. Ranks of a CPU
-share its cores, which measurements of single kernels do not show; a kernel of an accelerator has the whole
-device."""
+"""Prior width of the constants fitted to steps on an accelerator, as a share of the width on a CPU. Ranks of
+a CPU share its cores, which measurements of single kernels do not show; a kernel of an accelerator has the
+whole device."""
 
 UPDATE_BYTES = 28.0
 """Bytes that Adam's update of one parameter reads and writes (`costmodels.layers.optimizer.UPDATES`)."""
 
 BANDWIDTH = "bandwidth"
-"""Name of what is no constant of an engine: the factor of all measured bandwidths of collectives."""
+"""Name of a fitted number that is not an engine constant: the factor of all measured bandwidths of
+collectives."""
 
 
 class Batch(NamedTuple):
@@ -52,11 +54,11 @@ class Batch(NamedTuple):
 
 
 def fitted_device(plain: Device, engine: Engine, found: Measurements) -> Device:
-    """`plain` with the rates and the constants that were measured.
+    """`plain` with measured rates and fitted constants.
 
     Args:
-        plain: device as the catalogue has it, for so many ranks.
-        engine: engine that ran the steps, as the catalogue has it.
+        plain: the catalogue's device, for that number of ranks.
+        engine: the catalogue's engine that ran the steps.
     """
     device, constants = _start(plain, engine, found)
     if not found.steps:
@@ -65,7 +67,7 @@ def fitted_device(plain: Device, engine: Engine, found: Measurements) -> Device:
 
 
 def refitted_device(device: Device, engine: Engine, ranks: int, steps: Sequence[StepTime]) -> Device:
-    """A device whose constants fit whole steps, from those that it has.
+    """A device whose constants fit whole steps; the fit starts from its present constants.
 
     Args:
         ranks: ranks of one node.
@@ -90,7 +92,7 @@ def refitted_device(device: Device, engine: Engine, ranks: int, steps: Sequence[
 
 
 def batches_of(steps: Sequence[StepTime]) -> list[Batch]:
-    """Steps by what one table can hold."""
+    """Steps in groups that one table of layouts can hold."""
     groups: dict[tuple[str, ...], list[StepTime]] = {}
     for step in steps:
         key = (step.model.model_dump_json(), *map(str, shared_fields(step.layout)))
@@ -107,7 +109,7 @@ def batches_of(steps: Sequence[StepTime]) -> list[Batch]:
 
 
 def prices(batch: Batch, device: Device, engine: Engine, ranks: int) -> Prices:
-    """Prices of the layouts of a batch, pipelines simulated.
+    """Prices of the layouts of a batch, with simulated pipelines.
 
     Args:
         ranks: ranks of one node.
@@ -125,7 +127,7 @@ def prices(batch: Batch, device: Device, engine: Engine, ranks: int) -> Prices:
 
 
 def _start(plain: Device, engine: Engine, found: Measurements) -> tuple[Device, dict[str, Any]]:
-    """The device as its kernels say it is, and constants by their names."""
+    """The device with rates from its kernels, and first constants by name."""
     peak, constants = _product_constants(plain, engine.for_device(plain), found)
     rates: dict[str, Any] = {}
     if plain.kind == "cpu":
@@ -157,7 +159,7 @@ def _start(plain: Device, engine: Engine, found: Measurements) -> tuple[Device, 
 def _product_constants(
     plain: Device, engine: Engine, found: Measurements
 ) -> tuple[dict[Precision, float], dict[str, Any]]:
-    """Peak FLOP/s of the format that was measured, and the constants of GEMMs.
+    """Peak FLOP/s of the measured format, and the constants of GEMMs.
 
     On a CPU the peak is that of the fastest GEMM, elsewhere the data sheet's.
     """
@@ -243,14 +245,15 @@ def _links(plain: Device, found: Measurements) -> tuple[dict[str, Any], tuple[Me
 
 
 def _bus_share(name: str, devices: int) -> float:
-    """Bytes of the bus for each byte of a message, as nccl-tests count them (PERFORMANCE.md)."""
+    """Bus bytes for each byte of a message, by nccl-tests' definition (PERFORMANCE.md)."""
     if name == "send":
         return 1.0
     return (2.0 if name == "all_reduce" else 1.0) * (devices - 1) / devices
 
 
 def _line(moved: Floats, seconds: Floats) -> tuple[float, float]:
-    """Bytes per second and seconds of nothing that fit calls of several sizes best in relative terms."""
+    """Bytes per second, and seconds of an empty call, with the least relative errors for calls of several
+    sizes."""
     columns = np.stack([moved / seconds, 1.0 / seconds], axis=1)
     slope, latency = np.linalg.lstsq(columns, np.ones(len(moved)), rcond=None)[0]
     if slope <= 0:
@@ -333,16 +336,16 @@ def with_constants(device: Device, engine: Engine, constants: Mapping[str, Any])
 
 
 def _with_memory(device: Device, engine: Engine, ranks: int, batches: Sequence[Batch]) -> Device:
-    """The device with what a rank takes besides its tensors as the peaks of steps have it.
+    """The device with the bytes of a rank besides tensors fitted to the peaks of steps.
 
-    Of a CPU alone: other devices count tensors.
+    This is for CPUs only, as other devices report bytes of tensors.
     """
     if device.kind != "cpu":
         return device
     known = [batch.peaks > 0 for batch in batches]
 
     def peaks(reserve: float) -> Floats:
-        """The peaks of measured steps, with tensors and `reserve` bytes for each parameter alone."""
+        """Predicted peaks of measured steps: only tensors, and `reserve` bytes for each parameter."""
         trial = with_constants(
             device.model_copy(update={"context_bytes": 0.0}), engine, {"allocator.gathering_reserve": reserve}
         )

@@ -16,7 +16,7 @@ class ProductTime(Record):
     n: Count
     forward_s: Positive
     backward_s: Positive
-    """Both gradients."""
+    """Seconds of the GEMMs of both gradients."""
 
 
 class AttentionTime(Record):
@@ -37,7 +37,7 @@ class CallTime(Record):
     devices: Count
     nodes: Count = 1
     message_bytes: Count
-    """The whole of what is summed, gathered or exchanged, as nccl-tests count it."""
+    """Bytes of the whole summed, gathered or exchanged tensor, by nccl-tests' definition."""
     seconds: Positive
 
 
@@ -48,11 +48,11 @@ class StepTime(Record):
     layout: Layout
     seconds: Positive
     peak_bytes: CountOrZero = 0
-    """Peak bytes of the fullest rank, as a run logs them; 0 where they are not known."""
+    """Logged peak bytes of the fullest rank; 0 where unknown."""
 
 
 class Measurements(Record):
-    """Measurements of some ranks of one machine, all taken at once."""
+    """Measurements with one number of ranks on one machine."""
 
     ranks: Count
     nodes: Count = 1
@@ -60,16 +60,17 @@ class Measurements(Record):
     products: tuple[ProductTime, ...] = ()
     attention: tuple[AttentionTime, ...] = ()
     copy_bytes_per_s: Positive
-    """Read and written, of one rank while all copy."""
+    """Bytes per second that one rank reads and writes while all ranks copy."""
     host_bytes_per_s: Positive | None = None
-    """Between the device and its host's memory, one direction; None where they are the same."""
+    """Bytes per second between the device and host memory in one direction; None where both are the same
+    memory."""
     layer_host_s: Positive
-    """Forward pass of a layer of next to no size."""
+    """Seconds of the forward pass of a tiny layer."""
     update_s: NonNegative = 0.0
-    """Seconds of the optimizer for each parameter of many."""
+    """Optimizer seconds for each parameter of a large model."""
     rank_bytes: NonNegative = 0.0
-    """Resident bytes of a rank before it has a model; 0 on devices with memory of their own."""
+    """Resident bytes of a rank before it has a model; 0 on devices with their own memory."""
     calls: tuple[CallTime, ...] = ()
     steps: tuple[StepTime, ...] = ()
     others: NonNegative = 0.0
-    """Largest share of the cores that other processes took meanwhile."""
+    """Largest share of the cores that other processes used during the measurements."""

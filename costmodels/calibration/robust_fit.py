@@ -1,4 +1,4 @@
-"""A fit of a few constants to a few errors, by numpy alone: it runs on machines that train."""
+"""A fit of a few constants to a few errors; it needs only numpy, so it runs on training machines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ STEP = 0.02
 """Relative step of derivatives."""
 
 FARTHEST = 1.0
-"""Logarithm by which one step changes a constant at most."""
+"""Largest change of a constant's logarithm in one step."""
 
 STEPS, TRIES = 10, 5
 
 
 class Knowledge(NamedTuple):
-    """The prior of a constant, which is above zero: its value before the fit, its width and its bounds."""
+    """The prior of a positive constant: its value before the fit, its width and its bounds."""
 
     start: float
     within: float
@@ -31,14 +31,14 @@ class Knowledge(NamedTuple):
 def robust_fit(
     known: Mapping[str, Knowledge], errors: Callable[[Mapping[str, float]], Floats], tolerance: float
 ) -> dict[str, float]:
-    """The constants for which `errors` are least, each weighed against what is known of it.
+    """The constants with the least `errors`, each weighed against its prior.
 
-    Levenberg and Marquardt's steps on logarithms, with Huber's loss: errors beyond `tolerance` count in
-    proportion, not in squares, so that a row that nothing explains bends nothing.
+    The method is Levenberg and Marquardt's on logarithms, with Huber's loss. Errors beyond `tolerance` count
+    in proportion, not squared, so outliers have little effect.
 
     Args:
         errors: errors of all rows, as natural logarithms, [n], by the values of the constants.
-        tolerance: error of a row that weighs as much as a constant's likely deviation.
+        tolerance: error of a row with the same weight as a constant's likely deviation.
     """
     names = list(known)
     low, high = (np.log([getattr(one, side) for one in known.values()]) for side in ("least", "most"))

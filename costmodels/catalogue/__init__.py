@@ -1,7 +1,7 @@
 """Published models, devices and engines by name; each value of the YAML files names its source.
 
-Wherever a name is taken, the path of a user's YAML file that holds the fields of one model, device or
-engine is taken too, so that a new one needs no code.
+Instead of a name, the path of a user's YAML file with the fields of one model, device or engine is accepted,
+so a new one needs no code.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ __all__ = [
 ]
 
 HOST = "cpu"
-"""Name of the device that is not in the catalogue: the machine that asks."""
+"""Name of the one device that is not in the catalogue: this machine."""
 
 SHAPELESS = {"name", "seq", "source", "published_parameters"}
-"""Model fields that can change without changing the parameter count."""
+"""Model fields that do not affect the parameter count."""
 
 
 @cache
@@ -57,7 +57,7 @@ def _family_of(name: str) -> dict[str, Any]:
 
 
 def _find(entries: dict[str, dict[str, Any]], name: str) -> tuple[str, dict[str, Any]] | None:
-    """The proper name and the fields of the entry that has `name` as its name or an alias."""
+    """The proper name and the fields of the entry whose name or alias is `name`."""
     if name in entries:
         return name, entries[name]
     for proper, fields in entries.items():
@@ -67,15 +67,15 @@ def _find(entries: dict[str, dict[str, Any]], name: str) -> tuple[str, dict[str,
 
 
 def model_names() -> list[str]:
-    """Names of the catalogue's models, without aliases, families together and smallest first."""
+    """Names of the catalogue's models, without aliases, grouped by family, smallest first."""
     return [name for family in _families() for name in catalogue_file(f"models/{family}.yaml")["models"]]
 
 
 def load_model(name: str, **overrides: Any) -> ModelSpec:
     """The model of a catalogue name, an alias or a YAML file, with some fields replaced.
 
-    A model whose shape is overridden no longer has a published parameter count. `InputError` for an
-    unknown name, an unreadable file or a value that does not fit.
+    A model with a changed shape has no published parameter count. Raises `InputError` for an unknown name, an
+    unreadable file or a wrong value.
     """
     if is_file_name(name):
         fields = user_fields(name, "model")
@@ -113,8 +113,8 @@ def device_template() -> str:
 def load_device(name: str, ranks: int = 1) -> Device:
     """The device of a catalogue name, an alias or a YAML file.
 
-    `cpu` is one rank's share when `ranks` processes divide this machine; other devices are whole and
-    ignore `ranks`. `InputError` for an unknown name, an unreadable file or a value that does not fit.
+    `cpu` is one rank's share when `ranks` processes divide this machine; other devices are whole and ignore
+    `ranks`. Raises `InputError` for an unknown name, an unreadable file or a wrong value.
     """
     if is_file_name(name):
         return build(Device, user_fields(name, "device"), f"device file {name!r}")
@@ -144,14 +144,14 @@ def engine_names() -> list[str]:
 
 
 Fits = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""Constants and ranges that fits gave, by engine and architecture, as calibrated.yaml has them."""
+"""Fitted constants and ranges by engine and architecture, in the form of calibrated.yaml."""
 
 
 def load_engine(name: str, fits: Fits | None = None) -> Engine:
-    """The engine of a catalogue name or a YAML file; `InputError` for an unknown one or a wrong value.
+    """The engine of a catalogue name or a YAML file; raises `InputError` for an unknown one or a wrong value.
 
     Args:
-        fits: fits in the place of calibrated.yaml.
+        fits: fits that replace calibrated.yaml.
     """
     return _engine_of_file(name) if is_file_name(name) else _catalogued_engine(name, fits)
 
@@ -165,8 +165,8 @@ def calibrated_fits() -> Fits:
 def _catalogued_engine(name: str, fits: Fits | None = None) -> Engine:
     """An engine of the catalogue.
 
-    Its constants for a device are those of engines.yaml and those fitted to measured step times
-    (calibrated.yaml); of memory, those fitted to measured peaks (calibrated_memory.yaml) come first.
+    Its constants for a device come from engines.yaml and from fits to measured step times (calibrated.yaml).
+    For memory, fits to measured peaks (calibrated_memory.yaml) come first.
     """
     entries = catalogue_file("engines.yaml")["engines"]
     wanted = name.strip().lower()
@@ -183,16 +183,16 @@ def _catalogued_engine(name: str, fits: Fits | None = None) -> Engine:
 
 
 def _engine_fields(name: str) -> dict[str, Any]:
-    """The fields of an engine of engines.yaml, and those of the engine that it is `like`."""
+    """The fields of an engine in engines.yaml, with those of the engine named in its field `like`."""
     fields = dict(catalogue_file("engines.yaml")["engines"][name])
     alike = fields.pop("like", None)
     return fields if alike is None else merge_fields(_engine_fields(alike), fields)
 
 
 def _engine_of_file(path: str) -> Engine:
-    """The engine of a user's file: all fields, or those in which it differs from the one that it is `like`.
+    """The engine of a user's file: all fields, or only the differences from the engine named in `like`.
 
-    What the file says outside of `devices` holds on every device.
+    Fields outside of `devices` hold on every device.
     """
     origin = f"engine file {path!r}"
     changes = in_groups(user_fields(path, "engine"))
@@ -215,7 +215,7 @@ def _engine_of_file(path: str) -> Engine:
 
 
 def _merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with `changes`; where both have a mapping, those are merged likewise."""
+    """`fields` with `changes`; mappings in both are merged recursively."""
     deeper = {
         key: _merged(fields[key], value)
         for key, value in changes.items()
@@ -227,8 +227,8 @@ def _merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _constants(engine: str, key: str, fits: Fits) -> dict[str, Any]:
     """An engine's constants for an architecture or a kind of device.
 
-    What engines.yaml says comes first, then what was fitted, then those of the engine and architecture that
-    it is `like`.
+    Values of engines.yaml come first, then fitted values, then those of the engine and architecture named in
+    `like`.
     """
     own = dict(_engine_fields(engine).get("devices", {}).get(key, {}))
     fit = fits.get(engine, {}).get(key)

@@ -1,6 +1,6 @@
-"""The device `cpu`: one rank's share of the machine that asks, from what its operating system reports.
+"""The device `cpu`: one rank's share of this machine, from the reports of its operating system.
 
-Everything is a peak or an assumption that a process can look up in milliseconds; nothing is measured.
+All figures are peaks or assumptions that take milliseconds to look up; nothing is measured.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ CGROUP_LIMITS = (
 MAXIMAL_CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
 
 TURBO = 1.42
-"""Highest over nominal clock, where a virtual machine shows only the nominal one. Server parts span 1.3
+"""Highest over nominal clock, for virtual machines that show only the nominal one. Server processors have 1.3
 to 1.55 (AMD EPYC 9R14: 3.7 over 2.6 GHz)."""
 
 DEFAULT_CLOCK = 3.2e9
-"""Hertz, where the system states no clock (Apple silicon, many ARM servers)."""
+"""Clock in hertz where the system states none (Apple silicon, many ARM servers)."""
 
 DEFAULT_MEMORY = 8 * 2.0**30
-"""Bytes, where the system states no memory size."""
+"""Bytes of memory where the system states no size."""
 
 CORE_BANDWIDTH = 28.0e9
-"""Bytes per second that one core moves when the others rest (28 measured on an AMD EPYC of 2023)."""
+"""Bytes per second that one core moves while the others are idle (28 GB/s measured on an AMD EPYC of
+2023)."""
 
 MACHINE_BANDWIDTH = 80.0e9
-"""Bytes per second at which a small machine saturates: two channels of DDR5-5600 hold 90."""
+"""Bytes per second at which a small machine saturates: two channels of DDR5-5600 have 90 GB/s."""
 
 BANDWIDTH_PER_CORE = 5.0e9
 """Share of one core when all cores of a server read (12 channels of DDR5-4800 for 96 cores)."""
 
 CONTEXT_BYTES = {"cpu": 0.387e9, "cuda": 0.502e9}
-"""Resident size of a rank that trains a model of next to no size, by build of torch (2.13 for CPUs and 2.15
-with CUDA 13 measured; the latter's libraries are mapped even where there is no GPU)."""
+"""Resident bytes of a rank that trains a tiny model, by build of torch (2.13 for CPUs and 2.15 with CUDA 13
+measured; the latter's libraries are mapped even where there is no GPU)."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ def host_device(ranks: int = 1) -> Device:
 def _loopback_latency(sharers: float) -> float:
     """Seconds of a hop of gloo over the loopback device, by the ranks that share a core.
 
-    2.6 GB/s and 60 us of a message between two processes were measured. A rank that has to wait for a core
-    delays all others: a layer's collectives took 12 and 48 ms among 4 and 8 ranks of 2 cores, 3.5 among 2.
+    Messages between two processes were measured with 2.6 GB/s and 60 us. A rank that waits for a core delays
+    all others. A layer's collectives took 3.5 ms among 2 ranks on 2 cores, 12 ms among 4, and 48 ms among 8.
     """
     return 60e-6 if sharers <= 1 else 2e-4 * sharers**2
 
@@ -102,20 +103,20 @@ def torch_build() -> str:
 
 @functools.cache
 def available_cores() -> int:
-    """Cores that this process may run on, as it was when first asked: ranks of a CPU bind their threads."""
+    """Cores that this process may run on, at the first call; ranks of a CPU bind their threads later."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def processor_name() -> str:
-    """The model of the processor, as the system has it."""
+    """The name of the processor's model, from the operating system."""
     name = _field(_read(CPUINFO), "model name") or platform.processor() or platform.machine()
     return name or "unknown"
 
 
 def available_memory() -> float:
-    """Bytes of memory of the machine, or of the container if that has less."""
+    """Bytes of memory of the machine, or of the container if it has less."""
     match = re.search(r"^MemTotal:\s+(\d+) kB", _read(MEMINFO), re.MULTILINE)
     if match:
         total = float(match[1]) * 1024
@@ -173,7 +174,7 @@ def _field(cpuinfo: str, key: str) -> str:
 
 
 def _read(path: Path, size: int = 8192) -> str:
-    """The first `size` characters of a system file, or nothing: the first core speaks for all."""
+    """The first `size` characters of a system file, or nothing; the first core represents all."""
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         return file.read(size)
     return ""

@@ -1,7 +1,7 @@
-"""Devices as `planner calibrate` has measured them on one machine: a file, where it lies, and what it says.
+"""Devices that `planner calibrate` measured on one machine: the file, its place, and its contents.
 
-The file is JSON, which has an end that a file cut short lacks. It holds a device for each number of ranks
-that was measured: ranks of a CPU share cores and memory, so that one rank's share differs with their number.
+The file is JSON, so a truncated file is recognised by its missing end. It has a device for each measured
+number of ranks, as ranks of a CPU share cores and memory.
 """
 
 import json
@@ -23,14 +23,14 @@ from costmodels.spec.record import Count, Name, Record
 LARGEST_FILE = 4 * MIB
 
 RATES = (1e6, 1e18)
-"""FLOP/s and bytes per second that a device may have: from a toy's to far beyond what anybody builds."""
+"""Plausible FLOP/s and bytes per second of a device: from a toy to far above any real device."""
 
 LONGEST_CALL = 10.0
-"""Seconds that a collective of next to no bytes may take."""
+"""Most plausible seconds of a collective of a few bytes."""
 
 
 class Machine(Record):
-    """The properties that tell one machine from another."""
+    """The properties that identify a machine."""
 
     host: Name
     processor: Name
@@ -39,7 +39,7 @@ class Machine(Record):
 
     @classmethod
     def here(cls) -> "Machine":
-        """The machine that asks."""
+        """This machine."""
         return cls(host=platform.node(), processor=processor_name(), cores=available_cores())
 
 
@@ -55,7 +55,7 @@ class MeasuredDevices(Record):
     models: tuple[Name, ...] = ()
     """Models whose shapes were measured."""
     devices: Annotated[dict[Annotated[int, Field(ge=1)], Device], Field(min_length=1)]
-    """A device by the ranks that share the machine."""
+    """The measured devices by the number of ranks that share the machine."""
 
     @model_validator(mode="after")
     def _check(self) -> "MeasuredDevices":
@@ -79,9 +79,9 @@ class MeasuredDevices(Record):
         return self
 
     def device(self, ranks: int) -> Device:
-        """The device of so many ranks, from the nearest number that was measured.
+        """The device for a number of ranks, from the nearest measured number.
 
-        A share of a CPU is as much larger or smaller as the ranks are fewer or more; other devices are whole.
+        A share of a CPU is scaled by the ratio of the numbers; other devices are whole.
         """
         if ranks < 1:
             raise InputError(f"ranks is {ranks}: a machine is shared by at least one rank")
@@ -101,7 +101,7 @@ class MeasuredDevices(Record):
         )
 
     def save(self, path: Path) -> None:
-        """Write the file; `InputError` where that fails."""
+        """Write the file; raises `InputError` where that fails."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -110,12 +110,12 @@ class MeasuredDevices(Record):
 
 
 def folder() -> Path:
-    """The folder of the devices that were measured on the user's machines."""
+    """The folder with the measured devices of the user's machines."""
     return home_of("XDG_CONFIG_HOME", ".config") / "planner" / "devices"
 
 
 def own_file(device: str) -> Path:
-    """The file of this machine's device of a catalogue name, whether or not it is there."""
+    """The path of the file for this machine's device of a catalogue name; the file may not exist."""
     name = re.sub(r"[^\w.-]", "_", f"{platform.node()}-{device}")
     return folder() / f"{name}.json"
 
@@ -129,10 +129,10 @@ def read_devices(path: str | Path, here: bool = False) -> MeasuredDevices:
     """The devices of a file.
 
     Args:
-        here: it is to be of this machine.
+        here: True if the file must be of this machine.
 
     Raises:
-        InputError: it cannot be read, is cut short, has values that make no sense, or is of another machine.
+        InputError: the file cannot be read, is truncated, has impossible values, or is of another machine.
     """
     where = f"device file {str(path)!r}"
     try:

@@ -1,6 +1,6 @@
-"""Values of the package's own YAML files, kept as Python keeps the code of modules: parsed once.
+"""A cache of the values of the package's own YAML files, so that each is parsed once.
 
-They lie in the folder of compiled modules, and count while the file has the size and the time of then.
+The cache is in the folder of compiled modules, and is valid while the file's size and time are unchanged.
 Where Python writes no compiled modules, nothing is written.
 """
 
@@ -41,9 +41,9 @@ def parsed_file(file: Path, parse: Callable[[str, str], dict[str, Any]]) -> dict
 
 
 def _loaded(data: bytes) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The key and the content of a kept file; raises `ValueError` for one that is not as it was written.
+    """The key and the content of a cache file; raises `ValueError` for a damaged file.
 
-    `marshal` itself may end the process on bytes that it did not write.
+    The check is needed because `marshal` may crash the process on damaged bytes.
     """
     digest, values = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(values):

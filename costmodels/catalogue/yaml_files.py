@@ -20,20 +20,20 @@ from costmodels.spelling import near_names, nearest
 FOLDER = Path(__file__).parent
 
 LARGEST_YAML = MIB
-"""Bytes of a user's model, device or engine."""
+"""Most bytes of a user's model, device or engine file."""
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
 
 
 def yaml_loader() -> Any:
-    """The parser of libyaml, ten times as fast as PyYAML's own, with which not every PyYAML is built."""
+    """The parser of libyaml if PyYAML was built with it; it is ten times as fast as PyYAML's own."""
     import yaml
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse(text: str, origin: str) -> dict[str, Any]:
-    """The mapping that a YAML text holds. `InputError` names `origin` and the line of the fault."""
+    """The mapping in a YAML text. Raises `InputError` with `origin` and the line of the fault."""
     import yaml  # Most questions find what they need parsed.
 
     try:
@@ -54,17 +54,17 @@ def parse(text: str, origin: str) -> dict[str, Any]:
 
 @cache
 def catalogue_file(path: str) -> dict[str, Any]:
-    """The content of a file of this package. Shared by all callers: not to be changed."""
+    """The content of a file of this package. All callers share it, so it must not be changed."""
     return parsed_file(FOLDER / path, parse)
 
 
 def is_file_name(name: str) -> bool:
-    """True where a user means a YAML file rather than a catalogue name."""
+    """True if a user's word is a YAML file name rather than a catalogue name."""
     return name.lower().endswith((".yaml", ".yml"))
 
 
 def user_fields(path: str, kind: str) -> dict[str, Any]:
-    """The fields in a user's file of one `kind` (model, ...); its name is the file's unless stated."""
+    """The fields in a user's file of one `kind` (model, ...); its name is the file's name unless given."""
     file = expanded(path)
     try:
         text = read_text(file, LARGEST_YAML)
@@ -75,11 +75,12 @@ def user_fields(path: str, kind: str) -> dict[str, Any]:
 
 
 MOST_WRONG = 3
-"""Fields with wrong values that one message names; what is missing is named whole."""
+"""Most fields with wrong values that one message names; all missing fields are named."""
 
 
 def build(record: type[RecordT], fields: Mapping[str, Any], origin: str) -> RecordT:
-    """A validated record. `InputError` names `origin`, all missing fields, wrong ones and what is right."""
+    """A validated record. Raises `InputError` with `origin`, all missing fields, wrong fields and valid
+    values."""
     try:
         return record.model_validate(dict(fields))
     except ValidationError as error:
@@ -98,7 +99,7 @@ def build(record: type[RecordT], fields: Mapping[str, Any], origin: str) -> Reco
 
 
 def _wrong(record: type[BaseModel], field: str, item: Mapping[str, Any]) -> str:
-    """The fault of a field, by pydantic's error."""
+    """A text on a wrong field, from pydantic's error."""
     if item["type"] == "extra_forbidden":
         *groups, name = item["loc"]
         fields = record.model_fields
@@ -115,7 +116,8 @@ def _and(names: list[str]) -> str:
 
 
 def unknown_name(kind: str, name: str, names: Iterable[str], listing: str) -> InputError:
-    """The error for a name that is not in the catalogue: nearest names, and how to list all."""
+    """The error for a name that is not in the catalogue, with the nearest names and the command that lists
+    all."""
     near = near_names(name, names, count=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return InputError(f"unknown {kind} {name!r}: {hint}{listing}")

@@ -1,1 +1,2 @@
-"""The work and the size of one layer, the embedding and the head: operators, parameters and their state."""
+"""The work and the size of one layer, the embedding and the head: operators, parameters and optimizer
+state."""

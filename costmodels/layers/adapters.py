@@ -17,10 +17,11 @@ class LinearLayer(NamedTuple):
     inputs: int
     outputs: int
     split: Literal["columns", "rows", "whole"]
-    """The dimension that tensor-parallel ranks split: outputs (and B), inputs (and A), or none."""
+    """The dimension that tensor-parallel ranks split: outputs (with matrix B), inputs (with matrix A), or
+    none."""
 
     def sides(self, tensor_parallel: Floats | float = 1.0) -> tuple[Floats | float, Floats | float]:
-        """Inputs and outputs on one rank."""
+        """Numbers of inputs and outputs on one rank."""
         inputs = self.inputs / (tensor_parallel if self.split == "rows" else 1.0)
         return inputs, self.outputs / (tensor_parallel if self.split == "columns" else 1.0)
 
@@ -31,7 +32,8 @@ class LinearLayer(NamedTuple):
 
 
 def linear_layers(model: ModelSpec, mlp: MlpKind) -> list[tuple[LoraTarget, LinearLayer]]:
-    """The layers that can have adapters in a block with an MLP of kind `mlp` and the first layer's attention.
+    """The linear layers that can have adapters, in a block with an MLP of kind `mlp` and the first layer's
+    attention.
 
     Routed experts and their router have none.
     """
@@ -83,7 +85,8 @@ def _attention(model: ModelSpec) -> list[tuple[LoraTarget, LinearLayer]]:
 
 
 def block_parameters(model: ModelSpec, mlp: MlpKind, tensor_parallel: Floats | float = 1.0) -> Floats:
-    """Parameters of the adapters of such a block on one of `tensor_parallel` ranks, [] or as these."""
+    """Parameters of the adapters of a block on one of `tensor_parallel` ranks, in the shape of
+    `tensor_parallel`."""
     rank = 0 if model.lora is None else model.lora.rank
     found = np.zeros_like(tensor_parallel, dtype=np.float64)
     for layer in adapted_layers(model, mlp):

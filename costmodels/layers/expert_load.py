@@ -1,10 +1,10 @@
-"""The load of the fullest expert-parallel rank under natural routing, where nobody measured it.
+"""The estimated load of the fullest expert-parallel rank under natural routing, used without a measurement.
 
-The load of an expert over the mean is taken as a normal number. Its variance is experts / top_k - 1 over the
-number of independent choices, which is far below the number of tokens. A balanced router is worth `OF_ROUTER`
-choices. Each sequence of the batch is worth `OF_SEQUENCE` more, as its subject prefers some experts;
-sequences that are routed together average out. A rank has the mean load of its experts. The fullest of
-several ranks has the expected largest of as many normal numbers (Blom 1958).
+The load of an expert over the mean is modelled as a normal variable. Its variance is experts / top_k - 1 over
+the number of independent choices, which is far below the number of tokens. A balanced router counts as
+`OF_ROUTER` choices. Each sequence of the batch adds `OF_SEQUENCE`, as its subject prefers some experts;
+sequences that are routed together average out. The load of a rank is the mean load of its experts. The load
+of the fullest rank is the expected maximum of that many normal variables (Blom 1958).
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
 
 OF_ROUTER = {"bias": 10_000.0, "loss": 130.0, "early": 4.0}
-"""Choices that a router is worth.
+"""Number of independent choices of a router.
 
-`loss` and `bias`: the fullest of 64 experts, of which a token has 6, takes in 1.52 to 1.72 and 1.04 times
-the mean (arXiv:2408.15664, table 2), which is 2.37 deviations. `early`: while a router has not learned to
-balance. The steps of Qwen3-235B-A22B on 8 expert-parallel ranks that Megatron-MoE-ModelZoo and XTuner
-measured with natural routing beside forced balance took so much longer that loads of 1.7 to 2.0 times the
-mean explain it.
+`loss` and `bias`: the fullest of 64 experts with 6 per token gets 1.52 to 1.72 and 1.04 times the mean
+(arXiv:2408.15664, table 2), which is 2.37 standard deviations. `early`: before a router has learned to
+balance. Megatron-MoE-ModelZoo and XTuner measured Qwen3-235B-A22B on 8 expert-parallel ranks with natural
+routing and with forced balance. Loads of 1.7 to 2.0 times the mean explain the difference of these steps.
 """
 
 OF_SEQUENCE = 31.0
-"""Choices that a sequence is worth.
+"""Number of independent choices of a sequence.
 
-Loads in texts of one subject spread around the mean by about as much as it is for 8 of 256 experts
-(DeepSeek-V3, arXiv:2412.19437, figure 9), and by a quarter of it for 2 of 8 (Mixtral, arXiv:2401.04088,
-figure 7).
+In texts of one subject, the standard deviation of loads is about the mean for 8 of 256 experts (DeepSeek-V3,
+arXiv:2412.19437, figure 9), and a quarter of the mean for 2 of 8 (Mixtral, arXiv:2401.04088, figure 7).
 """
 
 
@@ -52,7 +50,7 @@ def natural_load(model: ModelSpec, table: LayoutTable) -> Floats:
 
 
 def load_of_layout(model: ModelSpec, engine: Engine, layout: Layout) -> float:
-    """The load of the fullest expert-parallel rank that the price of a layout rests on; 1 for one rank."""
+    """The load of the fullest expert-parallel rank that the price of a layout assumes; 1 for one rank."""
     if not model.experts or layout.expert_parallel == 1:
         return 1.0
     said, given = model.router.load_of(layout.expert_parallel), engine.experts.load
@@ -66,5 +64,5 @@ def load_of_layout(model: ModelSpec, engine: Engine, layout: Layout) -> float:
 
 
 def _largest(count: int) -> float:
-    """The expected largest of so many standard normal numbers."""
+    """The expected maximum of that many standard normal variables."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0

@@ -15,9 +15,9 @@ from costmodels.spec.table import Floats, LayoutTable
 
 
 def joining(model: ModelSpec, engine: Engine, table: LayoutTable) -> Operators:
-    """Forward work on a token's embedding and a position's state: norms of both, one matrix, a last norm.
+    """Forward work on a token's embedding and a position's state: norms of both, one matrix, and a last norm.
 
-    Every tensor-parallel rank has the whole matrix, and with sequence parallelism its own tokens.
+    Every tensor-parallel rank has the whole matrix; with sequence parallelism it has only its own tokens.
     """
     e, one = element_bytes(table.precision), np.ones(len(table))
     own = tokens(model, table) / np.where(table.sequence_parallel, table.tensor_parallel, 1)
@@ -41,7 +41,7 @@ def joining_parameters(model: ModelSpec) -> int:
 def joining_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
     """Bytes that a module keeps of a microbatch besides its layer and the loss.
 
-    Inputs of its three norms, both inputs side by side, and the input of the head, gathered.
+    These are the inputs of its three norms, both inputs concatenated, and the gathered input of the head.
     """
     e, t = element_bytes(table.precision), tokens(model, table)
     own = t / np.where(table.sequence_parallel, table.tensor_parallel, 1)

@@ -1,7 +1,7 @@
 """Operators of one layer for one microbatch on one device: GEMMs, attention, bytes, collectives.
 
 Shapes are those of Megatron-LM (Narayanan et al., arXiv:2104.04473, section 2.3; Korthikanti et al.,
-arXiv:2205.05198, section 4). All functions take a `LayoutTable` of n rows; sizes are per row.
+arXiv:2205.05198, section 4). All functions take a `LayoutTable` of n rows; sizes are for each row.
 """
 
 import math
@@ -60,61 +60,63 @@ class Operators:
     mlp_gemms: tuple[Gemm, ...]
     """GEMMs of the MLP or the experts among `gemms`, without their router."""
     shared_gemms: tuple[Gemm, ...]
-    """GEMMs of shared experts among `gemms`: tokens travel to the routed ones meanwhile."""
+    """GEMMs of shared experts among `gemms`; tokens travel to the routed experts during these."""
     last_gemms: tuple[Gemm, ...]
-    """GEMMs among `gemms` after which nothing is kept for backward: the one that ends a dense layer."""
+    """GEMMs among `gemms` whose outputs are not kept for backward: the last one of a dense layer."""
     seq: int
-    """Tokens that attention runs over."""
+    """Tokens of a sequence in attention."""
     head_dim: int
     attention_flops: Floats
-    """Scores and weighted values, all positions (causality not yet used)."""
+    """FLOPs of scores and weighted values for all positions, without the causal mask."""
     scores: Floats
     """Elements of the score matrices."""
     elementwise_forward: Floats
     """Bytes of element-wise work with perfect fusion."""
     elementwise_backward: Floats
     norm_bytes: Floats
-    """The part of `elementwise_forward` that is norms."""
+    """The part of `elementwise_forward` for norms."""
     activation_bytes: Floats
-    """The part of `elementwise_forward` that is the activation function of the MLP."""
+    """The part of `elementwise_forward` for the activation function of the MLP."""
     attention_bytes: Floats
-    """Input of attention, its queries, keys and values, and its output: what it keeps for backward."""
+    """Bytes that attention keeps for backward: its input, queries, keys, values and output."""
     sequence_bytes: Floats
-    """Activations of a microbatch in full width: what a tensor-parallel collective moves."""
+    """Bytes of a microbatch's activations in full width, which a tensor-parallel collective moves."""
     gathers_forward: Floats
-    """All-gathers or reduce-scatters of `sequence_bytes`; an all-reduce is two of them."""
+    """Number of all-gathers and reduce-scatters of `sequence_bytes`; an all-reduce counts as two."""
     gathers_backward: Floats
     mlp_gathers: Floats
     """Collectives of the MLP or the shared experts among `gathers_forward`."""
     ring_bytes: Floats
-    """Keys and values of one rank, which context parallelism passes around or gathers."""
+    """Bytes of keys and values of one rank, which context parallelism passes around or gathers."""
     exchange_bytes: Floats
-    """Queries, keys, values and output of one rank, where it exchanges tokens for heads."""
+    """Bytes of queries, keys, values and output of one rank, where it exchanges tokens for heads."""
     gathered_bytes: Floats
-    """Keys and values of the whole sequence, where they are gathered."""
+    """Bytes of keys and values of the whole sequence, where they are gathered."""
     merge_bytes: Floats
     """Traffic of adding one rank's attention to that of the ranks before it, in fp32."""
     top_k: int
     """Experts of a token."""
     whole: bool
-    """A compiler may take all of it, experts too."""
+    """True if the whole layer, with experts, may be compiled."""
     routed_bytes: Floats
-    """Bytes of tokens that one rank sends to experts on other ranks, and gets back."""
+    """Bytes of tokens that one rank sends to experts on other ranks and receives back."""
     expert_gather_bytes: Floats
-    """Bytes of tokens that ranks which share experts gather, and whose results they sum and scatter."""
+    """Bytes of tokens that are gathered, and of results that are reduce-scattered, among ranks that share
+    experts."""
     alternate_gemms: tuple[Gemm, ...] = ()
-    """GEMMs among `gemms` that selective recomputation repeats where it saves every second one: of keys,
-    of attention's output, and the second of a gated MLP (`ActivationConstants.saves_alternate_products`)."""
+    """GEMMs among `gemms` that selective recomputation repeats if it saves every second one: those of keys,
+    of attention's output, and the second one of a gated MLP
+    (`ActivationConstants.saves_alternate_products`)."""
     adapter_gemms: tuple[Gemm, ...] = ()
-    """GEMMs of low-rank adapters; the others are then of frozen weights, which have no gradients."""
+    """GEMMs of low-rank adapters; all other GEMMs then have frozen weights without gradients."""
     is_frozen: bool = False
-    """`gemms` have no gradients of weights."""
+    """True if `gemms` have no weight gradients."""
     open_share: float = 1.0
     """Share of the groups of experts that a token may use."""
     limited: bool = False
-    """Experts have a capacity: Megatron-Core's all-to-all alone has always taken that."""
+    """True if experts have a capacity; only Megatron-Core's all-to-all dispatch has always supported that."""
     kernels: float = 1.0
-    """Kernels that the host launches, over those of the same layer without adapters."""
+    """Number of kernels that the host launches, over the number without adapters."""
 
 
 def _attention_gemms(model: ModelSpec, table: LayoutTable) -> tuple[Gemm, ...]:
@@ -152,9 +154,9 @@ def _attention_gemms(model: ModelSpec, table: LayoutTable) -> tuple[Gemm, ...]:
 
 
 def _core_flops(model: ModelSpec, table: LayoutTable) -> Floats:
-    """FLOPs of scores and weighted values, of twice the pairs of tokens that attention looks at.
+    """FLOPs of scores and weighted values for twice the pairs of tokens that attention computes.
 
-    What linear attention does between its projections, and an indexer, is counted with them.
+    Work of linear attention between its projections, and of an indexer, is included.
     """
     t, tp, kind = tokens(model, table), table.tensor_parallel, model.attention_pattern[0]
     if kind == "linear":
@@ -178,16 +180,16 @@ class _Mlp(NamedTuple):
 
     gemms: tuple[Gemm, ...]
     between: Floats
-    """Elements that element-wise work between these GEMMs reads and writes."""
+    """Elements that element-wise work between the GEMMs reads and writes."""
     activated: Floats
-    """Elements that the activation function takes."""
+    """Elements of the activation function's input."""
     gathers: float
-    """All-gathers or reduce-scatters of tensor parallelism around its matrices."""
+    """Number of tensor-parallel all-gathers and reduce-scatters around the matrices."""
     joins: Floats
-    """Collectives that gather the layer's output, whose tokens ranks have routed apart."""
+    """Collectives that gather the layer's output after each rank routed its own tokens."""
     routed_bytes: Floats
     gather_bytes: Floats
-    """Bytes that ranks gather which share experts."""
+    """Bytes gathered among ranks that share experts."""
     mlp_gemms: tuple[Gemm, ...] = ()
     """GEMMs among `gemms` without the router's."""
     shared_gemms: tuple[Gemm, ...] = ()
@@ -213,8 +215,9 @@ def _experts(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Mlp:
 
     Each rank routes its own 1/tp of the tokens. Without sequence parallelism it takes that slice first and
     gathers the layer's output at the end. With ep > 1 an all-to-all sends a copy of a token to each of its
-    experts, and with etp > 1 the ranks that share these experts gather what each got. With ep = 1 they gather
-    the tokens once, and choose the copies after that. Shared experts are split over tp as a dense MLP is.
+    experts. With etp > 1 the ranks that share these experts gather the received tokens. With ep = 1 they
+    gather the tokens once, and make the copies after that. Shared experts are split over tp as a dense MLP
+    is.
     """
     e, one, h = element_bytes(table.precision), np.ones(len(table)), model.hidden
     t, tp = tokens(model, table), table.tensor_parallel
@@ -249,7 +252,7 @@ def _experts(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Mlp:
 def _alternate_gemms(
     model: ModelSpec, table: LayoutTable, mlp: MlpKind, attention: tuple[Gemm, ...]
 ) -> tuple[Gemm, ...]:
-    """GEMMs of a dense layer that are repeated where every second one is saved."""
+    """GEMMs of a dense layer that are recomputed if every second one is saved."""
     if mlp != "dense" or model.attention_pattern[0] in ("none", "linear"):
         return ()
     t, one = tokens(model, table), np.ones(len(table))
@@ -260,7 +263,8 @@ def _alternate_gemms(
 
 
 class _ContextBytes(NamedTuple):
-    """Bytes that the forms of context parallelism move for one layer, [n] each; 0 where another is used."""
+    """Bytes that each form of context parallelism moves for one layer, [n] each; 0 where another form is
+    used."""
 
     ring: Floats
     exchanged: Floats
@@ -269,7 +273,7 @@ class _ContextBytes(NamedTuple):
 
 
 def _context_bytes(model: ModelSpec, table: LayoutTable) -> _ContextBytes:
-    """Bytes that context parallelism moves for one layer, and those of adding up what a ring computes."""
+    """Bytes that context parallelism moves for one layer, and bytes of adding a ring's partial results."""
     e, t, tp = element_bytes(table.precision), tokens(model, table), table.tensor_parallel
     cp, kv = table.context_parallel, key_value_width(model, table)
     queries, values = attention_widths(model)
@@ -284,7 +288,7 @@ def _context_bytes(model: ModelSpec, table: LayoutTable) -> _ContextBytes:
 
 
 def _gathers(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: _Mlp) -> tuple[Floats, Floats]:
-    """All-gathers or reduce-scatters of a layer's sequence, forward and backward, [n] each."""
+    """Numbers of all-gathers and reduce-scatters of a layer's sequence, forward and backward, [n] each."""
     attends, sp = model.attention_pattern[0] != "none", table.sequence_parallel
     # Latent attention gathers what is compressed; without sequence parallelism that costs backward only.
     entry = entry_width(model) / model.hidden
@@ -297,9 +301,8 @@ def _gathers(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: _Mlp) ->
 def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -> Operators:
     """Forward work of one layer with the first layer's kind of attention and an MLP of kind `mlp`.
 
-    Element-wise traffic per layer counts, forward, 6 tensors of width `hidden` (two norms, two residual
-    additions, fused) and a read and a write of what stands between GEMMs; backward half as
-    much again.
+    Element-wise traffic of a layer in forward is 6 tensors of width `hidden` (two norms, two residual
+    additions, fused), and a read and a write of tensors between GEMMs. Backward has half as much again.
     """
     e, one = element_bytes(table.precision), np.ones(len(table))
     t, tp, sp = tokens(model, table), table.tensor_parallel, table.sequence_parallel
@@ -356,13 +359,13 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
 
 
 LAYER_KERNELS, ADAPTER_KERNELS, MATRIX_KERNELS = 20, 3, 1
-"""Kernels of the forward pass of a layer, roughly, of an adapter (two GEMMs and a scaled addition), and of
-a matrix in 4 bits that is turned back."""
+"""Approximate numbers of kernels in forward: of a layer, of an adapter (two GEMMs and a scaled addition), and
+of dequantising a 4-bit matrix."""
 
 LATENT_KERNELS, LINEAR_KERNELS, SCAN_KERNELS = 12, 16, 3
-"""Kernels besides of latent attention (two or three products, two norms, and splits, rotations and
-concatenations of heads), and of linear attention (a convolution, gates, norms, and products of all chunks);
-and those of each chunk where plain operators hand the state on (`runtime.model.delta_rule.scan`)."""
+"""Numbers of additional kernels: of latent attention (two or three GEMMs, two norms, and splits, rotations
+and concatenations of heads); of linear attention (a convolution, gates, norms, and GEMMs of all chunks); and
+of each chunk where plain operators pass the state on (`runtime.model.delta_rule.scan`)."""
 
 
 def _attention_kernels(model: ModelSpec, engine: Engine) -> float:
@@ -378,10 +381,10 @@ def _attention_kernels(model: ModelSpec, engine: Engine) -> float:
 def _adapters(
     model: ModelSpec, table: LayoutTable, mlp: MlpKind
 ) -> tuple[tuple[Gemm, ...], Floats, Floats, float]:
-    """Costs of a layer's adapters: GEMMs, bytes of additions forward and backward, and `kernels`.
+    """Costs of a layer's adapters: GEMMs, bytes of additions in forward and backward, and `kernels`.
 
-    A base in 4 bits is read and written in the format that computes for each GEMM, which is one in
-    forward and one for the gradient of the input.
+    A 4-bit base is dequantised to the format of GEMMs for each GEMM: one in forward and one for the input
+    gradient.
     """
     t, one, adapted = tokens(model, table), np.ones(len(table)), adapted_layers(model, mlp)
     if model.lora is None or not adapted:
@@ -404,7 +407,8 @@ def _adapters(
 
 
 def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
-    """Looking up tokens: each rank its slice of the vocabulary, then a sum (arXiv:1909.08053, section 3)."""
+    """Work of looking up tokens: each rank has a slice of the vocabulary, followed by a sum
+    (arXiv:1909.08053, section 3)."""
     zero = np.zeros(len(table))
     sp = table.sequence_parallel
     whole = element_bytes(table.precision) * tokens(model, table) * model.hidden
@@ -440,9 +444,9 @@ def embedding(model: ModelSpec, table: LayoutTable) -> Operators:
 def head(model: ModelSpec, engine: Engine, padded_vocab: Floats, table: LayoutTable) -> Operators:
     """Final norm, output matrix and cross entropy over a vocabulary that tensor parallelism splits.
 
-    `loss_bytes` of the engine is the traffic of the loss for each logit, a third of it in backward: fused
-    kernels read and write a logit a few times, chains of element-wise ones many times. Gathering the logits
-    costs vocabulary / hidden times as much as gathering a layer's input.
+    The engine's `loss_bytes` is the traffic of the loss for each logit, a third of it in backward. Fused
+    kernels read and write a logit a few times, chains of element-wise kernels many times. Gathering the
+    logits takes vocabulary / hidden times as long as gathering a layer's input.
     """
     e, t = element_bytes(table.precision), tokens(model, table)
     tp, sp, zero = table.tensor_parallel, table.sequence_parallel, np.zeros(len(table))

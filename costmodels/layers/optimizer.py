@@ -1,4 +1,4 @@
-"""State and memory traffic of optimizers, in bytes of each parameter."""
+"""State and memory traffic of optimizers, in bytes for each parameter."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,18 +11,18 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import OPTIMIZERS, Bools, Floats, LayoutTable
 
 ADAM_STATE = 8.0
-"""Bytes of Adam's two fp32 moments, which the memory policies of engines count."""
+"""Bytes of Adam's two fp32 moments, which the memory policies of engines include."""
 
 NEWTON_SCHULZ_STEPS = 5
 
 
 class Update(NamedTuple):
-    """Bytes for each parameter."""
+    """State and traffic of an optimizer, in bytes for each parameter."""
 
     layers: float
-    """State of a parameter of a layer."""
+    """State bytes of a parameter in a layer."""
     ends: float
-    """State of a parameter of embedding or head."""
+    """State bytes of a parameter in embedding or head."""
     traffic: float
     """Bytes that a step reads and writes: weight and gradient in fp32, and the state."""
 
@@ -47,9 +47,9 @@ UPDATES: dict[Optimizer, Update] = {
 def has_matrices(name: str, shape: Sequence[int]) -> bool:
     """Return whether a parameter of a layer is a matrix, or a stack of matrices, that Muon makes orthogonal.
 
-    Adam updates the other parameters: vectors, stacks of biases, and tensors of two dimensions that are no
-    matrix. Such are gates of one output [1, D], whose updates would only be scaled. So are the kernels [C, 4]
-    of convolutions of one channel each, which Megatron-LM stores as [C, 1, 4] and counts with the vectors.
+    Adam updates the other parameters: vectors, stacks of biases, and two-dimensional tensors that do not act
+    as a matrix. These are gates of one output [1, D], whose updates would only be scaled, and kernels [C, 4]
+    of depthwise convolutions, which Megatron-LM stores as [C, 1, 4] and treats as vectors.
     """
     return len(shape) > 1 and min(shape[-2:]) > 1 and not name.endswith(("bias", "_conv"))
 
@@ -60,7 +60,7 @@ def _of(column: int, table: LayoutTable) -> Floats:
 
 
 def layer_state(table: LayoutTable) -> Floats:
-    """Bytes of the optimizer's state for each parameter of the layers, [n]; master weights not counted."""
+    """Bytes of the optimizer's state for each parameter of the layers, [n], without master weights."""
     return _of(0, table)
 
 
@@ -75,7 +75,7 @@ def update_traffic(table: LayoutTable) -> Floats:
 
 
 def orthogonal_rows(table: LayoutTable) -> Bools:
-    """Rows whose optimizer makes the updates of whole matrices orthogonal."""
+    """Rows whose optimizer orthogonalises the updates of whole matrices."""
     result: Bools = table.optimizer == OPTIMIZERS.index("muon")
     return result
 
@@ -98,7 +98,7 @@ class Matrix(NamedTuple):
 def layer_matrices(model: ModelSpec) -> list[Matrix]:
     """The matrices of one layer, with its experts if it has some.
 
-    They are the mean of the model's layers; latent attention is taken as plain attention.
+    They are the mean of the model's layers; latent attention counts as plain attention.
     """
     h, width, copies = model.hidden, model.expert_ffn or model.ffn, model.experts or 1
     return [
@@ -111,15 +111,15 @@ def layer_matrices(model: ModelSpec) -> list[Matrix]:
 
 
 def _steps(short: Floats | float, long: Floats | float) -> Floats | float:
-    """FLOPs of the Newton-Schulz steps: 4 n m^2 + 2 m^3 each for a matrix of n x m with m <= n."""
+    """FLOPs of the Newton-Schulz steps: each step takes 4 n m^2 + 2 m^3 for an n x m matrix with m <= n."""
     return NEWTON_SCHULZ_STEPS * (4.0 * long * short**2 + 2.0 * short**3)
 
 
 def matrix_flops(matrix: Matrix, mode: MuonMode, ranks: Floats) -> Floats:
-    """FLOPs of one rank to make the update of a matrix orthogonal, [n].
+    """FLOPs of one rank to orthogonalise the update of a matrix, [n].
 
-    Five steps, each of three GEMMs (kellerjordan.github.io/posts/muon, on the runtime). Ranks that
-    distribute a matrix always work along the side that they do not split, though it be the longer one.
+    There are five steps of three GEMMs each (kellerjordan.github.io/posts/muon, on the runtime). Ranks that
+    distribute a matrix always work along the side that is not split, even if it is the longer one.
 
     Args:
         ranks: ranks that split the matrix, [n].
@@ -157,8 +157,8 @@ def orthogonal_bytes(model: ModelSpec, mode: MuonMode, ranks: Floats) -> Floats:
     """Bytes of tensors that the Newton-Schulz steps of the largest matrix take on one device, [n].
 
     `newton_schulz_tp` (emerging_optimizers, muon_utils.py) makes the normalised matrix and the result in
-    fp32, both sides of a step in bf16, and its two squares. Ranks that duplicate have the parts that they
-    gathered and these joined besides; those of whole matrices have what was sent to them.
+    fp32, both sides of a step in bf16, and its two squares. In mode `duplicated`, ranks also have the
+    gathered parts and their concatenation. Ranks that update whole matrices also have the received parts.
 
     Args:
         ranks: ranks that split a matrix, [n].
@@ -181,5 +181,5 @@ def largest_matrix(model: ModelSpec, ranks: Floats) -> Floats:
 
 
 def newton_schulz_rate(device: Device) -> float:
-    """Peak FLOP/s of Newton-Schulz steps, which run in bf16 where the device has it."""
+    """Peak FLOP/s of Newton-Schulz steps, which run in bf16 where the device supports it."""
     return device.peak_flops.get("bf16") or max(device.peak_flops.values())

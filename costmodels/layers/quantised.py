@@ -1,7 +1,7 @@
-"""Frozen matrices in 4 bits, NF4 with scales that are quantised too: which ones, and their bytes.
+"""Frozen 4-bit matrices (NF4 with quantised scales): the affected layers, and their bytes.
 
-Dettmers et al. (QLoRA, arXiv:2305.14314, section 3): blocks of weights share a scale of 8 bits, and groups of
-scales a factor in fp32, which is 4 + 8/64 + 32/(64 x 256) = 4.127 bits for each weight.
+The format is QLoRA's (Dettmers et al., arXiv:2305.14314, section 3). A block of 64 weights shares an 8-bit
+scale, and 256 scales share an fp32 scale: 4 + 8/64 + 32/(64 x 256) = 4.127 bits for each weight.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from costmodels.spec.model_parts import MlpKind
 from costmodels.spec.table import Floats
 
 BLOCK = 64
-"""Weights that share a scale: neighbours among the inputs of one output."""
+"""Number of weights that share a scale: neighbouring inputs of one output."""
 
 GROUP = 256
-"""Scales that share one fp32 scale: those of the same inputs of neighbouring outputs."""
+"""Number of scales that share one fp32 scale: those of the same inputs of neighbouring outputs."""
 
 
 def quantised_layers(model: ModelSpec, mlp: MlpKind) -> list[LinearLayer]:
     """Layers in 4 bits of a block with an MLP of kind `mlp` and the first layer's attention.
 
-    All that can have adapters, whether they do or not.
+    These are all layers that can have adapters, even if they have none.
     """
     if model.lora is None or model.lora.quantize_base is None:
         return []
@@ -33,7 +33,7 @@ def quantised_layers(model: ModelSpec, mlp: MlpKind) -> list[LinearLayer]:
 
 
 def quantised_names(model: ModelSpec) -> frozenset[str]:
-    """Names of the matrices in 4 bits of a whole model, as the bundled runtime has them."""
+    """Names of the 4-bit matrices of a whole model in the bundled runtime."""
     found: set[str] = set()
     for index in range(model.layers):
         kind = model.layer_kind(index)
@@ -43,17 +43,18 @@ def quantised_names(model: ModelSpec) -> frozenset[str]:
 
 
 def matrix_bytes(inputs: Any, outputs: Any) -> Floats:
-    """Bytes of a matrix in 4 bits: codes and scales, the last block of an output filled up, and factors."""
+    """Bytes of a 4-bit matrix: codes, scales (with the last block of each output padded), and fp32 scales."""
     blocks = np.ceil(np.asarray(inputs, dtype=np.float64) / BLOCK)
     result: Floats = blocks * (outputs * (BLOCK / 2 + 1) + 4 * np.ceil(np.asarray(outputs) / GROUP))
     return result
 
 
 def turned_back_at_once(model: ModelSpec, mlp: MlpKind, tensor_parallel: Floats) -> Floats:
-    """Weights of a block's matrices that are in the format that computes at a time, on one rank.
+    """Number of a block's weights that are dequantised at the same time, on one rank.
 
-    As many as an MLP has, of the largest: traces of compiled layers show three to four of a gated one in
-    backward. Layers that are not compiled hold one, and the codes of another as indices.
+    It is the largest matrix times the number of the MLP's matrices: traces of compiled layers show three to
+    four of a gated MLP in backward. Layers that are not compiled hold one matrix, and the codes of another as
+    indices.
     """
     found = np.zeros_like(tensor_parallel)
     for layer in quantised_layers(model, mlp):
@@ -73,7 +74,7 @@ def block_parameters(model: ModelSpec, mlp: MlpKind, tensor_parallel: Floats) ->
 
 
 def block_bytes(model: ModelSpec, mlp: MlpKind, tensor_parallel: Floats) -> Floats:
-    """Bytes of the same."""
+    """Bytes of the quantised matrices of a block on one of `tensor_parallel` ranks."""
     found = np.zeros_like(tensor_parallel)
     for layer in quantised_layers(model, mlp):
         found = found + matrix_bytes(*layer.sides(tensor_parallel))
@@ -81,7 +82,7 @@ def block_bytes(model: ModelSpec, mlp: MlpKind, tensor_parallel: Floats) -> Floa
 
 
 def quantised_parameters(model: ModelSpec) -> int:
-    """Weights in 4 bits of a whole model."""
+    """Number of 4-bit weights of a whole model."""
     one = np.ones(())
     total = 0.0
     for leading, layers in ((True, model.leading_layers), (False, model.routed_layers)):

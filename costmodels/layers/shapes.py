@@ -15,9 +15,10 @@ from costmodels.spec.model_parts import ExpertLoad, LayerKind, MlpKind
 from costmodels.spec.table import UNIFORM, Floats, Ints, LayoutTable, distinct_rows
 
 PEAK_LOAD = 1.25
-"""Rows for memory: of the busiest device's experts over those of an even load, in the fullest microbatch.
+"""Rows of the busiest device's experts in the fullest microbatch over those of an even load; memory is sized
+for it.
 
-An assumption, which holds for balanced routers; one that nothing balances can be worse.
+This assumption holds for balanced routers; a router without balancing can be worse.
 """
 
 
@@ -34,8 +35,8 @@ def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
 def compiles_experts(model: ModelSpec) -> bool:
     """Return whether a model allows the bundled runtime to compile experts together with their layer.
 
-    A limited capacity makes sizes depend on what routers choose, and gradients of biases are sums of rows,
-    which compilers make in ways of their own.
+    With a limited capacity, sizes depend on the routers' choices. Gradients of biases are sums of rows, which
+    compilers compute in another order.
     """
     return not (model.router.capacity_factor or model.linear_bias or model.lora is not None)
 
@@ -43,9 +44,9 @@ def compiles_experts(model: ModelSpec) -> bool:
 def experts_are_whole(model: ModelSpec, layout: Layout) -> bool:
     """Return whether the bundled runtime compiles layers with experts as one graph each.
 
-    No size in one depends on what routers choose, as long as one kernel makes the GEMMs of all experts;
-    nothing wraps the experts apart, nothing in attention needs a graph of its own, and no backward pass runs
-    all of a compiled layer again.
+    Four conditions must hold: one kernel computes the GEMMs of all experts, so no size depends on the
+    routers' choices; nothing wraps the experts separately; nothing in attention needs a separate graph; and
+    no backward pass recomputes a whole compiled layer.
 
     Args:
         model: model with the attention of the layer alone.
@@ -60,19 +61,20 @@ def experts_are_whole(model: ModelSpec, layout: Layout) -> bool:
 
 
 CHUNK_TOKENS = 1024
-"""Fewest tokens that the bundled runtime multiplies by a whole output matrix at a time."""
+"""Fewest tokens in a chunk of the bundled runtime's output GEMM."""
 
 QUERY_BLOCK = 128
-"""Queries whose capped scores the bundled runtime has at a time."""
+"""Number of queries for which the bundled runtime computes capped scores at a time."""
 
 MOST_CHUNKS = 16
 
 
 def loss_chunks(of_micro_batch: Ints | int, tensor_parallel: Ints | int) -> Ints:
-    """Parts, a power of two, that the bundled runtime's loss splits the tokens of a microbatch into.
+    """Number of chunks, a power of two, into which the bundled runtime's loss splits the tokens of a
+    microbatch.
 
-    As many as leave `CHUNK_TOKENS` to each, times the ranks that share the vocabulary: logits of a chunk then
-    take as much memory as on one rank, and small GEMMs are as seldom.
+    Each chunk has at least `CHUNK_TOKENS` tokens, times the ranks that share the vocabulary. Logits of a
+    chunk then take as much memory as on one rank, and small GEMMs are equally rare.
     """
     found: Ints = np.ones_like(of_micro_batch)
     chunks = 2
@@ -85,9 +87,9 @@ def loss_chunks(of_micro_batch: Ints | int, tensor_parallel: Ints | int) -> Ints
 
 
 def attention_widths(model: ModelSpec) -> tuple[int, int]:
-    """Widths of all heads' queries and of all heads' values, of a model with one kind of attention.
+    """Total width of queries and of values over all heads, for a model with one kind of attention.
 
-    Of linear attention, of all that its input is projected to, and of the values.
+    For linear attention: the width of all projections of the input, and of the values.
     """
     mla, kind = model.latent_attention, model.attention_pattern[0]
     if kind == "none":
@@ -101,7 +103,7 @@ def attention_widths(model: ModelSpec) -> tuple[int, int]:
 
 
 def entry_width(model: ModelSpec) -> int:
-    """Width of what attention gathers: its input, or what latent attention has compressed of it."""
+    """Width of the tensor that attention gathers: its input, or the compressed input of latent attention."""
     mla = model.latent_attention
     if mla is None:
         return model.hidden
@@ -109,7 +111,7 @@ def entry_width(model: ModelSpec) -> int:
 
 
 def compressor_width(model: ModelSpec) -> int:
-    """Width of what compressed entries are made of, of a model with one kind of attention."""
+    """Width of the tensors from which compressed entries are made, for a model with one kind of attention."""
     compressed, mla, indexer = model.compressed_attention, model.latent_attention, model.indexer
     if compressed is None or mla is None or indexer is None:
         return 0
@@ -117,7 +119,8 @@ def compressor_width(model: ModelSpec) -> int:
 
 
 def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Width of keys and values together on one device; devices beyond `kv_heads` share a head."""
+    """Width of keys and values together on one device; if there are more devices than `kv_heads`, devices
+    share a head."""
     if model.attention_pattern[0] in ("linear", "none"):
         return np.zeros(len(table))
     if model.latent_attention is not None and model.compressed_attention is not None:
@@ -130,10 +133,10 @@ def key_value_width(model: ModelSpec, table: LayoutTable) -> Floats:
 
 
 def whole_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Width of keys and values on one device when context-parallel ranks share out whole heads.
+    """Width of keys and values on one device when context-parallel ranks divide whole heads.
 
-    Each of K heads is repeated cp / gcd(K, cp) times before the exchange. That is the fewest repeats with
-    which every rank has the heads that its queries need.
+    Each of K heads is repeated cp / gcd(K, cp) times before the exchange. These are the fewest repeats that
+    give every rank the heads of its queries.
     """
     width = key_value_width(model, table)
     if model.latent_attention is not None:
@@ -144,13 +147,13 @@ def whole_heads_width(model: ModelSpec, table: LayoutTable) -> Floats:
 
 
 def norm_count(model: ModelSpec, mlp: MlpKind) -> int:
-    """Norms of width `hidden` in a layer with the first layer's attention."""
+    """Number of norms of width `hidden` in a layer with the first layer's attention."""
     return model.norms(LayerKind(model.attention_pattern[0], mlp))
 
 
 def _spread_rows(model: ModelSpec, table: LayoutTable, loads: Floats) -> Floats:
-    """Rows of experts of which the fullest rank has `loads` times the mean, [n], where there are several; a
-    limited capacity takes in no more."""
+    """Rows of experts on the fullest rank, [n]: `loads` times the mean where there are several ranks, bounded
+    by a limited capacity."""
     kept = np.where(table.expert_parallel > 1, loads, 1.0)
     limit = model.router.capacity_factor
     result: Floats = _even_rows(model, table) * (np.minimum(kept, limit) if limit else kept)
@@ -164,14 +167,15 @@ def _loads_by_ranks(table: LayoutTable, load: Callable[[int], float]) -> Floats:
 
 
 def routed_rows(model: ModelSpec, table: LayoutTable, load: float | None = None) -> Floats:
-    """Tokens that the experts of one device take in, each token once for each of its experts.
+    """Number of tokens that the experts of one device process, each token counted once for each of its
+    experts.
 
-    Every rank sends out tokens of its own, 1/tp of those of a microbatch; the experts of ep x etp ranks are
-    spread over ep of them.
+    Every rank dispatches its own tokens, 1/tp of a microbatch. The experts of ep x etp ranks are spread over
+    ep of them.
 
     Args:
-        load: rows of the fullest device over the mean, where there are several devices and the model gives no
-            load; natural routing unless given.
+        load: rows of the fullest device over the mean, used for several devices if the model gives no load;
+            natural routing unless given.
     """
     if model.router.loads:
         said = model.router.load_of
@@ -185,25 +189,25 @@ def _mean(load: ExpertLoad | None) -> float:
 
 
 def peak_load(model: ModelSpec, ranks: int) -> float:
-    """Rows of the fullest of `ranks` expert-parallel ranks over the mean that memory has to hold."""
+    """Rows of the fullest of `ranks` expert-parallel ranks over the mean, for which memory must suffice."""
     said = model.router.load_of(ranks)
     return PEAK_LOAD if said is None else max(PEAK_LOAD, said.peak)
 
 
 def peak_routed_rows(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Rows as `routed_rows` with the head-room of `peak_load`; a device with all experts needs none."""
+    """The rows of `routed_rows` times `peak_load`; a device with all experts needs no such reserve."""
     return _spread_rows(model, table, _loads_by_ranks(table, partial(peak_load, model)))
 
 
 WIDEST_LOAD = 0.75
-"""Largest standard deviation of an expert's load over the mean that capacities are filled by."""
+"""Largest standard deviation of an expert's load over the mean, for computing how full capacities are."""
 
 
 def filled_share(model: ModelSpec, table: LayoutTable) -> Floats:
-    """Share of the rows that a limited capacity lets through which the fullest device has, [n].
+    """Rows of the fullest device as a share of its limited capacity, [n].
 
-    Experts that are asked for less than the mean leave room. Loads of experts are taken as normal, so wide
-    that the fullest device, of experts without a capacity, would have `peak_load` times the mean.
+    Experts below the mean load leave room. Loads of experts are modelled as normal; their width gives the
+    fullest device `peak_load` times the mean if there were no capacity.
     """
     limit, found = model.router.capacity_factor, np.ones(len(table))
     if not limit:
@@ -228,8 +232,7 @@ def _even_rows(model: ModelSpec, table: LayoutTable) -> Floats:
 
 
 def distinct_shapes(table: LayoutTable) -> tuple[LayoutTable, Ints]:
-    """The few rows that differ in the shape of their operators or in what launches them, and which of them
-    each row is like."""
+    """The few rows that differ in operator shapes or in launches, and for each row the index of its equal."""
     first, code = distinct_rows(
         [
             table.tensor_parallel,

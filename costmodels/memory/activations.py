@@ -1,7 +1,7 @@
 """Bytes that one layer keeps of one microbatch from forward to backward, tensor by tensor.
 
-Korthikanti et al. (arXiv:2205.05198, sections 4 and 5), so counted that grouped queries, gated MLPs, flash
-attention, experts, context parallelism and 32-bit activations come out of the same lines.
+The count follows Korthikanti et al. (arXiv:2205.05198, sections 4 and 5), extended to grouped queries, gated
+MLPs, flash attention, experts, context parallelism and 32-bit activations.
 """
 
 from typing import NamedTuple
@@ -27,22 +27,22 @@ from costmodels.spec.model_parts import MlpKind
 from costmodels.spec.table import FULL, RING, SELECTIVE, Bools, Floats, LayoutTable, by_context_form, code_of
 
 CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
-"""Modules that selective recomputation repeats unless others are named, as bits."""
+"""Default modules of selective recomputation, as bits."""
 
 
 NARROW_PRODUCTS = ("fp8", "mxfp8")
-"""Formats whose GEMMs take operands in 8 bits."""
+"""Number formats whose GEMMs have 8-bit operands."""
 
 
 class KeptInputs(NamedTuple):
-    """Inputs of matrices that backward needs: of those that train, and of those with adapters."""
+    """Inputs of matrices that backward needs: of trained matrices, and of matrices with adapters."""
 
     heads: bool
     """True where the inputs are queries, keys and values."""
     up: bool
     down: bool
     adapted_up: int = 0
-    """Matrices of the MLP's first half that have adapters."""
+    """Number of input matrices of the MLP that have adapters."""
 
 
 def kept_inputs(model: ModelSpec, mlp: MlpKind) -> KeptInputs:
@@ -56,7 +56,8 @@ def kept_inputs(model: ModelSpec, mlp: MlpKind) -> KeptInputs:
 
 
 class _Layer(NamedTuple):
-    """A layer with the first layer's kind of attention, and what all its tensors depend on; [n] each."""
+    """A layer with the first layer's kind of attention, and the quantities that its tensors depend on; [n]
+    each."""
 
     model: ModelSpec
     engine: Engine
@@ -69,7 +70,8 @@ class _Layer(NamedTuple):
     """Ranks that sequence parallelism splits the tokens over."""
     compiled: Bools
     eager: Bools
-    """Layers that an engine which compiles others runs one by one, as where backward is split."""
+    """True for layers that run without compilation although the engine compiles others, as with split
+    backward."""
     keeps: KeptInputs
 
     @property
@@ -89,7 +91,7 @@ class _Layer(NamedTuple):
 
     @property
     def gathered(self) -> Floats | int:
-        """Ranks that a kept input of a matrix is split over."""
+        """Number of ranks over which a kept input of a matrix is split."""
         return self.part if self.engine.activations.regathers_sequence else 1
 
     @property
@@ -100,7 +102,8 @@ class _Layer(NamedTuple):
 
     @property
     def wider(self) -> Floats:
-        """Bytes of an element beyond those of the format: norms with weights from one keep inputs in fp32."""
+        """Bytes of an element beyond those of the format; norms whose weights are stored minus one keep
+        inputs in fp32."""
         result: Floats = (4.0 - self.element) * self.model.norm_from_one * self.eager.astype(np.float64)
         return result
 
@@ -112,32 +115,32 @@ class _Layer(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Bytes that a layer keeps of one microbatch where it recomputes nothing; [n] each."""
+    """Bytes that a layer without recomputation keeps of one microbatch; [n] each."""
 
     norms: Floats
     attention_input: Floats
     attention: Floats
-    """Queries, keys, values and the output of attention."""
+    """Bytes of queries, keys, values and the output of attention."""
     core: Floats
-    """Scores, or the sums that flash attention keeps of them."""
+    """Bytes of scores, or of the softmax sums that flash attention keeps instead."""
     copies: Floats
-    """Tensors of context parallelism."""
+    """Bytes of tensors of context parallelism."""
     mlp_input: Floats
     width: Floats
-    """Elements between the matrices of the MLP or the experts."""
+    """Number of elements between the matrices of the MLP or the experts."""
     inner: Floats
-    """Bytes that are kept for each of these elements."""
+    """Bytes kept for each element between the matrices."""
     activated: Floats
-    """The part of `inner` that the activation function gives."""
+    """The part of `inner` for the activation function's output."""
     gate: Floats | float
-    """Output of the shared experts before their gate."""
+    """Bytes of the shared experts' output before their gate."""
     routing: Floats
     rows: Floats | float
-    """Copies of tokens that the rank's experts take."""
+    """Bytes of the copies of tokens that the rank's experts process."""
     casts: Floats | float = 0.0
-    """Weights in 8 bits."""
+    """Bytes of 8-bit copies of weights."""
     adapters: Floats | float = 0.0
-    """Inputs of the second matrices of adapters."""
+    """Bytes of the inputs of adapters' second matrices."""
 
     @property
     def activations(self) -> Floats:
@@ -151,7 +154,7 @@ class _Parts(NamedTuple):
 
     @property
     def whole(self) -> Floats:
-        """The sum of all."""
+        """The sum of all bytes."""
         attention = self.norms + self.layer_inputs + self.attention + self.copies + self.core
         return attention + self.activations + self.routing + self.casts + self.adapters
 
@@ -191,7 +194,7 @@ def activation_bytes(
 
 
 def _parts(layer: _Layer) -> _Parts:
-    """Bytes of a layer's tensors in the format of its activations."""
+    """Bytes of a layer's tensors with activations in the usual format."""
     model, e, t, tp = layer.model, layer.element, layer.tokens, layer.table.tensor_parallel
     attention_input, attention = _attention(layer)
     apart = ~layer.compiled & (model.gated and not layer.engine.activations.fused_activation)
@@ -221,7 +224,7 @@ def _parts(layer: _Layer) -> _Parts:
 
 
 def _norms(layer: _Layer) -> Floats:
-    """Bytes of the inputs of a layer's norms, of what they compute, and of masks of dropout."""
+    """Bytes of the inputs of a layer's norms, of the norms' outputs, and of dropout masks."""
     model, constants, e, residual = layer.model, layer.engine.activations, layer.element, layer.residual
     unfused = constants.unfused_norm_bytes * (layer.engine.elementwise.norm_passes > 1)
     norms = (2 * e + 2 * layer.dropout + constants.norm_bytes + unfused) * residual
@@ -271,7 +274,7 @@ def _attention(layer: _Layer) -> tuple[Floats, Floats]:
 
 
 def _core(layer: _Layer) -> Floats:
-    """Bytes of scores, or of what replaces them."""
+    """Bytes of scores, or of the softmax sums of flash attention."""
     model, engine, table = layer.model, layer.engine, layer.table
     e, t, tp = layer.element, layer.tokens, table.tensor_parallel
     if model.attention_pattern[0] == "linear" and engine.activations.plain_delta_rule:
@@ -315,11 +318,11 @@ def _experts(layer: _Layer) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def _compiled_casts(layer: _Layer, parts: _Parts) -> _Parts:
-    """The tensors of compiled layers whose GEMMs take operands in 8 bits.
+    """The tensors of compiled layers whose GEMMs have 8-bit operands.
 
-    The compiler makes what is cast for a GEMM again from what came before it: the activated half of the MLP,
-    and normalised inputs, of which gathered ones are kept in 8 bits. Of split matrices those with the
-    weights' transpose in 8 bits are kept, but for queries and keys.
+    The compiler recomputes an operand from the tensors before its cast: the activated half of the MLP, and
+    normalised inputs. Gathered inputs are kept in 8 bits. For split matrices, the 8-bit transposes of weights
+    are kept, except those of queries and keys.
     """
     model, compiled, tp = layer.model, layer.compiled, layer.table.tensor_parallel
     if layer.moe or layer.table.precision not in NARROW_PRODUCTS or not compiled.any():
@@ -338,9 +341,9 @@ def _compiled_casts(layer: _Layer, parts: _Parts) -> _Parts:
 
 
 def _in_eight_bits(layer: _Layer, parts: _Parts) -> _Parts:
-    """The tensors of engines that keep inputs of GEMMs in the 8 bits of these GEMMs.
+    """The tensors of engines that keep inputs of GEMMs in 8 bits.
 
-    Attention keeps its own output besides; a router reads its input in 16 bits.
+    Attention also keeps its own output; a router reads its input in 16 bits.
     """
     model, e, tp = layer.model, layer.element, layer.table.tensor_parallel
     keeps_narrow = layer.engine.activations.fp8_inputs and model.lora is None
@@ -363,12 +366,12 @@ def _in_eight_bits(layer: _Layer, parts: _Parts) -> _Parts:
 
 
 def _recomputes_norms(layer: _Layer) -> Bools:
-    """Rows that recompute norms; a compiled layer keeps what its collectives gave it, whatever it is told."""
+    """Rows that recompute norms; a compiled layer always keeps the outputs of its collectives."""
     return layer.table.recomputes("norm") & ~(layer.compiled & (layer.part > 1))
 
 
 def _kept(layer: _Layer, parts: _Parts) -> Floats:
-    """Bytes from forward to backward under each row's recomputation."""
+    """Bytes kept from forward to backward with each row's recomputation."""
     model, table, e, t = layer.model, layer.table, layer.element, layer.tokens
     tp, whole = table.tensor_parallel, parts.whole
     queries, values = attention_widths(model)
@@ -390,7 +393,7 @@ def _kept(layer: _Layer, parts: _Parts) -> Floats:
 
 
 def _working(layer: _Layer, parts: _Parts, kept: Floats) -> Floats:
-    """Bytes that backward has besides at a time: tensors computed again, and gradients within the layer."""
+    """Further bytes during backward of a layer: recomputed tensors, and gradients within the layer."""
     model, constants, moe = layer.model, layer.engine.activations, layer.moe
     working = parts.whole - kept
     if constants.inner_gradients:
@@ -404,7 +407,7 @@ def _with_inner_gradients(layer: _Layer, parts: _Parts, again: Floats) -> Floats
     """Bytes of a layer's backward pass with the gradients within it.
 
     Args:
-        again: bytes that backward computes again, [n].
+        again: recomputed bytes in backward, [n].
     """
     model, table, compiled, moe = layer.model, layer.table, layer.compiled, layer.moe
     e, t, tp, h, width = layer.element, layer.tokens, table.tensor_parallel, model.hidden, parts.width
@@ -440,11 +443,12 @@ def _expert_weights(model: ModelSpec, table: LayoutTable) -> Floats:
 
 
 def _delta_rule_bytes(model: ModelSpec, table: LayoutTable, compiled: Bools) -> Floats:
-    """Bytes in fp32 that the delta rule keeps of one layer, computed in chunks by plain operators.
+    """Bytes in fp32 that the chunked delta rule in plain operators keeps of one layer.
 
-    Of each token and head of values: keys and queries with decays, keys that are left and what keys read;
-    values before and after they are corrected; rows of a chunk's products and inverses; the state before the
-    chunk. Of each head of keys: queries, keys and both products. Compiled, what they are made of is not kept.
+    For each token and value head: keys and queries with decays, remaining keys and the values that they read,
+    values before and after correction, rows of a chunk's products and inverses, and the state before the
+    chunk. For each key head: queries, keys and both products. Compiled layers do not keep the inputs of
+    these.
     """
     sizes = model.linear_attention
     assert sizes is not None
@@ -458,8 +462,9 @@ def _delta_rule_bytes(model: ModelSpec, table: LayoutTable, compiled: Bools) -> 
 def _context_copies(model: ModelSpec, table: LayoutTable) -> Floats:
     """Bytes that context parallelism keeps of one layer besides the rank's own queries, keys and values.
 
-    Gathered keys and values of the whole sequence, and the outputs of the two chunks of queries besides the
-    joined one; or attention's output before and after the exchange, and the repeats of key/value heads.
+    With all_gather, these are the keys and values of the whole sequence, and the outputs of the two chunks of
+    queries beside the concatenated one. With all_to_all, these are attention's output before and after the
+    exchange, and the repeats of key/value heads.
     """
     e, t = element_bytes(table.precision), tokens(model, table)
     kv = key_value_width(model, table)
@@ -474,8 +479,8 @@ def _context_copies(model: ModelSpec, table: LayoutTable) -> Floats:
 def output_gradient_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
     """Bytes of the gradients of the outputs of a layer's GEMMs, for one microbatch.
 
-    Split backward keeps them from the gradients of inputs to those of weights (arXiv:2401.10241,
-    section 2.1); of a model with experts the larger of its two MLPs counts.
+    Split backward keeps them from the input-gradient pass to the weight-gradient pass (arXiv:2401.10241,
+    section 2.1). For a model with experts the larger of its two MLPs counts.
     """
     e, t, tp = element_bytes(table.precision), tokens(model, table), table.tensor_parallel
     queries, _ = attention_widths(model)

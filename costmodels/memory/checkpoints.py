@@ -1,4 +1,4 @@
-"""Bytes that saving and reading a checkpoint takes: of files, in host memory, and on a device."""
+"""Bytes of saving and reading a checkpoint: in files, in host memory, and on a device."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class StoredBytes(NamedTuple):
     """Bytes of each parameter in a checkpoint."""
 
     weights: float
-    """The weight, with its master copy where that is another number."""
+    """Bytes of the weight, and of its master copy if it is stored separately."""
     layers: float
-    """Weight and optimizer state of a parameter of a layer."""
+    """Bytes of weight and optimizer state of a parameter in a layer."""
     ends: float
-    """Weight and optimizer state of a parameter of embedding or head."""
+    """Bytes of weight and optimizer state of a parameter in embedding or head."""
 
 
 def stored_bytes(cluster: Cluster, engine: Engine, layout: Layout) -> StoredBytes:
@@ -53,18 +53,18 @@ def checkpoint_bytes(model: ModelSpec, cluster: Cluster, engine: Engine, layout:
 
 @dataclass(frozen=True)
 class CheckpointMemory:
-    """Bytes that one save, and one resume, take besides those of the step."""
+    """Bytes that one save and one resume need besides those of the step."""
 
     device_bytes: float
     """The part of a checkpoint that the fullest device writes; all devices write at once."""
     host_bytes: float | None
-    """Host memory that the save of one device takes; None where nobody has looked how the engine saves."""
+    """Host memory that the save of one device needs; None where the engine's way of saving is not known."""
     node_host_bytes: float | None
-    """Host memory that the save of all devices of one node takes."""
+    """Host memory that the saves of all devices of one node need."""
     resume_bytes: float | None
-    """Bytes on the fullest device while a checkpoint is read, all told; None where nobody has looked."""
+    """All bytes on the fullest device while a checkpoint is read; None where unknown."""
     read_bytes: float
-    """Bytes that all devices read together to resume: those that hold the same weights each read them."""
+    """Bytes that all devices read together to resume: devices with the same weights each read them."""
 
 
 def checkpoint_memory(
@@ -77,9 +77,9 @@ def checkpoint_memory(
 ) -> CheckpointMemory:
     """The host memory of a save and the device memory of a resume of a layout.
 
-    Ranks that hold the same parameters share out the writing (`torch.distributed.checkpoint`'s planner and
-    Megatron-Core's fully parallel save do). A save that goes on beside training is of a copy in host memory;
-    one that training waits for may be of a copy, too (`CheckpointConstants.host_copies`).
+    Ranks with the same parameters divide the writing (as `torch.distributed.checkpoint`'s planner and
+    Megatron-Core's fully parallel save do). An asynchronous save writes a copy in host memory; a synchronous
+    save may write a copy, too (`CheckpointConstants.host_copies`).
 
     Args:
         estimate: estimate of the layout.
@@ -119,7 +119,7 @@ def _shards(table: LayoutTable) -> tuple[float, float]:
 def _read_bytes(
     model: ModelSpec, cluster: Cluster, engine: Engine, layout: Layout, each: StoredBytes, table: LayoutTable
 ) -> float:
-    """Bytes that all devices read: weights for every copy of them, states for every copy of theirs."""
+    """Bytes that all devices read: weights times their copies, and optimizer states times their copies."""
     whole = checkpoint_bytes(model, cluster, engine, layout)
     copies = layout.data_parallel * layout.context_parallel
     if engine.sharding.fully_sharded:
@@ -129,7 +129,7 @@ def _read_bytes(
 
 
 def _resting(engine: Engine, stage: StageMemory) -> float:
-    """Bytes on a device between steps: no activations, and of FSDP2 no gradients."""
+    """Bytes on a device between steps: no activations, and with FSDP2 no gradients."""
     gone = stage.activations + stage.logits + stage.temporaries + stage.communication + stage.doubt
     gradients = stage.gradients if engine.sharding.fully_sharded else 0.0
     return stage.total - gone - gradients

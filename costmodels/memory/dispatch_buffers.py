@@ -1,8 +1,9 @@
 """Buffers of the libraries that exchange the tokens of experts, outside of PyTorch's allocator.
 
-DeepEP's are as large as its tables of chunks say (csrc/legacy/config.hpp and deep_ep/buffers/legacy.py at
-commit dd758caf), for two bytes an element (Megatron-LM, moe/fused_a2a.py). HybridEP's hold the tokens of all
-ranks that it reaches through memory, once on their way to experts and once on their way back.
+Sizes of DeepEP's buffers follow from its tables of chunks (csrc/legacy/config.hpp and
+deep_ep/buffers/legacy.py at commit dd758caf), with two bytes for each element (Megatron-LM,
+moe/fused_a2a.py). HybridEP's buffers hold the tokens of all ranks that it reaches through memory, once for
+each direction.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
 
 PEERS = 8
-"""Ranks of a node for DeepEP."""
+"""Number of ranks of a node in DeepEP."""
 
 CHANNELS = 10
-"""Half of the multiprocessors that DeepEP takes unless it is told: 20."""
+"""Number of channels: half of the 20 multiprocessors that DeepEP uses by default."""
 
 CHUNK_TOKENS = ((8, 256), (64, 288), (96, 480), (128, 560), (160, 720))
-"""Ranks up to which a channel takes in so many tokens of each peer of its node."""
+"""Tokens that a channel receives from each peer of its node, by the largest number of ranks."""
 
 NODE_CHUNK_TOKENS = 128
-"""Tokens that a channel takes in of each other node."""
+"""Tokens that a channel receives from each other node."""
 
 TOKEN_FIELDS = 8 + 128 * (8 + 4 + 4)
-"""Bytes beside a token: where it comes from, and room for 128 experts, their weights and 128 scales."""
+"""Bytes sent with a token: its origin, and room for 128 experts, their weights and 128 scales."""
 
 
 def dispatch_buffer_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
-    """Bytes of these buffers on each device, [n]."""
+    """Bytes of the dispatch buffers on each device, [n]."""
     found = np.zeros(len(table))
     kind, ranks = engine.experts.buffers, table.expert_parallel
     if not model.experts or not kind or model.router.capacity_factor:

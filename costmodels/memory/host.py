@@ -21,8 +21,8 @@ from costmodels.spec.table import Floats, LayoutTable
 def host_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
     """Bytes that one device keeps in its host's memory, on the fullest pipeline rank of each row, [n].
 
-    An offloaded optimizer keeps master weights and state there, under FSDP2 (`CPUOffloadPolicy`) the fp32
-    shards of parameters and gradients too; offloaded activations are those of all microbatches in flight.
+    An offloaded optimizer keeps master weights and state there; under FSDP2 (`CPUOffloadPolicy`) also the
+    fp32 shards of parameters and gradients. Offloaded activations are those of all microbatches in flight.
 
     Raises:
         InputError: the engine does not know the precision of the table.

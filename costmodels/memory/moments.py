@@ -1,7 +1,7 @@
-"""The fullest moment of a step: gradients appear while activations of microbatches go.
+"""The moment of a step with the most bytes: gradients are allocated while activations are freed.
 
-PyTorch makes the gradients of a stage in its first backward pass, layer by layer from the last one. Before
-that pass all activations in flight are there without gradients. Engines with a buffer of gradients have both
+PyTorch allocates the gradients of a stage in its first backward pass, layer by layer from the last one.
+Before that pass all activations in flight exist without gradients. Engines with a gradient buffer have both
 at once.
 """
 
@@ -18,7 +18,7 @@ from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 
 
 def passes_in_flight(table: LayoutTable, ranks: Ranks, flying: dict[str, Floats]) -> Floats:
-    """Microbatches of one chunk that are between forward and backward at most, over all chunks, [n, k].
+    """Most microbatches between forward and backward, in units of one chunk, over all chunks, [n, k].
 
     Args:
         flying: layers in flight, by kind, each [n, k].
@@ -30,17 +30,18 @@ def passes_in_flight(table: LayoutTable, ranks: Ranks, flying: dict[str, Floats]
 
 
 class Held(NamedTuple):
-    """Bytes that come and go within a step, [n, k] each."""
+    """Bytes that are allocated and freed within a step, [n, k] each."""
 
     activations: Floats
     """Bytes of the activations of all microbatches in flight."""
     again: Floats
-    """Bytes of the backward pass of one layer, while the activations of all others are there."""
+    """Bytes of the backward pass of one layer, while the activations of all other layers exist."""
     at_end: Floats
-    """Bytes of the backward pass of a stage's first layer, when nothing else of its microbatch is left."""
+    """Bytes of the backward pass of a stage's first layer, when the rest of its microbatch is freed."""
     logits: Floats
     late: Floats
-    """The part of them that stays until backward has ended: gradients of what FSDP2 wraps as a whole."""
+    """The part of `at_end` that stays until backward has ended: gradients of a unit that FSDP2 wraps as a
+    whole."""
     gradients: Floats
     """Bytes of the gradients of all stages."""
     layer_gradients: Floats
@@ -48,15 +49,13 @@ class Held(NamedTuple):
 
 
 def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floats, Floats, Floats]:
-    """Bytes of activations, logits and gradients that are there together at the fullest moment, [n, k] each.
+    """Bytes of activations, logits and gradients that exist together at the fullest moment, [n, k] each.
 
-    While forward passes remain, each backward pass frees what a forward pass makes. Backward passes go
-    through the chunks from the last one, in turns of pp microbatches. After the last forward pass they only
-    free.
-
-    Three moments can be the fullest: the last one with all activations, the end of the backward pass after
-    it, and the end of the first backward pass of the chunk that is the last to have gradients. The gradients
-    of a layer are there for the first time when what its backward pass had besides has gone.
+    While forward passes remain, each backward pass frees as much as a forward pass allocates. Backward passes
+    go through the chunks from the last one, in turns of pp microbatches. After the last forward pass, memory
+    is only freed. Three moments can be the fullest: the last one with all activations; the end of the
+    backward pass after it; and the end of the first backward pass of the last chunk that gets gradients. A
+    layer's gradients are complete when the temporary bytes of its backward pass are freed.
 
     Args:
         flight: microbatches of one chunk in flight, over all chunks, [n, k].
@@ -92,7 +91,7 @@ def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floa
 
 
 def _turn(table: LayoutTable) -> Ints:
-    """Microbatches that a chunk takes before the next chunk has its turn, [n]."""
+    """Microbatches that a chunk processes before the next chunk has its turn, [n]."""
     result: Ints = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)
     return result
 
@@ -100,7 +99,7 @@ def _turn(table: LayoutTable) -> Ints:
 def least_moment(table: LayoutTable, _: Floats, held: Held) -> tuple[Floats, Floats, Floats]:
     """A lower bound of `fullest_moment` for any microbatches in flight and any split, bytes [n, k].
 
-    Without chunks all are there from the microbatch on that follows the warm-up of the first rank.
+    Without chunks all gradients exist from the first microbatch after the first rank's warm-up.
     """
     gradients = held.gradients * least_gradient_share(table)[:, None]
     together = (table.virtual_pipeline_parallel == 1) & (table.micro_batches > table.pipeline_parallel)
@@ -116,20 +115,20 @@ def least_moment(table: LayoutTable, _: Floats, held: Held) -> tuple[Floats, Flo
 
 
 def least_gradient_share(table: LayoutTable) -> Floats:
-    """The least share of a rank's stages whose gradients are there at a time, [n]."""
+    """The least share of a rank's stages whose gradients exist at the same time, [n]."""
     result: Floats = np.where(table.keeps_whole, 1.0, 1 / table.virtual_pipeline_parallel)
     return result
 
 
 def lets_go(table: LayoutTable) -> Bools:
-    """Rows whose layers let go of their copies of parameters one by one, in a step of one backward pass."""
+    """Rows whose layers free their copies of parameters one by one, in a step with one backward pass."""
     single = (table.pipeline_parallel == 1) & (table.micro_batches == 1)
     result: Bools = single & table.keeps_whole & (table.replicas > 1)
     return result
 
 
 def least_stages(table: LayoutTable) -> Floats:
-    """The fewest stages of a rank that have whole parameters while as many as can be have gradients, [n]."""
+    """The fewest stages of a rank with whole parameters while the most stages have gradients, [n]."""
     chunks = table.virtual_pipeline_parallel
     whole = np.where(table.micro_batches > _turn(table), chunks, 1) * ~lets_go(table)
     result: Floats = np.where(table.keeps_whole, whole, np.minimum(chunks, GATHERED_STAGES)).astype(

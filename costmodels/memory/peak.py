@@ -1,7 +1,7 @@
 """Bytes on one device of each pipeline rank at the peak of the step.
 
-Model states, activations times what the schedule has in flight, and what a device holds besides: buffers,
-workspaces, and what the allocator cannot use.
+They are model states, activations times the microbatches in flight, and further allocations: buffers,
+workspaces, and memory that the allocator cannot use.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
 from costmodels.spec.table import FULL, UNIFORM, Floats, LayoutTable
 
 Moment = Callable[[LayoutTable, Floats, Held], tuple[Floats, Floats, Floats]]
-"""A function of a table, its microbatches in flight and what comes and goes: the bytes of activations, of
-logits and of gradients that are there together."""
+"""A function of a table, its microbatches in flight and its temporary bytes that returns the bytes of
+activations, logits and gradients that exist together."""
 
 FETCHED_LAYERS = 2
-"""Layers whose offloaded activations are on the device: the one in backward and the next one, on its way."""
+"""Number of layers whose offloaded activations are on the device: the one in backward, and the next one in
+transfer."""
 
 GATHERED_LAYERS = 2
-"""Whole layers that ZeRO 3 holds at a time: the one at work and the next one, prefetched."""
+"""Number of whole layers that ZeRO 3 holds at a time: the current one and the next, prefetched one."""
 
 SUMMED_OUTPUTS = 2
-"""Outputs of a layer beside what it recomputes, where tensor-parallel ranks have whole ones (fitted to
-dry runs of tensor-parallel degrees 2 to 8)."""
+"""Number of a layer's outputs held beside recomputed tensors, where tensor-parallel ranks have whole outputs
+(fitted to dry runs of tensor-parallel degrees 2 to 8)."""
 
 DYNAMIC = ("activations", "logits", "communication", "temporaries")
-"""Parts of the peak that come and go within a step."""
+"""Parts of the peak that are allocated and freed within a step."""
 
 
 FAR = 16
-"""Tensor-parallel ranks up to which the host was seen to run ahead of asynchronous reductions; with 32 it
-holds about half (the Ultra-Scale Playbook's runs)."""
+"""Most tensor-parallel ranks for which the host was seen to run ahead of asynchronous reductions; with 32
+ranks about half of the outputs are held (the Ultra-Scale Playbook's runs)."""
 
 
 def reduction_output_bytes(
@@ -64,10 +65,10 @@ def reduction_output_bytes(
 ) -> Floats:
     """Bytes of the outputs of layers that asynchronous reductions still hold, [n, k], or `ZERO`.
 
-    A tensor that another stream reads is free once that stream has passed (`torch.Tensor.record_stream`);
-    until then the host, which runs ahead of the device, allocates more. It waits for messages of stages: held
-    is what one microbatch has on the last rank, and elsewhere those of the warm-up but for two (seen in the
-    runs of the Ultra-Scale Playbook).
+    A tensor that another stream reads is freed after that stream has passed it
+    (`torch.Tensor.record_stream`). Until then the host, which runs ahead of the device, allocates more. The
+    host waits for messages between stages. So the last rank holds the outputs of one microbatch, and other
+    ranks those of the warm-up minus two (seen in the runs of the Ultra-Scale Playbook).
 
     Args:
         layer_input: bytes of a gathered input of a layer, 0 without sequence parallelism, [n].
@@ -84,11 +85,11 @@ def reduction_output_bytes(
 
 
 def update_buffer_bytes(engine: Engine, table: LayoutTable, shared: Floats, experts: Floats) -> Floats:
-    """Bytes that are there besides states while the optimizer steps, [n, k].
+    """Bytes besides model states during the optimizer step, [n, k].
 
     Args:
         shared: parameters of each pipeline rank without routed experts, [n, k].
-        experts: those of the routed experts, [n, k].
+        experts: parameters of the routed experts, [n, k].
     """
     policy, total, zero = engine.memory_policy(table.precision), np.zeros_like(shared), table.zero_stage >= 1
     # An optimizer with moments in 16 bits reads gradients in 16 bits.
@@ -103,7 +104,7 @@ def update_buffer_bytes(engine: Engine, table: LayoutTable, shared: Floats, expe
 
 
 def gathering_reserve_bytes(engine: Engine, table: LayoutTable, shared: Floats, experts: Floats) -> Floats:
-    """Bytes that the allocator holds and cannot use after parameters were gathered, [n, k] or `ZERO`.
+    """Bytes that the allocator holds but cannot use after gathering of parameters, [n, k] or `ZERO`.
 
     Args:
         shared, experts: as for `update_buffer_bytes`.
@@ -117,12 +118,12 @@ def gathering_reserve_bytes(engine: Engine, table: LayoutTable, shared: Floats, 
 
 
 def dynamic_bytes(parts: dict[str, Floats]) -> Floats:
-    """Bytes that come and go within a step, [n, k]."""
+    """Bytes that are allocated and freed within a step, [n, k]."""
     return parts_total({name: parts[name] for name in DYNAMIC})
 
 
 def take_fuller_moment(parts: dict[str, Floats], step: Floats) -> None:
-    """Replace the dynamic `parts` by `step` where the optimizer's step is fuller than the backward pass."""
+    """Replace the dynamic `parts` by `step` where the optimizer step needs more bytes than backward."""
     fuller = step > dynamic_bytes(parts)
     for name in DYNAMIC:
         other = step if name == "temporaries" else ZERO
@@ -130,7 +131,8 @@ def take_fuller_moment(parts: dict[str, Floats], step: Floats) -> None:
 
 
 def communicator_count(table: LayoutTable, has_experts: bool) -> Floats:
-    """Process groups of more than one rank that a device is in, [n]: tp, cp, ep, etp, pp, dp, experts' dp."""
+    """Number of a device's process groups with more than one rank, [n]: tp, cp, ep, etp, pp, dp, experts'
+    dp."""
     degrees = [
         table.tensor_parallel,
         table.context_parallel,
@@ -149,12 +151,13 @@ def communicator_count(table: LayoutTable, has_experts: bool) -> Floats:
 def margin_bytes(
     cluster: Cluster, engine: Engine, table: LayoutTable, lost: Floats, sizes: UnitSizes
 ) -> dict[str, Floats]:
-    """Bytes that a device must have besides tensors: the user's margin, or the three terms that it replaces.
+    """Bytes that a device needs besides tensors: the user's margin, or the three terms that the margin
+    replaces.
 
     The arrays broadcast to [n, k].
 
     Args:
-        lost: bytes that the allocator holds and cannot use, [n, k].
+        lost: bytes that the allocator holds but cannot use, [n, k].
     """
     if cluster.memory_margin_bytes is not None:
         given = ZERO + cluster.memory_margin_bytes
@@ -170,7 +173,7 @@ def margin_bytes(
 
 
 def permanent_bytes(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> dict[str, Floats]:
-    """Bytes that stay for good besides states, by the part of the peak that counts them.
+    """Bytes that stay allocated besides model states, by the part of the peak that includes them.
 
     The arrays broadcast to [n, k].
     """
@@ -183,7 +186,7 @@ def permanent_bytes(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> dict[str,
 
 
 def update_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Bytes of tensors while the optimizer steps, [n, k]: the peak once backward has ended."""
+    """Bytes of tensors during the optimizer step, [n, k]: the peak after backward."""
     held = rank_parameters(sizes, ranks)
     states = model_states(engine, table, sizes, ranks, held)
     step = update_buffer_bytes(engine, table, *held)
@@ -194,8 +197,9 @@ def update_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
 def gathered_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Bytes of whole parameters that ZeRO 3 has gathered at the peak, [n, k].
 
-    Embedding and head are gathered together, unless an engine wraps them apart, and stay for the backward
-    pass that begins with them. Experts that no other rank holds need no gathering, but FSDP2 copies them too.
+    Embedding and head are gathered together, unless an engine wraps them separately, and stay for the
+    backward pass, which begins with them. Experts that only one rank holds need no gathering, but FSDP2
+    copies them too.
     """
     frees = sharded_parameter_rows(table)
     each = frees * engine.memory_policy(table.precision).gathered
@@ -214,7 +218,7 @@ def gathered_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: 
 
 
 def _gathered_layers(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """The part of `gathered_bytes` that layers have, [n, k]."""
+    """The part of `gathered_bytes` for layers, [n, k]."""
     copied = engine.sharding.fully_sharded | (table.expert_replicas > 1)
     layer = np.maximum(sizes.dense_layer, sizes.moe_layer + sizes.experts * copied)
     each = sharded_parameter_rows(table) * engine.memory_policy(table.precision).gathered
@@ -224,10 +228,11 @@ def _gathered_layers(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks
 
 
 def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Bytes of frozen parameters at the peak, [n, k], or `ZERO`: in the format that computes, no masters.
+    """Bytes of frozen parameters at the peak, [n, k], or `ZERO`: in the format of GEMMs, without master
+    weights.
 
-    FSDP2 gathers copies of what ranks share, from ZeRO 1 on; with ZeRO 3, a layer or two at a time.
-    Matrices in 4 bits are no parameters to it: all ranks hold them whole.
+    From ZeRO 1 on, FSDP2 gathers copies of sharded parameters; with ZeRO 3, a layer or two at a time. FSDP2
+    does not treat 4-bit matrices as parameters: all ranks hold them whole.
     """
     if not (sizes.frozen_dense_layer.any() or sizes.frozen_moe_layer.any()):
         return ZERO
@@ -246,7 +251,8 @@ def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
 
 
 def recomputation_bytes(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Bytes that backward computes again for the layer at work, or all repeated from one input, [n, k]."""
+    """Bytes that backward recomputes for the current layer, or for all layers repeated from one input, [n,
+    k]."""
     layer = _first_recomputation(sizes, ranks)
     if table.recompute_method.any():
         plain, gone = _plain_recomputation(table, sizes, ranks)
@@ -263,26 +269,26 @@ def recomputation_bytes(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> F
 
 
 def _of_fullest_layer(dense: Floats, moe: Floats, dense_bytes: Floats, moe_bytes: Floats) -> Floats:
-    """The larger of the bytes of two kinds of layers that ranks have, [n, k].
+    """The larger of the bytes of two kinds of layers, among the kinds that ranks have, [n, k].
 
     Args:
-        dense, moe: layers of each kind, [n, k].
-        dense_bytes, moe_bytes: bytes of one of each, [n].
+        dense, moe: number of layers of each kind, [n, k].
+        dense_bytes, moe_bytes: bytes of one layer of each kind, [n].
     """
     found: Floats = np.minimum(dense, 1.0) * dense_bytes[:, None]
     return np.maximum(found, np.minimum(moe, 1.0) * moe_bytes[:, None]) if moe_bytes.any() else found
 
 
 def _first_recomputation(sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Bytes that backward computes again for the fullest layer of those that recompute something, [n, k]."""
+    """Bytes that backward recomputes for the largest of the layers with recomputation, [n, k]."""
     return _of_fullest_layer(ranks.dense, ranks.moe, sizes.dense_recomputation, sizes.moe_recomputation)
 
 
 def _plain_recomputation(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
-    """Bytes that backward has besides in layers that recompute nothing, and what of them has gone after that.
+    """Further bytes during backward of layers without recomputation, and bytes that are freed after it.
 
-    The last layers of a stage go backward first: nothing of theirs is left in a microbatch when the first
-    ones recompute.
+    The last layers of a stage go backward first, so their activations of a microbatch are freed when the
+    first layers recompute.
     """
     plain = _of_fullest_layer(
         ranks.dense_plain,
@@ -298,11 +304,13 @@ def _plain_recomputation(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> 
 def _waiting_bytes(
     table: LayoutTable, sizes: UnitSizes, ranks: Ranks, flying: dict[str, Floats], backlog: Floats
 ) -> Floats:
-    """Bytes of gradients that wait for those of weights, [n, k], over what is in flight besides.
+    """Bytes of output gradients that wait for weight-gradient passes, [n, k], beyond the microbatches in
+    flight.
 
-    DualPipeV has whole backward passes while most is in flight; its halves come when half of that is gone.
-    In ZB-V one pass of a chunk waits while most is in flight. At the end of its step rank r has 2 r + 1
-    of them, and pp + r microbatches of a chunk in flight, of 2 pp before.
+    DualPipeV has whole backward passes while the most microbatches are in flight; its split passes come when
+    half of these are done. In ZB-V one pass of a chunk waits while the most microbatches are in flight. At
+    the end of its step rank r has 2 r + 1 waiting passes, and pp + r microbatches of a chunk in flight,
+    instead of 2 pp before.
     """
     each = sizes.output_gradients[:, None]
     waits = np.where(table.runs("dualpipev")[:, None], 0.0, backlog * each)
@@ -358,10 +366,11 @@ def activation_and_logit_bytes(
 
 
 def end_reduction_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Bytes that come and go while the gradients of embedding and head are reduced, [n, k]: no activations.
+    """Temporary bytes during the reduction of the gradients of embedding and head, [n, k], when no
+    activations are left.
 
     FSDP2 wraps both together. Their sums are copied for the collective, and come out as shards; with ZeRO 3
-    layers are not gathered then. In one turn of microbatches most stages are reduced before or after.
+    no layers are gathered then. With one turn of microbatches most stages are reduced before or after.
     """
     wraps = ~table.keeps_whole & (table.replicas > 1)
     wraps = wraps & ((table.virtual_pipeline_parallel == 1) | (table.micro_batches > table.pipeline_parallel))
@@ -380,10 +389,10 @@ def end_reduction_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ra
 
 
 def take_end_reduction(parts: dict[str, Floats], gradients: Floats, reduction: Floats) -> None:
-    """Replace `parts` that come and go where the reduction of embedding and head is fuller than backward.
+    """Replace the dynamic `parts` where the reduction of embedding and head needs more bytes than backward.
 
     Args:
-        gradients: bytes of those of all stages, [n, k].
+        gradients: bytes of the gradients of all stages, [n, k].
         reduction: the result of `end_reduction_bytes`.
     """
     if reduction is ZERO:
@@ -395,10 +404,10 @@ def take_end_reduction(parts: dict[str, Floats], gradients: Floats, reduction: F
 
 
 def passing_logits(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Bytes of logits of one microbatch that are gone once the backward pass has come to the layers, [n, k].
+    """Bytes of one microbatch's logits that are freed before backward reaches the layers, [n, k].
 
-    Of a loss in chunks these are all but the gradient of the output matrix, and what becomes that of the last
-    layer's output.
+    For a chunked loss these are all bytes except the gradients of the output matrix and of the last layer's
+    output.
     """
     if not engine.loss.chunked:
         return ZERO
@@ -408,10 +417,10 @@ def passing_logits(engine: Engine, sizes: UnitSizes, ranks: Ranks) -> Floats:
 
 
 def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Bytes of the gradients of a layer that become shards while the next layer works, [n, k].
+    """Bytes of a layer's gradients that are reduced to shards during backward of the next layer, [n, k].
 
-    By then that layer's activations are gone, and its copies of parameters, but in ZeRO 3, which has gathered
-    those of the next layer.
+    By then the layer's activations and its copies of parameters are freed; but with ZeRO 3 the next layer's
+    parameters are gathered.
     """
     rows = sharded_gradient_rows(engine, table)
     if not (engine.sharding.fully_sharded and rows.any()):
@@ -438,10 +447,10 @@ def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes,
 def whole_parameter_bytes(
     engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks, parameters: Floats
 ) -> Floats:
-    """Bytes of parameters if all stages are gathered, [n, k]: those that stay, gathered and frozen ones.
+    """Bytes of parameters if all stages are gathered, [n, k]: permanent, gathered and frozen ones.
 
     Args:
-        parameters: bytes of those that `model_states` counts, [n, k].
+        parameters: bytes of parameters in `model_states`, [n, k].
     """
     gathered = gathered_bytes(engine, table, sizes, ranks)
     every: Floats = parameters + gathered + frozen_bytes(engine, table, sizes, ranks)
@@ -467,8 +476,8 @@ def _played_bytes(
     parameters.
 
     Args:
-        parameters: their bytes if all stages are gathered, [n, k].
-        gradients: bytes of those of all stages, [n, k].
+        parameters: bytes of parameters if all stages are gathered, [n, k].
+        gradients: bytes of the gradients of all stages, [n, k].
         again: further bytes in the backward pass of a layer, [n, k].
     """
     chunks = table.virtual_pipeline_parallel[:, None]
@@ -512,14 +521,14 @@ def _played_bytes(
 
 
 def _layer_parameters(sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Parameters of the layers of each pipeline rank that train, [n, k]."""
+    """Trained parameters of the layers of each pipeline rank, [n, k]."""
     return sum(rank_parameters(sizes, ranks), np.zeros(())) - end_parameters(sizes, ranks)
 
 
 def least_state_bytes(
     cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
 ) -> Floats:
-    """Bytes on a device of each pipeline rank whatever the microbatch and its recomputation, [n, k]."""
+    """Bytes on a device of each pipeline rank that do not depend on microbatch and recomputation, [n, k]."""
     states, gradients = least_states(cluster, engine, table, sizes, ranks)
     return states + gradients
 
@@ -527,7 +536,7 @@ def least_state_bytes(
 def least_states(
     cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks
 ) -> tuple[Floats, Floats]:
-    """Bytes that each pipeline rank holds at least: besides gradients, and of gradients, [n, k] each."""
+    """Least bytes of each pipeline rank: without gradients, and of gradients, [n, k] each."""
     held = rank_parameters(sizes, ranks)
     parameters, gradients, optimizer = model_states(engine, table, sizes, ranks, held)
     if engine.sharding.fully_sharded:
@@ -552,7 +561,7 @@ def stage_memory(
     Arrays of shape [n, k], or such that broadcast to it (`costmodels.ranks.reductions`).
 
     Args:
-        moment: bytes of activations and gradients that are there together; the fullest moment unless given.
+        moment: bytes of activations and gradients that exist together; the fullest moment unless given.
     """
     held_parameters = rank_parameters(sizes, ranks)
     parameters, gradients, optimizer = model_states(engine, table, sizes, ranks, held_parameters)
@@ -601,7 +610,7 @@ def _sharded_moment(
 
     Args:
         flying: microbatches in flight.
-        together: the most of each kind, whether or not at one moment.
+        together: True for the maximum of each kind separately, even at different moments.
         moment: see `stage_memory`.
     """
     activations, logits, gradients, parameters = together
@@ -633,7 +642,7 @@ def _sharded_moment(
 def _lost_bytes(
     engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks, parts: dict[str, Floats]
 ) -> Floats:
-    """Bytes that the allocator holds between the tensors of a step and cannot use, [n, k]."""
+    """Bytes that the allocator holds between the tensors of a step but cannot use, [n, k]."""
     lost = engine.allocator.fragmentation * dynamic_bytes(parts)
     if engine.allocator.score_reserve:
         lost = lost + sizes.score_reserve[:, None] * (ranks.layers > 0)
@@ -643,7 +652,7 @@ def _lost_bytes(
 def doubt_bytes(
     cluster: Cluster, engine: Engine, table: LayoutTable, sizes: UnitSizes, tensors: dict[str, Floats]
 ) -> Floats:
-    """Half the width of the range of all tensors, bytes [n, k]; none where a margin is given for all."""
+    """Half the width of the range of all tensors, bytes [n, k]; zero where the user gave a margin."""
     share = np.maximum(sizes.doubt, row_share(engine, table, bool(sizes.experts.any())))
     if cluster.memory_margin_bytes is not None or not share.any():
         return ZERO

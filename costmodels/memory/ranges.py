@@ -1,6 +1,7 @@
 """The relative error of closed forms for the tensors of a step, by the kind of layout.
 
-`python -m benchmarks.closed_memory` fits the shares to dry runs. A layout of several kinds has the widest.
+`python -m benchmarks.closed_memory` fits the shares to dry runs. A layout of several kinds has the widest of
+their ranges.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ KINDS = tuple(MemoryRangeConstants.model_fields)
 """Kinds of layouts and of models, the usual one first."""
 
 EXACT_OPTIMIZERS = tuple(OPTIMIZERS.index(name) for name in ("adam", "sgd", "muon"))
-"""Optimizers whose states are as large as their weights, or some of them."""
+"""Optimizers whose states have the shape of all or some of the weights."""
 
 
 def kinds_of_model(model: ModelSpec) -> dict[str, bool]:
-    """Membership of a model in each kind of models, by the name of the kind."""
+    """True or False for each kind of models, by the name of the kind."""
     attention = set(model.attention_pattern)
     return {
         "further_tokens": model.mtp_depths > 0,
@@ -36,10 +37,10 @@ def kinds_of_model(model: ModelSpec) -> dict[str, bool]:
 
 
 def kinds_of_rows(table: LayoutTable, experts: bool) -> dict[str, Bools]:
-    """The rows of each kind, [n].
+    """The rows of each kind of layouts, [n].
 
     Args:
-        experts: the model has some.
+        experts: True if the model has experts.
     """
     every = np.ones(len(table), dtype=np.bool_)
     return {
@@ -66,12 +67,12 @@ def _unusual_recompute(table: LayoutTable) -> Bools:
 
 
 def model_share(model: ModelSpec, engine: Engine) -> float:
-    """Half the width of the range that all layouts of a model have at least, as a share of their tensors."""
+    """The least half-width of the range for all layouts of a model, as a share of their tensors."""
     return _widest(engine.memory_range, kinds_of_model(model))
 
 
 def row_share(engine: Engine, table: LayoutTable, experts: bool) -> Floats:
-    """Half the width of the range of each row, whatever its model, as a share of its tensors, [n]."""
+    """Half the width of the range of each row by its layout alone, as a share of its tensors, [n]."""
     share: Floats = np.zeros(len(table))
     for kind, rows in kinds_of_rows(table, experts).items():
         if width := getattr(engine.memory_range, kind):

@@ -1,9 +1,9 @@
-"""Tensors that a rank of several stages holds together, at each moment of its schedule.
+"""Tensors that a rank with several stages holds together, at each moment of its schedule.
 
-Not everything is largest at the same moment. Gradients appear as activations go, weight gradients may come
-later than input gradients, and stages are gathered and let go. The order of passes is run through once for
-each schedule, pipeline and number of microbatches. It leaves a few moments, none of which holds less of
-everything than another.
+Different tensors are largest at different moments. Gradients are allocated while activations are freed,
+weight gradients may come later than input gradients, and stages are gathered and freed. The order of passes
+is simulated once for each schedule, pipeline and number of microbatches. The result is a few moments, none of
+which is less than another in every kind of tensor.
 """
 
 from __future__ import annotations
@@ -26,34 +26,35 @@ from costmodels.spec.schedules import (
 from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, combined_key, distinct_numbers
 
 ROUNDS = 4
-"""Rounds of microbatches after which a step only repeats itself."""
+"""Number of rounds of microbatches after which a step only repeats itself."""
 
 
 class Alive(NamedTuple):
-    """Tensors of a rank at its fullest moment, in units of one stage, or bytes of such units; [n, k] each."""
+    """Tensors of a rank at its fullest moment: numbers of one-stage units, or bytes of such units; [n, k]
+    each."""
 
     flights: Floats
-    """Microbatches between forward and the end of backward, over all stages."""
+    """Number of microbatches between forward and the end of backward, over all stages."""
     waits: Floats
-    """Microbatches in flight whose weight gradients are still to come."""
+    """Number of microbatches in flight that wait for their weight gradients."""
     head_flights: Floats
     """`flights` of the model's last stage."""
     sums: Floats
-    """Stages that have summed gradients."""
+    """Number of stages with summed gradients."""
     head_sums: Floats
     """`sums` of the model's last stage."""
     first_sums: Floats
     """`sums` of the model's first stage."""
     fresh: Floats
-    """Stages that have gradients in 16 bits beside their sums."""
+    """Number of stages with 16-bit gradients beside their sums."""
     added: Floats
-    """1 where a stage is about to add up gradients of weights, computed apart from those of inputs."""
+    """1 where a stage is about to add weight gradients that were computed in a separate pass."""
     whole: Floats
-    """Stages whose parameters are there as they are computed with."""
+    """Number of stages whose whole parameters are allocated in the format of GEMMs."""
 
 
 def played(table: LayoutTable, ranks: Ranks) -> Bools:
-    """The ranks whose fullest moment is looked for here, [n, k]."""
+    """The ranks whose fullest moment is found here, [n, k]."""
     result: Bools = (table.virtual_pipeline_parallel > 1)[:, None] & (ranks.place > 0)
     return result
 
@@ -63,7 +64,7 @@ def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools) -> Ali
 
     Args:
         sizes: bytes of one unit of each.
-        later: rows whose gradients in 16 bits wait until the next backward pass of their stage adds them up.
+        later: rows whose 16-bit gradients wait until their stage's next backward pass adds them.
     """
     rows, columns = np.nonzero(played(table, ranks))
     found = np.zeros((len(Alive._fields), *ranks.place.shape))
@@ -91,7 +92,7 @@ def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools) -> Ali
 
 
 def few_micro_batches(table: LayoutTable) -> Ints:
-    """The fewest microbatches whose step passes through the same moments, [n]."""
+    """The fewest microbatches that give the same set of moments, [n]."""
     few = ROUNDS * table.pipeline_parallel
     whole = table.micro_batches % table.pipeline_parallel == 0
     result: Ints = np.where(whole, np.minimum(table.micro_batches, few), table.micro_batches)
@@ -108,11 +109,12 @@ def moments(
     keeps_whole: bool,
     later: bool,
 ) -> Floats:
-    """Contents of a rank after those passes that no other exceeds in everything: [moments, `Alive`].
+    """Contents of a rank after the passes that no other pass exceeds in every kind of tensor: [moments,
+    `Alive`].
 
     Args:
-        keeps_whole: ranks keep all gradients, and copies of parameters until a stage's last backward pass;
-            otherwise a stage reduces its gradients then, and the next few stages alone are gathered.
+        keeps_whole: ranks keep all gradients, and copies of parameters until a stage's last backward pass.
+            Otherwise a stage reduces its gradients then, and only the next few stages are gathered.
         later: see `fullest`.
     """
     kind, stage = passes_of_rank(schedule, rank, pipeline, chunks, micro_batches)
@@ -164,7 +166,7 @@ def moments(
 
 
 def _outermost(every: Floats) -> Floats:
-    """Moments that have more of something than each other one."""
+    """Moments that are not exceeded in every kind of tensor by another moment."""
     left, found = every[np.argsort(-every.sum(axis=1), kind="stable")], []
     while len(left):
         # None of those after it has as much of all.

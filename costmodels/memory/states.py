@@ -1,6 +1,5 @@
-"""Bytes of parameters, gradients and optimizer state, as ZeRO splits them.
-
-Rajbhandari et al., arXiv:1910.02054, section 3.
+"""Bytes of parameters, gradients and optimizer state, as ZeRO splits them (Rajbhandari et al.,
+arXiv:1910.02054, section 3).
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from costmodels.spec.table import OPTIMIZERS, Bools, Floats, Ints, LayoutTable
 ADAM = OPTIMIZERS.index("adam")
 
 NARROW, MASTER = 2.0, 4.0
-"""Bytes of a gradient in 16 bits, and of a gradient or a parameter as the optimizer sees it."""
+"""Bytes of a 16-bit gradient, and of a gradient or a parameter in the optimizer's format."""
 
 
 def sharded_gradient_rows(engine: Engine, table: LayoutTable) -> Bools:
-    """Rows that reduce gradients before they accumulate, and so keep a shard of them only.
+    """Rows that reduce gradients before accumulating them, and so keep only a shard.
 
     A pipeline interleaves backward passes of microbatches, so it reduces after the last one. With one
-    microbatch nothing accumulates: FSDP2 and MindSpore's graphs, for which ZeRO 1 and 2 are then the same,
-    free what they have reduced.
+    microbatch nothing accumulates. FSDP2 and MindSpore's graphs then free reduced gradients, so ZeRO 1 and 2
+    are the same.
     """
     eager = (table.zero_stage >= engine.sharding.eager_reduction_stage) & (table.pipeline_parallel == 1)
     least = 1 if engine.sharding.fully_sharded else engine.sharding.single_reduction_stage
@@ -34,16 +33,16 @@ def sharded_gradient_rows(engine: Engine, table: LayoutTable) -> Bools:
 
 
 def copied_rows(table: LayoutTable) -> Bools:
-    """Rows that compute with copies of their parameters: all but those of fp32 that nothing splits."""
+    """Rows that compute with copies of their parameters: all except unsharded fp32 parameters."""
     apart = table.precision not in ("fp32", "tf32")
     result: Bools = (table.zero_stage > 0) | table.offload_optimizer | apart
     return result
 
 
 def sharded_parameter_rows(table: LayoutTable) -> Bools:
-    """Rows that keep a shard of the parameters only, and gather a layer at a time.
+    """Rows that keep only a shard of the parameters, and gather a layer at a time.
 
-    A pipeline keeps what a backward pass has gathered for the forward pass that follows.
+    In a pipeline, parameters gathered in a backward pass are kept for the next forward pass.
     """
     result: Bools = (table.zero_stage == 3) & (table.pipeline_parallel == 1)
     return result
@@ -61,12 +60,12 @@ def _states(
     """Bytes per parameter of parameters, gradients and optimizer state.
 
     `replicas` ranks hold the same parameters, and ZeRO splits over `shards` of them (1 without ZeRO). FSDP2
-    computes with copies of its fp32 shards (which the bytes of parameters, or of a 16-bit optimizer, count),
-    also of those of one rank, and frees all of them after use in ZeRO 3. Of an offloaded optimizer it keeps
-    all fp32 shards and sharded gradients in host memory.
+    computes with copies of its fp32 shards, even on a single rank, and frees all copies after use in ZeRO 3.
 
-    Gradients that are reduced in bf16 add up in bf16, and the optimizer gets an fp32 copy of its shard. FSDP2
-    makes that copy of a layer as it frees the sum, so that one follows the other; elsewhere both are there.
+    The bytes of parameters, or of a 16-bit optimizer, include these shards. With an offloaded optimizer it
+    keeps all fp32 shards and sharded gradients in host memory. Gradients that are reduced in bf16 are summed
+    in bf16, and the optimizer gets an fp32 copy of its shard. FSDP2 makes a layer's copy as it frees the sum,
+    so they do not exist together; in other engines they do.
     """
     policy = engine.memory_policy(table.precision)
     frees, copied = sharded_parameter_rows(table), copied_rows(table)
@@ -100,7 +99,7 @@ def model_states(
     """Bytes of parameters, gradients and optimizer state of each pipeline rank, [n, k] each.
 
     Args:
-        held: counts of parameters, as `parameters` has them.
+        held: numbers of parameters, in the form of `parameters`.
     """
     shared, experts = held
     each = _states(engine, table, table.replicas, table.zero_shards)

@@ -27,7 +27,7 @@ from costmodels.spec.table import Floats, Ints, LayoutTable
 class UnitSizes:
     """Sizes of one layer, embedding and head on one device; arrays of shape [n].
 
-    Parameters are counts, of those that train; activations are bytes of one microbatch.
+    Parameters are numbers of trained parameters; activations are bytes of one microbatch.
     """
 
     dense_layer: Floats
@@ -38,69 +38,70 @@ class UnitSizes:
     """Parameters of the routed experts of a layer."""
     embedding: Floats
     head: Floats
-    """Parameters of final norm and output matrix; the matrix of a tied head counts with pp > 1 only. Of
-    MTP modules too, but for routed experts; with pp > 1 they read an embedding of
-    their own where no tied head is one."""
+    """Parameters of final norm and output matrix; the matrix of a tied head is included for pp > 1 only. MTP
+    modules are included, without their routed experts. With pp > 1 and no tied head, MTP modules have their
+    own embedding."""
     mtp_experts: Floats
-    """Parameters of the routed experts of all these modules."""
+    """Parameters of the routed experts of all MTP modules."""
     mtp_activations: Floats
     """Bytes that MTP modules keep from forward to backward."""
     dense_activations: Floats
-    """Bytes from forward to backward."""
+    """Bytes kept from forward to backward."""
     moe_activations: Floats
     dense_recomputation: Floats
-    """Bytes that backward computes again, one layer at a time."""
+    """Bytes recomputed in backward, one layer at a time."""
     moe_recomputation: Floats
     dense_offload: Floats
-    """Bytes in host memory, but for those layers that backward uses or is about to."""
+    """Bytes in host memory, except for the layers of the current and the next backward pass."""
     moe_offload: Floats
     dense_plain_activations: Floats
-    """Bytes of layers that recompute nothing while others do."""
+    """Bytes of layers without recomputation while others recompute."""
     moe_plain_activations: Floats
     largest_matrix: Floats
-    """Parameters of the largest matrix of a layer, where updates are of whole matrices; 0 else."""
+    """Parameters of the largest matrix of a layer, for optimizers that update whole matrices; otherwise 0."""
     orthogonal_step: Floats
-    """Bytes of tensors that the update of that matrix takes, where the engine's are known; 0 else."""
+    """Bytes of tensors for the update of the largest matrix, if known for the engine; otherwise 0."""
     dense_plain_recomputation: Floats
-    """Bytes beside these activations in the backward pass of a layer that recomputes nothing."""
+    """Further bytes in the backward pass of a layer without recomputation, beside its activations."""
     moe_plain_recomputation: Floats
     dense_plain_offload: Floats
     moe_plain_offload: Floats
     output_gradients: Floats
-    """Gradients of a layer's activations that wait for those of its weights, when backward is split."""
+    """Bytes of a layer's output gradients that wait for its weight gradients, when backward is split."""
     logits: Floats
     logit_gradients: Floats
-    """Gradients of the logits that wait for that of the output matrix, or that one itself."""
+    """Bytes of logit gradients that wait for the gradient of the output matrix, or of that gradient
+    itself."""
     kept_logits: Floats
-    """The part of `logits` that stays from forward to backward."""
+    """Bytes of `logits` kept from forward to backward."""
     layer_input: Floats
-    """The input of a layer, gathered over tensor-parallel ranks that split its sequence; otherwise 0."""
+    """Bytes of a layer's input, gathered over tensor-parallel ranks that split its sequence; otherwise 0."""
     layer_output: Floats
-    """The output of a layer, which the next stage gets."""
+    """Bytes of a layer's output, which is sent to the next stage."""
     doubt: Floats
-    """Half the width of the range that the tensors of all layouts of the model have, as a share of them."""
+    """Half the width of the range of tensor bytes for all layouts of the model, as a share of these bytes."""
     layer_tables: Floats
-    """Bytes that each layer has for good besides its states."""
+    """Permanent bytes of each layer besides its model states."""
     dispatch_buffers: Floats
-    """Bytes of the buffers that exchange tokens of experts, outside of the allocator."""
+    """Bytes of the buffers for dispatch to experts, outside of the allocator."""
     score_reserve: Floats
     """Bytes of the blocks of one layer's attention scores that the allocator cannot use."""
     frozen_dense_layer: Floats
-    """Parameters of the same that are frozen under adapters, without those in 4 bits."""
+    """Parameters of a dense layer that are frozen under adapters, without 4-bit ones."""
     frozen_moe_layer: Floats
     frozen_experts: Floats
     frozen_embedding: Floats
     frozen_head: Floats
     quantised_dense_layer: Floats
-    """Bytes of the frozen matrices of a layer in 4 bits."""
+    """Bytes of the 4-bit frozen matrices of a dense layer."""
     quantised_moe_layer: Floats
     dequantised: Floats
-    """Bytes of dequantised matrices that are there at a time, in the format that computes."""
+    """Bytes of dequantised matrices that exist at the same time, in the format of GEMMs."""
 
 
 def _attention_parameters(model: ModelSpec, tp: Floats) -> tuple[Floats, Floats]:
-    """Parameters of one attention block of the first layer's kind and its norms: split over `tp`, and held by
-    every rank."""
+    """Parameters of one attention block of the first layer's kind with its norms: those split over `tp`, and
+    those on every rank."""
     h, mla, kind = model.hidden, model.latent_attention, model.attention_pattern[0]
     if kind == "none":
         return 0 * tp, 0 * tp
@@ -124,20 +125,20 @@ def _attention_parameters(model: ModelSpec, tp: Floats) -> tuple[Floats, Floats]
 
 
 def _mlp_parameters(model: ModelSpec, width: int, degree: Floats) -> Floats:
-    """Parameters of one MLP split over `degree` ranks; all hold the bias of its output."""
+    """Parameters of one MLP split over `degree` ranks; every rank holds the bias of the output."""
     inputs = 1 + model.gated
     split = width * (inputs * (model.hidden + model.linear_bias) + model.hidden)
     return split / degree + model.linear_bias * model.hidden
 
 
 LAYER_ROWS = 9
-"""Rows of the result of `_layer`."""
+"""Number of rows of the result of `_layer`."""
 
 
 def _layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) -> Floats:
-    """Sizes of a layer of the first layer's kind of attention: parameters outside and inside of routed
-    experts that train, and that do not, bytes kept, recomputed and offloaded, and bytes of matrices in 4 bits
-    and of those that are dequantised at a time; [`LAYER_ROWS`, n]."""
+    """Sizes of a layer of the first layer's kind of attention: trained parameters outside and inside of
+    routed experts, the same for frozen parameters, bytes kept, recomputed and offloaded, and bytes of 4-bit
+    matrices and of dequantised matrices; [`LAYER_ROWS`, n]."""
     tp, h = table.tensor_parallel.astype(np.float64), model.hidden
     norm = model.norm_parameters * (2 if model.norm_place == "around" else 1)
     split, whole = _attention_parameters(model, tp)
@@ -164,10 +165,10 @@ class _Mtp(NamedTuple):
     """Sizes of all MTP modules, [n] each."""
 
     parameters: Floats
-    """Outside of routed experts."""
+    """Number of parameters outside of routed experts."""
     experts: Floats
     activations: Floats
-    """Bytes, without those of the loss."""
+    """Bytes of activations, without those of the loss."""
 
 
 def _mtp(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Mtp:
@@ -181,7 +182,7 @@ def _mtp(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Mtp:
 
 
 def _kinds_of_layers(model: ModelSpec, engine: Engine, table: LayoutTable) -> tuple[Floats, Floats]:
-    """Rows of `_layer` of the mean layer with a dense MLP, and of the mean one with experts."""
+    """Results of `_layer` for the mean layer with a dense MLP, and for the mean layer with experts."""
     dense = model.mean(lambda spec, mlp: _layer(spec, engine, table, mlp), leading=True)
     if not model.routed_layers:
         return dense, np.zeros((LAYER_ROWS, len(table)))
@@ -189,9 +190,9 @@ def _kinds_of_layers(model: ModelSpec, engine: Engine, table: LayoutTable) -> tu
 
 
 def _plain_layers(model: ModelSpec, engine: Engine, table: LayoutTable) -> tuple[Floats, Floats]:
-    """Bytes kept, recomputed and offloaded of layers that recompute nothing while others do, [3, n].
+    """Bytes kept, recomputed and offloaded of layers without recomputation while others recompute, [3, n].
 
-    The first are of the mean layer with a dense MLP, the second of that with experts.
+    The first result is for the mean layer with a dense MLP, the second for the mean layer with experts.
     """
     dense = moe = np.zeros((3, len(table)))
     if not table.recompute_method.any():
@@ -221,21 +222,22 @@ class _Loss(NamedTuple):
     """Bytes of the loss of one microbatch, [n] each."""
 
     logits: Floats
-    """Logits, their copies and gradients while the loss is computed."""
+    """Bytes of logits, their copies and gradients while the loss is computed."""
     kept: Floats
-    """The part of `logits` that stays from forward to backward."""
+    """Bytes of `logits` kept from forward to backward."""
     gradients: Floats
-    """Gradients of the logits that wait for the gradient of the output matrix, or the latter gradient itself.
+    """Bytes of logit gradients that wait for the gradient of the output matrix, or of the latter gradient
+    itself.
     """
     of_each_depth: Floats
-    """Gradients of the output matrix that the loss of an MTP module holds."""
+    """Bytes of output-matrix gradients that the loss of an MTP module holds."""
 
 
 def _loss(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Loss:
     """Bytes of the loss.
 
-    The loss keeps the logits, their gradient and `logits_copies` in fp32 (arXiv:2205.05198, section 4.3). One
-    in chunks has those of a chunk, and the gradients of the tokens and of the matrix.
+    The loss keeps the logits, their gradient and `logits_copies` in fp32 (arXiv:2205.05198, section 4.3). A
+    chunked loss has those of one chunk, and the gradients of the tokens and of the output matrix.
     """
     e, t = element_bytes(table.precision), tokens(model, table)
     tp, h = table.tensor_parallel.astype(np.float64), model.hidden
@@ -324,12 +326,12 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
 
 
 def end_parameters(sizes: UnitSizes, ranks: Ranks) -> Floats:
-    """Parameters of embedding and head that train, on one device of each pipeline rank, [n, k]."""
+    """Trained parameters of embedding and head, on one device of each pipeline rank, [n, k]."""
     return ranks.first * sizes.embedding[:, None] + ranks.last * sizes.head[:, None]
 
 
 def rank_parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
-    """Parameters of each pipeline rank on one device that train, [n, k]: outside of experts, and in them."""
+    """Trained parameters of each pipeline rank on one device, [n, k]: outside of experts, and in experts."""
     shared = ranks.all_dense * sizes.dense_layer[:, None] + end_parameters(sizes, ranks)
     if not sizes.experts.any():
         return shared, np.zeros_like(shared)
@@ -338,7 +340,7 @@ def rank_parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
 
 
 def frozen_parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
-    """Parameters of each pipeline rank on one device that are frozen, as `rank_parameters` has the others."""
+    """Frozen parameters of each pipeline rank on one device, in the form of `rank_parameters`."""
     shared = ranks.all_dense * sizes.frozen_dense_layer[:, None]
     shared = shared + ranks.first * sizes.frozen_embedding[:, None] + ranks.last * sizes.frozen_head[:, None]
     experts = ranks.all_moe * sizes.frozen_experts[:, None]
@@ -346,7 +348,7 @@ def frozen_parameters(sizes: UnitSizes, ranks: Ranks) -> tuple[Floats, Floats]:
 
 
 def row_unit_sizes(model: ModelSpec, engine: Engine, shapes: LayoutTable, shape: Ints) -> UnitSizes:
-    """Parameters and activations of every row; `shape` says which row of `shapes` each is like."""
+    """Parameters and activations of every row; `shape` is the index of each row's equal in `shapes`."""
     every, none = unit_sizes(model, engine, shapes), np.broadcast_to(0.0, shape.shape)
     columns = {field.name: getattr(every, field.name) for field in fields(UnitSizes)}
     return UnitSizes(**{name: held[shape] if held.any() else none for name, held in columns.items()})

@@ -1,8 +1,8 @@
-"""Seconds of collectives on the tiers of the network that a group really spans.
+"""Seconds of collectives on the network tiers that a group spans.
 
-Ranks are placed in the order tp, cp, dp, pp (`Layout`), so a group is `size` ranks that lie `stride`
-apart. Costs are alpha-beta (Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005): every rank sends
-(size - 1)/size of the payload once in an all-gather or a reduce-scatter, twice in an all-reduce.
+Ranks are placed in the order tp, cp, dp, pp (`Layout`), so a group is `size` ranks at a distance of `stride`.
+Costs are alpha-beta (Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005): every rank sends (size - 1)/size of
+the payload once in an all-gather or a reduce-scatter, twice in an all-reduce.
 """
 
 from __future__ import annotations
@@ -56,19 +56,21 @@ class Placement:
 
     @cached_property
     def spans(self) -> list[tuple[Ints, Ints]]:
-        """The least ranks of a group in a block of each tier, and the most blocks that it touches."""
+        """The fewest ranks of a group in a block of each tier, and the most blocks that it touches."""
         world = self.cluster.world_size
         return [group_span(world, tier.reach, self.size, self.stride) for tier in self.tiers]
 
     def crosses(self, below: Tier, tier: Tier) -> Bools:
-        """Groups with neighbours in different blocks of a tier, which meet in the one above, [n]."""
+        """Groups with neighbours in different blocks of a tier, [n]; these neighbours communicate over the
+        tier above."""
         apart: Bools = (self.size > 1) & (below.reach % (self.size * self.stride) != 0)
         # Farther neighbours than a node is wide have no use for the way through the host.
         return apart if tier.between_nodes else apart & (self.stride < tier.reach)
 
     @cached_property
     def fast(self) -> Floats | float:
-        """Bytes per second in an island: behind a switch all, in a mesh the wires between members."""
+        """Bytes per second in an island: the whole bandwidth behind a switch, the wires between members in a
+        mesh."""
         wires = self.tiers[0].wires
         if not wires:
             return self.rates[0]
@@ -87,7 +89,8 @@ class Placement:
 
     @cached_property
     def outside(self) -> Floats | float:
-        """Bytes per second of a ring on the network: it leaves a block by the shares of its ranks there."""
+        """Bytes per second of a ring on the network: the ring leaves a block through the network shares of
+        its ranks there."""
         result: Floats | float = np.inf
         for tier in range(self.home + 1, len(self.tiers)):
             local, blocks = self.spans[tier - 1]
@@ -102,7 +105,7 @@ class Placement:
         )
 
     def ring(self, collective: Collective) -> Floats:
-        """Bytes per second that one rank passes on in a ring: as measured, or else as links say."""
+        """Bytes per second that one rank passes on in a ring: measured, or else from the links."""
         inside, outside = self.inside, self.outside
         if self.cluster.measured:
             local, blocks = self.spans[self.home]
@@ -113,7 +116,7 @@ class Placement:
         return result
 
     def exchange(self) -> Floats:
-        """Seconds for each byte of an all-to-all, whose parts travel on all tiers at the same time."""
+        """Seconds for each byte of an all-to-all; its parts travel on all tiers at the same time."""
         size = self.size
         if self.cluster.measured:
             local, blocks = self.spans[self.home]
@@ -129,7 +132,7 @@ class Placement:
     def messages(self) -> tuple[Floats | float, Floats | float]:
         """Bytes per second of a message to a rank of the same island, and to the farthest neighbour.
 
-        A table speaks of messages by its rows of one rank on each of two nodes, or those nearest to that.
+        A table gives messages by its rows with one rank on each of two nodes, or by the nearest rows.
         """
         near: Floats | float = self.rates[0] / max(self.tiers[0].wires, 1)
         far = near
@@ -150,9 +153,9 @@ class Placement:
         return near, far
 
     def lag(self, collective: Collective) -> Floats | float:
-        """Seconds of a call of next to no bytes as measured; 0 where no table tells it.
+        """Measured seconds of a tiny call; 0 without a table.
 
-        What `call` says comes on top in a node, where the links' own latency is no more than a part of it.
+        In a node, `call` is added, as the links' own latency is only a part of it.
         """
         if not self.cluster.measured:
             return 0.0
@@ -165,13 +168,13 @@ class Placement:
 
     @cached_property
     def tells_calls(self) -> bool:
-        """True if a table has seconds of calls in a node. A table of one collective's rate alone leaves
-        latency to the engine's constants."""
+        """True if a table has seconds of calls in a node. With only one collective's rate in a table, latency
+        comes from the engine's constants."""
         return bool(self.cluster.measured) and self.measured("all_reduce").late_within is not None
 
     @cached_property
     def call(self) -> Floats | float:
-        """Seconds that every call takes besides its hops."""
+        """Seconds of every call besides its hops."""
         latency = self.engine.network.collective_latency
         return np.where(self.size > 1, latency, 0.0) if latency else 0.0
 
@@ -198,44 +201,45 @@ class Placement:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group of each row; arrays of shape [n]. What few collectives need is worked out for them."""
+    """A process group of each row; arrays of shape [n]. Quantities that only few collectives need are
+    computed on demand."""
 
     size: Ints
     local: Ints
-    """Ranks of the group in one island; the fewest where it lies across a border."""
+    """Ranks of the group in one island; the fewest if the group crosses a border between islands."""
     bandwidth: Floats
-    """Bytes per second that one rank passes on in a ring through all ranks that gathers."""
+    """Bytes per second that one rank passes on in an all-gather's ring through all ranks."""
     latency: Floats
-    """Seconds of one all-gather of nothing."""
+    """Seconds of one empty all-gather."""
     intra_bandwidth: Floats | float
     """Bytes per second of a message to another rank of the island."""
     inter_bandwidth: Floats | float
-    """Bytes per second of a message to another island, between the neighbours that lie farthest apart."""
+    """Bytes per second of a message to another island, between the most distant neighbours."""
     placement: Placement = field(repr=False)
 
     @property
     def islands(self) -> Ints:
-        """Islands that a group touches; the most where the group lies across borders."""
+        """Islands that a group touches; the most if the group crosses borders."""
         return self.placement.spans[0][1]
 
     @cached_property
     def scatter_bandwidth(self) -> Floats:
-        """Bytes per second that one rank passes on in a ring that reduces and scatters."""
+        """Bytes per second that one rank passes on in a reduce-scatter's ring."""
         return self.placement.ring("reduce_scatter") if self.placement.cluster.measured else self.bandwidth
 
     @cached_property
     def reduce_bandwidth(self) -> Floats:
-        """Bytes per second of an all-reduce's ring, which switches that add up make faster."""
+        """Bytes per second of an all-reduce's ring; switches that reduce in the network make it faster."""
         return self.placement.ring("all_reduce") if self.placement.cluster.measured else self.bandwidth
 
     def wait(self, collective: Collective) -> Floats:
-        """`latency`, or as measured where that is longer."""
+        """Seconds of `latency`, or the measured latency if it is longer."""
         result: Floats = np.maximum(self.latency, self.placement.lag(collective))
         return result
 
     @cached_property
     def tree_latency(self) -> Floats:
-        """Seconds of one pass of nothing along a tree through all ranks."""
+        """Seconds of one empty pass along a tree through all ranks."""
         return self.placement.tree_hops() + self.placement.call
 
     @cached_property
@@ -245,14 +249,14 @@ class Group:
 
 
 def group(cluster: Cluster, engine: Engine, size: Ints, stride: Ints | npt.NDArray[np.int64] | int) -> Group:
-    """The groups of `size` ranks that lie `stride` apart.
+    """The groups of `size` ranks at a distance of `stride`.
 
-    Of groups of the same kind the one that lies worst counts, for example one with three of its four ranks
-    in a node. The ranks that a group has in a node drive a ring each, through their own share of the node's
-    network cards; groups that lie between them use the shares of the other ranks. A table of measured
-    collectives replaces the links' bandwidth. Latency grows with the logarithm of the ranks in an island
-    and linearly with islands or nodes, as NCCL's rings do; trees, which NCCL has for all-reduces alone,
-    make that a logarithm too. Every call takes `engine.network.collective_latency` besides.
+    The worst-placed group counts, for example one with three of its four ranks in a node. Each rank of a
+    group in a node drives a ring through its own share of the node's network cards; interleaved groups use
+    the shares of the other ranks. A table of measured collectives replaces the links' bandwidth. Latency
+    grows with the logarithm of the ranks in an island, and linearly with islands or nodes, as in NCCL's
+    rings. For trees, which NCCL has only for all-reduces, that is a logarithm too. Every call also takes
+    `engine.network.collective_latency`.
     """
     placed = Placement(cluster, engine, size, np.asarray(stride))
     near, far = placed.messages()
@@ -268,14 +272,15 @@ def group(cluster: Cluster, engine: Engine, size: Ints, stride: Ints | npt.NDArr
 
 
 def all_gather(members: Group, payload: Floats, calls: Floats | float = 1.0) -> Floats:
-    """Seconds to gather `payload` bytes (the whole, on every rank) in `calls` calls."""
+    """Seconds to gather `payload` bytes (the whole tensor, on every rank) in `calls` calls."""
     share = (members.size - 1) / members.size
     result: Floats = payload * share / members.bandwidth + calls * members.wait("all_gather")
     return result
 
 
 def reduce_scatter(members: Group, payload: Floats, calls: Floats | float = 1.0) -> Floats:
-    """Seconds to sum `payload` bytes of every rank, a part on each: an all-gather in reverse."""
+    """Seconds to sum `payload` bytes of every rank so that each rank has a part of the sum: a reversed
+    all-gather."""
     share = (members.size - 1) / members.size
     result: Floats = payload * share / members.scatter_bandwidth + calls * members.wait("reduce_scatter")
     return result
@@ -299,7 +304,7 @@ def all_reduce(members: Group, payload: Floats, calls: Floats | float = 1.0) -> 
 def all_to_all(members: Group, payload: Floats) -> Floats:
     """Seconds for every rank to send `payload` bytes, an equal part to each rank of the group.
 
-    Parts for the own node and for other nodes travel at the same time, each on its tier.
+    Parts within the node and parts to other nodes travel at the same time, each on its tier.
     """
     result: Floats = payload * members.exchange + members.wait("all_to_all")
     return result

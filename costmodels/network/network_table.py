@@ -1,4 +1,4 @@
-"""Measured collectives: read from a file, and looked up by what a group spans."""
+"""Measured collectives: read from a file, and looked up by a group's nodes and ranks per node."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SUBSTITUTES: dict[Collective, tuple[Collective, ...]] = {
     "all_to_all": ("all_to_all", "all_gather", "reduce_scatter", "all_reduce"),
     "send": ("send",),
 }
-"""Rows that stand for a collective, of which the first that a table has counts.
+"""Rows that may replace those of a collective; the first one in the table counts.
 
-None of them stands for messages of one device to another, which the state of a network slows down far less.
+No row replaces messages between two devices, which a busy network slows down far less.
 """
 
 _WORDS = {word.replace("_", ""): word for word in get_args(Collective)} | {"sendrecv": "send"}
-"""Collectives by their letters alone, as nccl-tests and others spell them differently."""
+"""Collectives by name, reduced to letters, as nccl-tests and others spell them differently."""
 
 
 def read_network_table(path: str | Path) -> tuple[MeasuredCollective, ...]:
@@ -97,7 +97,7 @@ def _row(where: str, line: dict[str, str]) -> MeasuredCollective:
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second of one collective by what a group spans."""
+    """Bytes per second of one collective by a group's nodes and ranks per node."""
 
     within: tuple[Floats, Floats] | None
     """Logarithms of the ranks of a group in one node or island, and its bus bandwidth; None if unmeasured."""
@@ -105,12 +105,12 @@ class Rates:
     """Measurements across nodes, an entry for each number of ranks per node: that number, logarithms of the
     nodes, and one rank's share of the network; empty if unmeasured."""
     late: tuple[Floats, Floats] | None = None
-    """Logarithms of the nodes, and a call's latency for each of them; None where no row tells it."""
+    """Logarithms of the nodes, and a call's latency for each number of nodes; None where no row gives it."""
     late_within: tuple[Floats, Floats] | None = None
-    """Logarithms of the ranks of a group in one node, and a call's latency; None where no row tells it."""
+    """Logarithms of the ranks of a group in one node, and a call's latency; None where no row gives it."""
 
     def lag(self, nodes: Ints, local: Ints) -> Floats | float:
-        """Seconds of a call of next to no bytes in groups of `local` ranks on each of `nodes` nodes, [n]."""
+        """Seconds of a tiny call in groups of `local` ranks on each of `nodes` nodes, [n]."""
         near: Floats | float = 0.0
         if self.late_within is not None:
             near = np.interp(np.log2(np.maximum(local, 2)), *self.late_within)
@@ -120,7 +120,7 @@ class Rates:
         return result
 
     def inside(self, local: Ints, links: Floats) -> Floats:
-        """Bus bandwidth of groups of `local` ranks in one node, [n]; `links` says it where nothing does."""
+        """Bus bandwidth of groups of `local` ranks in one node, [n]; `links` gives it where no row does."""
         if self.within is None:
             return links
         result: Floats = np.interp(np.log2(local), *self.within)
@@ -129,8 +129,8 @@ class Rates:
     def outside(self, nodes: Ints, local: Ints, links: Floats) -> Floats:
         """One rank's share of the network in groups of `local` ranks on each of `nodes`, [n].
 
-        From the rows with the nearest number of ranks a node, between node counts in the logarithm;
-        `links` says it where nothing was measured.
+        The rows with the nearest number of ranks per node are interpolated in the logarithm of nodes; `links`
+        gives it where nothing was measured.
         """
         if not self.across:
             return links
@@ -148,8 +148,9 @@ def table_rates(
 ) -> Rates:
     """Rates of `collective` by a table where `home` neighbouring ranks share the fast link or a node.
 
-    Of rows that differ in their message only the largest counts: bandwidth is what large messages reach.
-    Nodes of an island are one home. Rows of another collective stand in where a table has none.
+    Among rows that differ only in message size, the largest counts, as bandwidth is reached by large
+    messages. Nodes of one island count as one node. Rows of another collective are used where a table has
+    none.
     """
     within: dict[int, float] = {}
     across: dict[int, dict[float, float]] = {}
@@ -182,10 +183,10 @@ def _is_inside(row: MeasuredCollective, home: int, per_node: int) -> bool:
 
 
 def _share(row: MeasuredCollective, kind: Collective, local: int) -> float:
-    """The network bandwidth of one rank that the bus bandwidth of a row speaks of.
+    """The network bandwidth of one rank, from the bus bandwidth of a row.
 
-    The ranks of a node pass on a ring together; in an exchange each sends (n - local) / (n - 1) of what
-    bus bandwidth counts to other nodes; a message has the card of one rank.
+    In a ring the ranks of a node share the traffic to other nodes. In an exchange each rank sends (n - local)
+    / (n - 1) of its bus bandwidth to other nodes. A message uses the card of one rank.
     """
     if kind == "send":
         return row.bus_bandwidth

@@ -1,11 +1,12 @@
 """Links between the devices of a cluster: a tree of tiers, its bandwidths in closed form, and its graph.
 
-A device reaches its island (NVLink, HCCS) over the fast link, the other islands of its node through the host,
-other nodes over the node's network cards and a leaf switch for each rail (the cards with the same place in
-every node), and other pods over the spine, whose links may be oversubscribed (leaf-spine fabrics of NVIDIA's
-DGX SuperPOD reference architecture; Gangidi et al., "RDMA over Ethernet for distributed AI training at Meta
-scale", SIGCOMM 2024, section 3). Ranks fill nodes in order (`Layout` says which rank is where), so every tier
-joins blocks of neighbouring ranks, and a group is known by its size and stride.
+A device reaches its island (NVLink, HCCS) over the fast link, and the other islands of its node through the
+host. It reaches other nodes over the node's network cards and a leaf switch for each rail (the cards with the
+same place in every node). It reaches other pods over the spine, whose links may be oversubscribed. These are
+the leaf-spine fabrics of NVIDIA's DGX SuperPOD reference architecture and of Gangidi et al., "RDMA over
+Ethernet for distributed AI training at Meta scale", SIGCOMM 2024, section 3. Ranks fill nodes in order
+(`Layout` has the order), so every tier joins blocks of neighbouring ranks, and a group is described by its
+size and stride.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HOST_LATENCY = 5.7e-6
 """Seconds of a hop through the host: NCCL's figure for PCIe (src/graph/tuning.cc, hwLat, ring, Simple)."""
 
 GRAPH_LIMIT = 16384
-"""Devices up to which the graph is drawn; it is for looking at, not for pricing."""
+"""Most devices for which the graph is made; it is for viewing, not for pricing."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,24 @@ class Tier:
 
     name: str
     reach: int
-    """Neighbouring ranks that one tier joins."""
+    """Number of neighbouring ranks that the tier joins."""
     bandwidth: float
     """Bytes per second and direction: one device's share when all devices send at once."""
     latency: float
     """Seconds of one hop of a collective."""
     between_nodes: bool = False
     cards: float = 0.0
-    """One device's share of the network cards, which it has at most on tiers between nodes."""
+    """Bytes per second of one device's share of the network cards, an upper bound on tiers between nodes."""
     wires: int = 0
-    """Wires that share the bandwidth where each pair of devices has its own; 0 behind a switch."""
+    """Number of wires that share the bandwidth if each pair of devices has a wire; 0 behind a switch."""
 
 
 def island_ranks(cluster: Cluster) -> int:
     """Ranks of the job in one island.
 
-    Schedulers give a job equal blocks of nodes of each island (Slurm's topology/block with --segment),
-    so 256 ranks on islands of 72 are four blocks of 64. Where no block of at least half an island
-    divides the job, its nodes are spread as evenly as they can over as few islands as possible.
+    Schedulers give a job equal blocks of nodes of each island (Slurm's topology/block with --segment), so 256
+    ranks on islands of 72 are four blocks of 64. If no block of at least half an island divides the job, its
+    nodes are spread evenly over as few islands as possible.
     """
     world, local = cluster.world_size, cluster.devices_per_node
     joined = cluster.joined
@@ -70,7 +71,7 @@ def island_ranks(cluster: Cluster) -> int:
 
 
 def pod_ranks(cluster: Cluster) -> int:
-    """Ranks of the job in one pod; a pod of whole islands has as many of each as the job takes there."""
+    """Ranks of the job in one pod; a pod of whole islands has the job's ranks of each of its islands."""
     world, local, joined = cluster.world_size, cluster.devices_per_node, cluster.joined
     if cluster.nodes_per_pod is None:
         return world
@@ -116,15 +117,15 @@ def _divisors(unit: int) -> Ints:
 
 
 def group_span(world: int, unit: int, size: Ints, stride: Ints) -> tuple[Ints, Ints]:
-    """Spread of groups of `size` ranks that lie `stride` apart over blocks of `unit` neighbouring ranks.
+    """Spread of groups of `size` ranks, at a distance of `stride`, over blocks of `unit` neighbouring ranks.
 
     The groups of a layout tile all ranks, size x stride at a time, so block and group boundaries meet at
     every multiple of g = gcd(unit, size x stride): the worst-placed group has g // stride of its ranks in
     one of its blocks.
 
     Returns:
-        The least ranks that a group has in a block where it has any, and the most blocks that a group
-        touches. Where `unit` does not divide `world`, bounds of both: no more, and no fewer.
+        The fewest ranks of a group in a block that it touches, and the most blocks that a group touches.
+        Where `unit` does not divide `world`, these are bounds: a lower one, and an upper one.
     """
     if unit >= world:
         return size, np.ones_like(size)
@@ -154,7 +155,7 @@ def device_pair(cluster: Cluster, first: int, second: int) -> tuple[float, float
 
 
 def describe(cluster: Cluster) -> str:
-    """The network in one line: each tier, what it joins, and a device's bandwidth on it."""
+    """The network in one line: each tier, its devices, and a device's bandwidth on it."""
     parts = []
     for tier in tiers(cluster):
         wired = " in a mesh" if tier.wires else ""
@@ -165,12 +166,12 @@ def describe(cluster: Cluster) -> str:
 
 
 def graph(cluster: Cluster) -> networkx.Graph[Any]:
-    """The cluster as a graph: what is joined by what, for a reader or another program.
+    """The cluster as a graph of devices, switches and links, for a reader or another program.
 
-    Nodes are tuples of a kind and numbers: `("device", rank)`, `("island", i)`, `("host", node)`,
-    `("nic", node, j)`, `("leaf", pod, rail)`, `("pod", pod)` and `("spine",)`. Edges have `bandwidth` in
-    bytes per second and direction, and `latency` in seconds, half a hop next to each device. A device's
-    network cards are those nearest to its place in the node; its edges are its shares of them.
+    Nodes are tuples of a kind and numbers: `("device", rank)`, `("island", i)`, `("host", node)`, `("nic",
+    node, j)`, `("leaf", pod, rail)`, `("pod", pod)` and `("spine",)`. Edges have `bandwidth` in bytes per
+    second and direction, and `latency` in seconds, half a hop at each device. A device uses the network cards
+    nearest to its place in the node; its edges have its shares of the cards.
 
     Raises `InputError` for more than `GRAPH_LIMIT` devices.
     """

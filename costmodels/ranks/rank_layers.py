@@ -1,4 +1,4 @@
-"""The layers that pipeline ranks hold, and the microbatches that each keeps in flight."""
+"""The layers of pipeline ranks, and the microbatches that each rank keeps in flight."""
 
 from __future__ import annotations
 
@@ -34,28 +34,31 @@ class Ranks:
     """
 
     count: Floats
-    """Pipeline ranks that the entry stands for; 0 for one that only differs in what is in flight."""
+    """Number of pipeline ranks that the entry represents; 0 for an entry that differs only in its
+    microbatches in flight."""
     dense: Floats
-    """Layers with a dense MLP, over all chunks."""
+    """Number of layers with a dense MLP, over all chunks."""
     moe: Floats
-    """Layers with experts."""
+    """Number of layers with experts."""
     dense_plain: Floats
-    """Further layers with a dense MLP, which recompute nothing while the first ones of a stage do."""
+    """Number of further layers with a dense MLP and without recomputation, where the first layers of a stage
+    recompute."""
     moe_plain: Floats
     first: Floats
-    """1 with the embedding, else 0."""
+    """1 for a rank with the embedding, else 0."""
     last: Floats
-    """1 with head and loss, else 0."""
+    """1 for a rank with head and loss, else 0."""
     dense_in_flight: Floats
-    """Dense layers alive at most, times the microbatches each is alive for, with many microbatches; where
-    one input is kept for several layers, they count as one."""
+    """Dense layers in flight at most, times the microbatches of each, in a step of many microbatches; layers
+    that share one kept input count as one."""
     moe_in_flight: Floats
     dense_plain_in_flight: Floats
     moe_plain_in_flight: Floats
     backlog: Floats
-    """Layers whose gradients of weights are still to come, counted in the same way."""
+    """Layers that wait for their weight gradients, counted like `dense_in_flight`."""
     place: Floats
-    """The place in the pipeline, from 1; of equal ranks, that of the fullest; 0 for none in particular."""
+    """The place in the pipeline, from 1; for an entry of equal ranks, the place of the fullest; 0 for no
+    particular place."""
 
     @property
     def layers(self) -> Floats:
@@ -73,7 +76,7 @@ class Ranks:
         return _sum(self.moe, self.moe_plain)
 
     def each(self, change: Callable[[Floats], Floats]) -> Ranks:
-        """The ranks with `change` made to every field, save those that are `ZERO`."""
+        """The ranks with `change` applied to every field, except fields that are `ZERO`."""
         held = {field.name: getattr(self, field.name) for field in fields(Ranks)}
         return Ranks(**{name: array if array is ZERO else change(array) for name, array in held.items()})
 
@@ -83,7 +86,7 @@ ZERO: Floats = np.zeros((1, 1))
 
 
 def _sum(some: Floats, others: Floats) -> Floats:
-    """Layers of two kinds; what is zero everywhere need not have their shape."""
+    """The sum of layers of two kinds; a field that is zero everywhere may have another shape."""
     if others is ZERO or not others.any():
         return some
     return others if some is ZERO else some + others
@@ -95,17 +98,17 @@ LAYER_KINDS = ("dense", "moe", "dense_plain", "moe_plain")
 FIELDS = tuple(field.name for field in fields(Ranks))
 
 WORK = FIELDS[1 : FIELDS.index("last") + 1]
-"""The fields that decide how long a rank computes; the others tell what it keeps."""
+"""The fields that determine a rank's computation time; the others determine its memory."""
 
 
 def _in_flight(rank: int, pipeline: int, chunks: int, schedule: Schedule) -> list[list[int]]:
-    """Microbatches that each chunk of a pipeline rank holds at moments that can be the fullest.
+    """Microbatches of each chunk of a pipeline rank at the moments that can be the fullest. 1F1B: pp - rank
+    (arXiv:2104.04473, section 2.2.1).
 
-    1F1B: pp - rank (arXiv:2104.04473, section 2.2.1). Interleaved: Megatron-LM's warm-up of
-    2 (pp - rank - 1) + (vpp - 1) pp slots and one more, chunks taking turns of pp microbatches.
-    With split backward, activations stay until the gradients of weights are computed: as many on every
-    rank as on the first (ZB-H1, arXiv:2401.10241, section 2.3; ZB-V, section 6), and one chunk more in
-    DualPipeV (arXiv:2412.19437, section 3.2.1, cut in half).
+    Interleaved: Megatron-LM's warm-up of 2 (pp - rank - 1) + (vpp - 1) pp slots plus one, with chunks taking
+    turns of pp microbatches. With split backward, activations stay until weight gradients are computed. Then
+    every rank has as many as the first one (ZB-H1, arXiv:2401.10241, section 2.3; ZB-V, section 6), and one
+    chunk more in DualPipeV (arXiv:2412.19437, section 3.2.1, cut in half).
     """
     if schedule == "interleaved_zb":
         ends = [2 * pipeline, *[pipeline] * (chunks - 2), 0]
@@ -122,7 +125,7 @@ def _in_flight(rank: int, pipeline: int, chunks: int, schedule: Schedule) -> lis
 
 
 def _waiting(rank: int, schedule: Schedule) -> int:
-    """Chunks of a rank whose gradients of weights are still to come, at most."""
+    """Most chunks of a rank that wait for their weight gradients."""
     if schedule not in SPLIT_BACKWARD:
         return 0
     return 2 * rank + 1 if schedule == "zbv" else rank + 1
@@ -140,10 +143,10 @@ def all_ranks(
     """Every pipeline rank of a layout, arrays of shape [pp].
 
     Args:
-        split: layers of each stage, placed as `Layout.stages_of` says.
-        leading_dense: layers at the start of the model that keep a dense MLP.
-        block: layers of each stage that recompute, when the others do not.
-        together: layers for which recomputation keeps one input.
+        split: layers of each stage, in the placement of `Layout.stages_of`.
+        leading_dense: leading layers of the model that have a dense MLP.
+        block: layers of each stage that recompute, if others do not.
+        together: number of layers that share one kept input in recomputation.
     """
     chunks = len(split) // pipeline
     place = np.arange(len(split)).reshape(chunks, pipeline)
@@ -185,14 +188,15 @@ def all_ranks(
 
 
 Entry = tuple[tuple[int, ...], int, int, Schedule, int | None, int]
-"""The arguments of `all_ranks`."""
+"""The arguments of `all_ranks` as a key."""
 
 
 @lru_cache(maxsize=4096)
 def _deciding(entry: Entry, kinds: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
-    """A kind of node and the fields of `Ranks` of those that can be slowest or fullest, in pipeline order.
+    """The kind of node and the fields of `Ranks` for each rank that can be slowest or fullest, in pipeline
+    order.
 
-    Of equal ranks on one kind these are the ones that keep the most in flight.
+    Among equal ranks on one kind, the one with the most microbatches in flight is taken.
     """
     every = all_ranks(*entry)
     counts: Counter[tuple[float, ...]] = Counter()
@@ -233,7 +237,7 @@ def ranks_entry(model: ModelSpec, table: LayoutTable, row: int) -> Entry:
 
 
 def stage_ranks(model: ModelSpec, table: LayoutTable, row: int) -> Ranks:
-    """The stages of one row, as if each were a rank of its own: arrays of shape [stages]."""
+    """The stages of one row, as if each were a separate rank: arrays of shape [stages]."""
     split, _, leading_dense, _, block, together = ranks_entry(model, table, row)
     return all_ranks(split, len(split), leading_dense, "1f1b", block, together)
 
@@ -244,7 +248,7 @@ def critical_ranks(
     """The ranks that can be slowest or fullest, for every row of a table, and their kinds of nodes: [n, k].
 
     Args:
-        cluster: its nodes; all are of one kind where none is given.
+        cluster: cluster with the kinds of nodes; all nodes are of one kind if None.
     """
     columns = [table.split, table.pipeline_parallel, table.schedule]
     if table.recompute_num_layers.max(initial=1) > 1 or table.recompute_method.any():
@@ -274,9 +278,9 @@ def critical_ranks(
 
 
 def in_flight(ranks: Ranks, micro_batches: Floats) -> dict[str, Floats]:
-    """Layers whose activations are alive at the peak, by their kind, for given microbatches.
+    """Layers in flight at the peak, by kind of layer, for given microbatches.
 
-    The kinds are the fields of `Ranks` that count layers; those that no rank has are left out.
+    The kinds are the fields of `Ranks` that count layers; kinds that no rank has are left out.
     """
     return {
         kind: np.minimum(getattr(ranks, f"{kind}_in_flight"), micro_batches * getattr(ranks, kind))
@@ -286,7 +290,7 @@ def in_flight(ranks: Ranks, micro_batches: Floats) -> dict[str, Floats]:
 
 
 def ranks_of_table(model: ModelSpec, table: LayoutTable) -> Ranks:
-    """All pipeline ranks of each row, arrays of shape [n, k]; those that a row lacks hold nothing."""
+    """All pipeline ranks of each row, arrays of shape [n, k]; entries beyond a row's ranks are empty."""
     every = [all_ranks(*ranks_entry(model, table, row)) for row in range(len(table))]
     filled = np.zeros((len(FIELDS), len(table), max(len(ranks.count) for ranks in every)))
     for row, ranks in enumerate(every):

@@ -1,9 +1,9 @@
-"""Sites of pipeline ranks: nodes of one kind, or of two, of which each runs a part of the stages.
+"""Sites of pipeline ranks: nodes of one kind, or of two kinds that each run a part of the stages.
 
-Ranks of the first kind come first, and pipeline ranks are the outermost degree of a layout, so that a run of
-stages in front is on the first kind and the rest on the second. Groups of a stage (tp, cp, ep, dp) then have
-devices and links of one kind. A stage that has ranks of both, such as that of a layout without a pipeline,
-waits in every collective for its slower ranks, and the links between them are the slower ones of both kinds.
+Ranks of the first kind come first, and pipeline ranks are the outermost degree of a layout. So the first
+stages are on the first kind and the rest on the second. Groups of a stage (tp, cp, ep, dp) then have devices
+and links of one kind. A stage with ranks of both kinds, as in a layout without a pipeline, waits in every
+collective for its slower ranks, and uses the slower links of both kinds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from costmodels.spec.layout import V_SCHEDULES
 from costmodels.spec.table import SCHEDULES, Floats, Ints, LayoutTable
 
 MIXED = 2
-"""Kind of a stage that has ranks of both kinds; 0 and 1 are the kinds."""
+"""Code of a stage that has ranks of both kinds of nodes; 0 and 1 are the codes of the kinds."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,15 @@ class Site:
     engine: Engine
     """Engine with its constants for the device."""
     absent: float
-    """Bytes by which a device of this node has less memory than one of the kind with most."""
+    """Bytes by which a device of this kind has less memory than a device of the kind with the most."""
 
 
 def sites(cluster: Cluster, engine: Engine) -> tuple[Site, ...]:
-    """The devices of the cluster; of two kinds each, and then each on the links that join both.
+    """The sites of the cluster: its devices; for two kinds of nodes each kind, then each kind on the links
+    that join both.
 
     Args:
-        engine: engine with its constants for all devices, as the catalogue has it.
+        engine: the catalogue's engine with its constants for all devices.
     """
     if not cluster.parts:
         return (Site(cluster, engine.for_device(cluster.device), 0.0),)
@@ -64,7 +65,7 @@ def border_sites(every: tuple[Site, ...]) -> tuple[Site, ...]:
 
 
 def _followed(cluster: Cluster, part: Cluster, ranks: int) -> Cluster:
-    """A kind of node with its share of ranks, and links as much faster as those of the whole are made."""
+    """A kind of node with its share of ranks; its links are scaled like those of the whole cluster."""
     fast, slow = (
         whole.bandwidth / min(getattr(one, name).bandwidth for one in cluster.parts)
         for name, whole in (("fast_link", cluster.fast_link), ("slow_link", cluster.slow_link))
@@ -82,7 +83,8 @@ def _times(link: Link, times: float) -> Link:
 
 
 def kind_sizes(cluster: Cluster) -> tuple[int, int]:
-    """Ranks of each kind; of a cluster whose world size was changed, in the proportion of its parts."""
+    """Number of ranks of each kind; if the world size was changed, in the proportion of the cluster's
+    parts."""
     if not cluster.parts:
         return cluster.world_size, 0
     first, second = (part.world_size for part in cluster.parts)
@@ -108,11 +110,12 @@ def stage_places(table: LayoutTable, row: int) -> Ints:
 
 
 def site_values(site: Ints, codes: Sequence[int], value: Callable[[int], Floats]) -> Floats:
-    """The value of each entry's site, in the shape of `site`, or such that it broadcasts where there is one.
+    """The value of each entry's site, in the shape of `site`; with a single site, an array that broadcasts to
+    it.
 
     Args:
         site: index of the site of each entry.
-        codes: the indices that there are.
+        codes: the indices in use.
         value: function of an index: an array that broadcasts to the shape of `site`.
     """
     if len(codes) == 1:
@@ -125,7 +128,7 @@ def site_values(site: Ints, codes: Sequence[int], value: Callable[[int], Floats]
 
 
 def decisive_site(kind: Ints, value: Callable[[int], Floats]) -> Ints:
-    """Index of the site of each entry: its kind, and of both kinds the one whose value is larger."""
+    """Index of the site of each entry: its kind, or for both kinds the one with the larger value."""
     if not (kind == MIXED).any():
         return kind
     return np.where((kind == MIXED) & (value(MIXED + 1) > value(MIXED)), MIXED + 1, kind)

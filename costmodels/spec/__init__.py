@@ -1,1 +1,1 @@
-"""The vocabulary of a price: models, devices, engines and layouts, and the estimates of a layout."""
+"""The records of a price: models, devices, engines, layouts, and estimates."""

@@ -1,4 +1,4 @@
-"""Constants of a training engine, by what they are of; rates are shares of the device's data-sheet peak."""
+"""Constants of a training engine in groups by subject; rates are shares of the device's data-sheet peak."""
 
 from typing import Annotated, Literal
 
@@ -9,20 +9,20 @@ from costmodels.spec.record import CountOrZero, Fraction, NonNegative, Positive,
 
 
 class Constants(Record):
-    """A group of constants, named as the field of `costmodels.spec.engine.Engine` that has it."""
+    """A group of constants; its name is that of the field of `costmodels.spec.engine.Engine`."""
 
 
 class RecipeConstants(Record):
-    """GEMMs of one recipe of fp8, where they differ from what the engine does unless it is told."""
+    """Constants of GEMMs in one fp8 recipe that differ from the engine's default recipe."""
 
     efficiency: Fraction | None = None
-    """`fp8_efficiency` of the recipe."""
+    """Value of `fp8_efficiency` for the recipe."""
     cast_bytes: NonNegative | None = None
-    """`fp8_cast_bytes` of the recipe."""
+    """Value of `fp8_cast_bytes` for the recipe."""
 
 
 class GemmConstants(Constants):
-    """GEMMs."""
+    """Constants of GEMMs."""
 
     efficiency: Fraction
     """Share of peak FLOP/s that a large GEMM reaches."""
@@ -31,13 +31,14 @@ class GemmConstants(Constants):
     launch: NonNegative = 5.5e-6
     """Device seconds of a GEMM however small it is."""
     wave: NonNegative = 0.05
-    """Share of a wave of tiles that the end of a GEMM leaves idle."""
+    """Share of a wave of tiles that is idle at the end of a GEMM."""
     fp32_efficiency: Fraction | None = None
-    """`efficiency` of 32-bit GEMMs, tf32 too, which power limits less; the same when not given."""
+    """`efficiency` of 32-bit GEMMs (also tf32), which power limits slow down less; the same when not
+    given."""
     fp8_efficiency: Fraction | None = None
     """`efficiency` of 8-bit GEMMs; the same when not given."""
     fp4_efficiency: Fraction | None = None
-    """`efficiency` of 4-bit GEMMs, with what it takes to cast their operands; `fp8_efficiency` if None."""
+    """`efficiency` of 4-bit GEMMs, including the cast of operands; `fp8_efficiency` if None."""
     fp8_half_width: NonNegative = 290.0
     """Inner width k at which an 8-bit GEMM runs at half of its rate: k / (k + half)."""
     fp8_cast_bytes: NonNegative = 0.0
@@ -45,10 +46,10 @@ class GemmConstants(Constants):
     fp8_recipes: dict[Fp8Recipe, RecipeConstants] = Field(default_factory=dict)
     """Constants that depend on `Layout.fp8_recipe`."""
     fused_accumulation: bool = False
-    """GEMMs add the gradients of weights to those of earlier microbatches themselves."""
+    """True if weight-gradient GEMMs add to the sum of earlier microbatches."""
 
     def of_recipe(self, recipe: Fp8Recipe) -> "GemmConstants":
-        """The constants where fp8 is computed by one recipe."""
+        """The constants for fp8 with the given recipe."""
         own = self.fp8_recipes.get(recipe)
         if own is None:
             return self
@@ -58,20 +59,21 @@ class GemmConstants(Constants):
 
 
 class AttentionConstants(Constants):
-    """Core attention."""
+    """Constants of core attention."""
 
     flash: bool = True
-    """Core attention never writes its score matrix to memory."""
+    """True for flash attention, which never writes its score matrix to memory."""
     efficiency: Fraction
     """Share of peak FLOP/s that the attention kernel reaches on long sequences and wide heads."""
     scale: Positive = 1.0
-    """Rate of the attention kernel relative to `efficiency`: older ones are slower."""
+    """Rate of the attention kernel relative to `efficiency`; older kernels are slower."""
     wave: NonNegative = 0.0
-    """Share of a wave of blocks of 128 queries, one a multiprocessor, that flash attention leaves idle."""
+    """Share of a wave that flash attention leaves idle; a wave has one block of 128 queries for each
+    multiprocessor."""
     half_seq: NonNegative = 0.0
-    """Tokens at which flash attention runs at half of that rate: s / (s + half)."""
+    """Sequence length s, in tokens, at which flash attention has half of its full rate: s / (s + half)."""
     half_head: NonNegative = 0.0
-    """Elements of a head at which it does: d / (d + half)."""
+    """Head size d, in elements, at which flash attention has half of its full rate: d / (d + half)."""
     backward_rate: Positive = 63 / 73
     """Backward over forward FLOP/s of flash attention: 63 % and 73 % of an A100's peak (arXiv:2307.08691)."""
     backward_half_seq: Positive = 1.0
@@ -80,63 +82,66 @@ class AttentionConstants(Constants):
     """Reads and writes of the score matrix in a forward pass without flash attention: one kernel for scale,
     mask and softmax between two GEMMs. Dropout reads and writes it once more, and one byte of mask."""
     score_passes_backward: Positive = 7.0
-    """Reads and writes of the score matrix and of its gradient in a backward pass, in the same way."""
+    """Reads and writes of the score matrix and of its gradient in a backward pass, as for `score_passes`."""
     softmax_passes: Positive = 1.0
-    """Traffic without flash attention of scale, mask, softmax and dropout, relative to one fused kernel."""
+    """Memory traffic of scale, mask, softmax and dropout without flash attention, relative to one fused
+    kernel."""
     softmax_batch: CountOrZero = 0
-    """The fused softmax kernel takes sequences times heads of one device that are a multiple of this only
-    (Megatron-LM's `FusedScaleMaskSoftmax.is_kernel_available`: 4); 0 for a kernel that takes all."""
+    """Divisor of sequences times heads of one device that the fused softmax kernel requires (Megatron-LM's
+    `FusedScaleMaskSoftmax.is_kernel_available`: 4); 0 for a kernel without this limit."""
 
 
 class ElementwiseConstants(Constants):
-    """Work that is bound by the bandwidth of memory."""
+    """Constants of work that is bound by memory bandwidth."""
 
     efficiency: Fraction
     """Share of memory bandwidth that element-wise work reaches."""
     passes: Positive
     """Fused element-wise work as a multiple of the minimal traffic (one read and one write per tensor)."""
     norm_passes: Positive = 1.0
-    """Traffic of a norm relative to one fused kernel: more for a chain of element-wise ones."""
+    """Traffic of a norm relative to one fused kernel; more for a chain of element-wise kernels."""
     loss_bytes: NonNegative = 24.0
     """Memory traffic of cross entropy for each logit, forward and backward, at `passes` of 1."""
     update_passes: Positive = 1.0
-    """Traffic of the optimizer's update relative to one read and one write of what it touches."""
+    """Traffic of the optimizer's update relative to one read and one write of its tensors."""
     accumulation_passes: Positive = 1.0
-    """Traffic of adding 16-bit gradients to a sum in fp32, in the same way."""
+    """Traffic of adding 16-bit gradients to an fp32 sum, relative to one read and one write of these."""
     split_backward: Positive = 1.0
-    """Element-wise work under a schedule that splits backward, relative to the others."""
+    """Element-wise work under schedules that split backward, relative to other schedules."""
 
 
 class NetworkConstants(Constants):
-    """Collectives and messages."""
+    """Constants of collectives and messages."""
 
     efficiency: Fraction
     """Share of link bandwidth that a large collective reaches."""
     inter_node_efficiency: Fraction | None = None
-    """Share of the bandwidth of links between nodes; as `efficiency` when not given."""
+    """Share of the bandwidth of links between nodes; `efficiency` when not given."""
     sharded_efficiency: Annotated[Fraction, Field(gt=0)] = 1.0
-    """Bandwidth of ZeRO 1 and above, which pack and unpack shards, relative to other collectives."""
+    """Bandwidth of the collectives of ZeRO 1 and above, which pack and unpack shards, relative to others."""
     collective_latency: NonNegative = 0.0
     """Seconds of one call of a collective on top of the hops of its links: launch and synchronisation."""
     message_latency: NonNegative = 0.0
-    """Seconds of a message between pipeline stages on top of that."""
+    """Seconds of a message between pipeline stages on top of `collective_latency`."""
     meanwhile_latency: NonNegative = 0.0
-    """Seconds that it takes besides where ranks compute while they send: gloo's threads wait for a core."""
+    """Further seconds of a message where ranks compute while they send, as gloo's threads wait for a core."""
     context_latency: NonNegative = 0.0
-    """Seconds of a layer's exchange of context parallelism, forward or backward, on top of that."""
+    """Seconds of a layer's context-parallel exchange, forward or backward, on top of `collective_latency`."""
     dispatch_latency: NonNegative = 0.0
-    """Seconds of an exchange of experts on top of that."""
+    """Seconds of a dispatch to experts on top of `collective_latency`."""
     ring_step: NonNegative = 0.0
     """Seconds of a tensor-parallel collective between nodes for each rank of its group."""
     scatters_messages: bool = False
-    """Every tensor-parallel rank sends a part of what pipeline stages exchange; the receivers gather it."""
+    """True if every tensor-parallel rank sends a part of the message between stages, and receivers gather
+    it."""
     waits_for_messages: bool = False
-    """Ranks of an interleaved pipeline compute nothing while they send, as those of 1F1B."""
+    """True if ranks of an interleaved pipeline do not compute while they send, like those of 1F1B."""
     reduction_bucket: NonNegative = 0.0
-    """Bytes of parameters whose gradients one all-reduce of ZeRO 0 takes, while ZeRO 1 and above exchange
-    all in one call; where it is 0, each layer is a call."""
+    """Bytes of parameters in one gradient all-reduce of ZeRO 0; ZeRO 1 and above then exchange all in one
+    call. If 0, each layer is a call."""
     step_reductions: NonNegative = 0.0
-    """All-reduces of a few bytes among all devices that end a step: of the gradient norm and the loss."""
+    """Number of small all-reduces among all devices at the end of a step, for the gradient norm and the
+    loss."""
 
     @property
     def between_nodes(self) -> float:
@@ -151,16 +156,16 @@ class HostConstants(Constants):
     layer_overhead: NonNegative
     """Host seconds to launch one layer's forward pass: the floor under small layers."""
     kernel_gaps: NonNegative = 0.0
-    """Seconds that one layer's forward pass loses between its kernels, however large they are; backward
-    loses twice as much."""
+    """Idle seconds between the kernels of one layer's forward pass, for kernels of any size; twice as many in
+    backward."""
     graph_gaps: NonNegative = 0.0
-    """Seconds between the kernels of one layer's forward pass that a CUDA graph of it takes away, however
-    large the kernels are; twice as many of the backward pass."""
+    """Idle seconds between the kernels of one layer's forward pass that a CUDA graph removes, for kernels of
+    any size; twice as many in backward."""
     backward: Positive = 1.0
     """Host time of a layer's backward pass, relative to its forward pass."""
     sharpness: Annotated[float, Field(ge=1)] = 8.0
-    """Exponent of the p-norm that joins the device time of a pass of a layer and its launch floor: small
-    where the device waits for the host in some parts of a layer and the host for the device in others."""
+    """Exponent of the p-norm that combines a layer's device time and its launch floor. It is small if the
+    device waits for the host in some parts of a layer, and the host for the device in others."""
     tensor_parallel: Positive = 1.0
     """Factor of the host time of a layer for each doubling of tensor parallelism in a node."""
     sequence_parallel: Positive = 1.0
@@ -169,240 +174,248 @@ class HostConstants(Constants):
     """Exponent of the islands (nodes, unless the device says otherwise) that a tensor-parallel group spans in
     the host time of a layer."""
     tensor_parallel_step: NonNegative = 0.0
-    """Host seconds of a layer's forward pass for each tensor-parallel rank of a node, on top of that: where
-    the host waits for every step of a ring."""
+    """Further host seconds of a layer's forward pass for each tensor-parallel rank of a node, where the host
+    waits for every step of a ring."""
     unfused_softmax: Positive = 1.0
-    """Host time of a layer whose softmax no kernel fuses (`softmax_batch`), relative to that of others."""
+    """Host time of a layer with unfused softmax (`softmax_batch`), relative to other layers."""
     split_backward: Positive = 1.0
-    """Host time of a layer under a schedule that splits backward, relative to the others."""
+    """Host time of a layer under schedules that split backward, relative to other schedules."""
     plain: Positive = 1.0
-    """Host time of a layer whose parameters nothing wraps (`plain_whole`), relative to the others."""
+    """Host time of a layer with unwrapped parameters (`plain_whole`), relative to other layers."""
     chained: Positive = 1.0
-    """Host time of a layer that also runs in a chain of compiled layers, relative to the others."""
+    """Host time of an unwrapped layer in a chain of compiled layers, relative to other layers."""
     shard: NonNegative = 0.0
-    """Host seconds to cut what a layer exchanges into shards, for each of them, with ZeRO 1 and above."""
+    """Host seconds for each shard into which a layer's exchange is cut, with ZeRO 1 and above."""
     step: NonNegative = 0.0
     """Host seconds of a step besides its passes: clipping, the optimizer's launches, the loss."""
     graph: bool = False
-    """A step is one CUDA graph (Megatron-Core's `--cuda-graph-impl full_iteration`): the device waits for no
-    launch of a layer, and experts take as many rows as they get without asking the host."""
+    """True if a step is one CUDA graph (Megatron-Core's `--cuda-graph-impl full_iteration`): the device never
+    waits for launches, and experts get their numbers of rows without the host."""
     graphed: Fraction = 0.0
-    """Share of the launches of a layer with experts that CUDA graphs of its parts take away.
+    """Share of the launches of a layer with experts that CUDA graphs of its parts remove.
 
     Its parts are attention, the router and what prepares the exchange (Megatron-Core's `--cuda-graph-scope
     attn moe_router moe_preprocess`)."""
     routing: NonNegative = 0.0
-    """Host seconds of a layer's forward pass on top of that where it has experts: the host waits for the
-    numbers of tokens that the routers chose, and launches kernels for experts one after the other."""
+    """Further host seconds of the forward pass of a layer with experts: the host waits for the routers'
+    numbers of tokens, and launches the experts' kernels one after the other."""
 
 
 class OverlapConstants(Constants):
-    """Communication that computation hides."""
+    """Constants of the overlap of communication with computation."""
 
     tensor_parallel: Fraction = 0.0
     """Share of tensor-parallel collectives that GEMMs of the same layer hide, chunk by chunk."""
     data_parallel: Fraction
     """Share of the data-parallel communication that can hide behind computation."""
     expert_parallel: Fraction = 0.0
-    """Share of the exchanges of experts that passes of another microbatch hide (Megatron-Core's
+    """Share of the dispatch to experts that passes of another microbatch hide (Megatron-Core's
     `--overlap-moe-expert-parallel-comm`)."""
     sharded: Fraction | None = None
-    """Share that can hide with ZeRO 1 and above; as `data_parallel` when not given."""
+    """Share that can hide with ZeRO 1 and above; `data_parallel` when not given."""
     gathered: Fraction | None = None
-    """Share that can hide with ZeRO 3, whose gatherings are asked for ahead; as `sharded` when not given."""
+    """Share that can hide with ZeRO 3, which prefetches its all-gathers; `sharded` when not given."""
     sharpness: Annotated[float, Field(ge=1)] = 8.0
-    """Exponent of the p-norm that joins what can hide and what it hides behind: large where only what is
-    longer shows, small where both slow each other down."""
+    """Exponent of the p-norm that combines communication and the computation that hides it. It is large if
+    only the longer one shows, and small if both slow each other down."""
 
 
 class ActivationConstants(Constants):
-    """Tensors that a layer keeps for its backward pass."""
+    """Constants of the tensors that a layer keeps for its backward pass."""
 
     norm_bytes: NonNegative = 0.0
     """Bytes of a layer's norms and residual sums for each element of the residual stream, besides inputs and
     outputs of norms in the number format of activations: copies in fp32."""
     unfused_norm_bytes: NonNegative = 0.0
-    """Bytes on top of that where norms are chains of element-wise kernels (`norm_passes` above 1)."""
+    """Bytes on top of `norm_bytes` where norms are chains of element-wise kernels (`norm_passes` above 1)."""
     score_bytes: NonNegative | None = None
-    """Bytes of each attention score without flash attention; the softmax in the number format of activations,
-    with dropout also its mask and output, when not given."""
+    """Bytes of each attention score without flash attention; if not given, the softmax in the number format
+    of activations, and with dropout also its mask and output."""
     keeps_unrotated: bool = False
-    """Queries and keys are kept before the rotation of their positions, too."""
+    """True if queries and keys before rotary embedding are kept too."""
     packs_attention: bool = False
-    """The attention kernel keeps queries, keys and values packed in one more tensor (FlashAttention 1)."""
+    """True if the attention kernel keeps queries, keys and values packed in one more tensor (FlashAttention
+    1)."""
     fused_activation: bool = True
-    """A gated MLP keeps its two inputs only; otherwise also the activated gate."""
+    """True if a gated MLP keeps only its two inputs; otherwise it also keeps the activated gate."""
     dropout: bool = False
-    """Masks of attention and hidden dropout are kept for backward (GPT-2/3 recipes)."""
+    """True if masks of attention and hidden dropout are kept for backward (GPT-2/3 recipes)."""
     regathers_sequence: bool = True
-    """Backward gathers layer inputs again with sequence parallelism, instead of keeping them whole."""
+    """True if backward gathers layer inputs again with sequence parallelism, instead of keeping them
+    whole."""
     saves_alternate_products: bool = False
-    """Selective recomputation of a dense layer, unless modules are named, saves its input, the output of
-    attention and of every second GEMM: those of queries, values, the first of the MLP and its last
+    """True if selective recomputation of a dense layer, without named modules, saves its input, the output of
+    attention, and the output of every second GEMM: queries, values, the first and the last one of the MLP
     (torchtitan's policy `op`)."""
     recompute_stops_early: bool = False
-    """Recomputation ends with the last tensor that backward needs: a dense layer's last GEMM and the
-    collective after it are not repeated."""
+    """True if recomputation ends with the last tensor that backward needs, so that a dense layer's last GEMM
+    and the collective after it are not repeated."""
     expert_outputs: bool = True
-    """Outputs of experts are kept for the gradients of their probabilities; otherwise these scale what goes
-    into the last GEMM."""
+    """True if outputs of experts are kept for the gradients of their probabilities; otherwise the
+    probabilities scale the input of the last GEMM."""
     drops_rows: bool = False
-    """Experts of a limited capacity take in the rows that they get, not as many as they could."""
+    """True if experts with a limited capacity process only their received rows, without padding to the
+    capacity."""
     row_copies: NonNegative = 0.0
-    """Copies of the rows of routed experts on their way, and of their gradients, that are there besides what
-    a layer keeps while it goes backward."""
+    """Number of copies of routed experts' rows in transfer, and of their gradients, during a layer's
+    backward, besides its kept tensors."""
     fp8_inputs: bool = False
-    """An fp8 recipe keeps the inputs of a layer's GEMMs in 8 bits, and none in the activations' format."""
+    """True if an fp8 recipe keeps the inputs of a layer's GEMMs in 8 bits only."""
     plain_delta_rule: bool = False
-    """Linear attention runs in operators of its own in fp32, whose products of chunks backward keeps."""
+    """True if linear attention runs in plain fp32 operators, which keep their chunks' products for
+    backward."""
     inner_gradients: bool = False
-    """The gradients of an MLP's inner tensors and of its matrices, while its layer goes backward, count."""
+    """True if the gradients of an MLP's inner tensors and matrices count during its layer's backward."""
     compiled: bool = False
-    """Layers are compiled, but where backward is split. A compiled layer computes the activated gate again
-    from its inputs, and the output of attention with its kernel. It keeps what its collectives gathered even
-    where recomputation should drop it."""
+    """True if layers are compiled, except under split backward. A compiled layer recomputes the activated
+    gate from its inputs, and the output of attention with its kernel. It keeps gathered tensors even where
+    recomputation should drop them."""
 
 
 class LossConstants(Constants):
-    """Memory of the head and the loss."""
+    """Constants of the memory of the head and the loss."""
 
     logits_copies: NonNegative = 1.0
     """Copies of the logits in fp32 at the peak of the loss, besides logits and gradient."""
     split_logits_copies: NonNegative | None = None
-    """Copies where tensor-parallel ranks split the vocabulary; as `logits_copies` when not given."""
+    """Copies where tensor-parallel ranks split the vocabulary; `logits_copies` when not given."""
     apart: bool = False
-    """The peaks of the loss and of a recomputed layer count as two moments, of which the fuller decides."""
+    """True if the peaks of the loss and of a recomputed layer are two separate moments; the fuller one
+    counts."""
     chunked: bool = False
-    """The head's GEMM and the loss are one operation that works on a chunk of tokens at a time
-    (`costmodels.layers.shapes.loss_chunks`), and makes the gradients of tokens and matrix in forward."""
+    """True if the head's GEMM and the loss are one operation on chunks of tokens
+    (`costmodels.layers.shapes.loss_chunks`), which computes the gradients of tokens and matrix in forward."""
     gathers_logits: bool = False
-    """Tensor-parallel ranks gather the logits, and each computes the whole loss."""
+    """True if tensor-parallel ranks gather the logits, and each computes the whole loss."""
 
 
 class AllocatorConstants(Constants):
-    """Memory besides model states, activations and logits."""
+    """Constants of memory besides model states, activations and logits."""
 
     fragmentation: NonNegative
-    """Extra share of the dynamic memory that the allocator reserves but cannot use: all but model states,
-    permanent buffers and workspaces."""
+    """Extra share of the dynamic memory that the allocator reserves but cannot use; dynamic memory is all
+    except model states, permanent buffers and workspaces."""
     gathering_reserve: NonNegative = 0.0
-    """Bytes for each parameter that ZeRO 1 and above gather that the allocator holds and cannot use: blocks
-    that come and go with every layer leave holes in the heap of a CPU's process."""
+    """Bytes that the allocator holds but cannot use for each parameter gathered by ZeRO 1 and above: blocks
+    that are allocated and freed with every layer fragment the heap of a CPU process."""
     score_reserve: NonNegative = 0.0
-    """Bytes for each attention score of one layer that the allocator holds and cannot use, without flash
-    attention: blocks that large are not given out again in parts."""
+    """Bytes for each attention score of one layer that the allocator holds but cannot use, without flash
+    attention: such large blocks are not split for reuse."""
     reduction_outputs: NonNegative = 0.0
-    """Whole outputs of each layer that asynchronous reductions of sequence parallelism still hold while the
+    """Number of whole outputs of each layer held by asynchronous reductions of sequence parallelism while the
     host runs ahead of the device (`torch.Tensor.record_stream`)."""
     sequence_buffers: NonNegative = 0.0
-    """Permanent buffers of sequence parallelism that each hold a whole input of a layer."""
+    """Number of permanent buffers of sequence parallelism, each for a whole input of a layer."""
     rotary_tables: bool = False
-    """Every layer has a table of its own for the rotation of all positions, in fp32."""
+    """True if every layer has its own fp32 table of rotary embeddings for all positions."""
     workspace_bytes: NonNegative = 0.0
-    """Workspaces of libraries inside of the allocator: cuBLAS takes one for each stream and thread."""
+    """Bytes of library workspaces inside of the allocator: cuBLAS has one for each stream and thread."""
     communicator_bytes: NonNegative = 0.0
-    """Device memory of the buffers of one process group, outside of the allocator."""
+    """Bytes of device memory for the buffers of one process group, outside of the allocator."""
 
 
 class MemoryRangeConstants(Constants):
-    """Half the width of the range of a step's tensors by kind of layout, as a share of them: the widest."""
+    """Half the width of the range of a step's tensor bytes by kind of layout, as a share; the widest of
+    several kinds counts."""
 
     usual: NonNegative = 0.0
-    """All others."""
+    """Share for all other layouts."""
     experts: NonNegative = 0.0
     ring: NonNegative = 0.0
-    """Context parallelism in a ring."""
+    """Share for ring context parallelism."""
     split_backward: NonNegative = 0.0
     zbv: NonNegative = 0.0
     full_recompute: NonNegative = 0.0
     unusual_recompute: NonNegative = 0.0
-    """Recomputation of blocks, or of several layers from one input."""
+    """Share for recomputation of blocks, or of several layers from one input."""
     further_tokens: NonNegative = 0.0
-    """MTP modules."""
+    """Share for models with MTP modules."""
     linear: NonNegative = 0.0
-    """Layers with linear attention."""
+    """Share for layers with linear attention."""
     capped: NonNegative = 0.0
-    """Capped scores of attention."""
+    """Share for capped attention scores."""
     windows: NonNegative = 0.0
     capacity: NonNegative = 0.0
-    """Experts of a limited capacity."""
+    """Share for experts with a limited capacity."""
     adapters: NonNegative = 0.0
     formats: NonNegative = 0.0
-    """Number formats other than those of 16 bits."""
+    """Share for number formats other than 16-bit ones."""
     optimizers: NonNegative = 0.0
-    """Optimizers whose states are smaller than weights."""
+    """Share for optimizers whose states are smaller than the weights."""
     offload: NonNegative = 0.0
     graphs: NonNegative = 0.0
-    """CUDA graphs."""
+    """Share for CUDA graphs."""
 
 
 class ShardingConstants(Constants):
-    """Sharding and reduction of data parallelism."""
+    """Constants of data-parallel sharding and reduction."""
 
     eager_reduction_stage: CountOrZero = 2
     """Lowest ZeRO stage that reduces gradients after every microbatch and so keeps shards only."""
     single_reduction_stage: CountOrZero = 2
-    """Lowest stage that does so where a step has a single microbatch, and nothing accumulates."""
+    """Lowest stage that keeps only shards where a step has a single microbatch, so that nothing
+    accumulates."""
     fully_sharded: bool = False
-    """Data parallelism is FSDP2's: what is gathered and reduced is copied out of and into the buffers of the
-    collectives, gradients are freed as they are reduced, and fp32 shards are what is offloaded. Otherwise
-    parameters and gradients lie in the buffers of the collectives, which are cleared after every step."""
+    """True for FSDP2's data parallelism: tensors are copied out of and into the buffers of the collectives,
+    gradients are freed as they are reduced, and fp32 shards are offloaded. Otherwise parameters and gradients
+    are stored in the buffers of the collectives, which are cleared after every step."""
     live_parameters: NonNegative = 0.0
-    """Parameters that ZeRO 3 holds gathered at a time, of all that there are; where it is 0, those of the
-    layer at work, of the next one, and of embedding and head."""
+    """Number of parameters that ZeRO 3 holds gathered at a time; if 0, those of the current and the next
+    layer, and of embedding and head."""
     narrow_moments: bool = False
-    """Adam's two moments are in 16 bits (Megatron-Core's `--use-precision-aware-optimizer`)."""
+    """True if Adam's two moments are in 16 bits (Megatron-Core's `--use-precision-aware-optimizer`)."""
     ends_apart: bool = False
-    """Embedding and head are gathered one by one, as layers are, and not both at a time."""
+    """True if embedding and head are gathered separately, like layers, and not together."""
     plain_whole: bool = False
-    """But for parameters that a rank computes with as a whole and updates itself, which FSDP2 does not wrap:
-    they are cast to plain tensors, and gradients add up in the buffer of their reduction."""
+    """True if FSDP2 does not wrap parameters that a rank holds whole and updates itself: these are cast to
+    plain tensors, and their gradients accumulate in the buffer of the reduction."""
 
 
 class ExpertConstants(Constants):
-    """Layers with experts."""
+    """Constants of layers with experts."""
 
     load: Annotated[float, Field(ge=1)] | None = None
-    """Tokens of the fullest expert-parallel rank over the mean, for which the others wait; that of natural
+    """Tokens of the fullest expert-parallel rank, for which the others wait, over the mean; that of natural
     routing (`costmodels.layers.expert_load`) if None."""
     grouped: bool = False
-    """The GEMMs of all experts of a device are one kernel, not one each."""
+    """True if the GEMMs of all experts of a device are one kernel."""
     dispatch_rate: Positive = 1.0
-    """Bandwidth of exchanges of experts relative to that of other collectives: kernels made for them come
-    near the rate of the links."""
+    """Bandwidth of dispatch relative to that of other collectives; special kernels come near the rate of the
+    links."""
     copy_passes: Positive = 1.0
-    """Traffic of putting copies of tokens in the order of the experts and back, relative to one read and one
-    write on either side of their way: more where they are padded, scaled and cast on it."""
+    """Memory traffic of permuting copies of tokens to the order of experts and back, relative to one read and
+    one write on either side of the dispatch; more where they are padded, scaled or cast."""
     fused: bool = False
-    """Grouped kernels activate, scale and cast their rows themselves, and exchanges leave copies of tokens in
-    the order of the experts: nothing passes through memory between them but what GEMMs read and write."""
+    """True if grouped kernels include activation, scaling and casts, and dispatch delivers tokens in the
+    order of experts. Then there is no memory traffic besides that of the GEMMs."""
     padding: NonNegative = 0.0
-    """Rows that each GEMM of an expert computes for nothing: half a tile, on average."""
+    """Rows of padding in each GEMM of an expert: half a tile on average."""
     fp8: bool = True
-    """An fp8 recipe computes routed experts in 8 bits too."""
+    """True if an fp8 recipe computes routed experts in 8 bits too."""
     buffers: Literal["", "deepep", "hybridep"] = ""
     """Library whose own buffers exchange tokens (`costmodels.memory.dispatch_buffers`); none if empty."""
     reach: Positive = 8.0
-    """Ranks that HybridEP reaches through memory: those that fast links join."""
+    """Number of ranks that HybridEP reaches through memory: those on the same fast links."""
     dispatch_cores: CountOrZero = 0
-    """Multiprocessors that an exchange of experts takes while passes of another microbatch hide it."""
+    """Number of multiprocessors that dispatch uses while passes of another microbatch hide it."""
     dispatches_by_node: bool = False
-    """A token travels once to each node that has experts of its, not once to each expert."""
+    """True if a token is sent once to each node with one of its experts, not once to each expert."""
 
 
 class MuonConstants(Constants):
-    """The step of Muon, whose updates are of whole matrices."""
+    """Constants of the optimizer step of Muon, which updates whole matrices."""
 
     layer_wise: bool = False
-    """ZeRO shares out whole matrices: a rank updates its own ones, and gathers no momentum for them."""
+    """True if ZeRO divides whole matrices among ranks, so that a rank updates its own ones without gathering
+    momentum."""
     gathered: Positive | None = None
-    """Bytes of an element of momentum on its way between ranks; those of the activations' format if None."""
+    """Bytes of an element of momentum sent between ranks; those of the activations' format if None."""
 
 
 class CheckpointConstants(Constants):
-    """Memory of saving and reading checkpoints; None where nobody has looked how the engine does it."""
+    """Memory of saving and reading checkpoints; None where the engine's way is not known."""
 
     host_copies: NonNegative | None = None
-    """Copies in host memory of what a device writes, while training waits for the files."""
+    """Number of host-memory copies of a device's part, while training waits for the files."""
     resume_states: NonNegative | None = None
-    """Copies of the optimizer's moments on the device, besides the moments, while a checkpoint is read."""
+    """Number of further copies of the optimizer's moments on the device while a checkpoint is read."""

@@ -1,4 +1,4 @@
-"""`Engine`: who executes the layout. Its constants are data (`catalogue/engines.yaml`)."""
+"""`Engine`: the software that executes a layout. Its constants are data (`catalogue/engines.yaml`)."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -33,46 +33,49 @@ class MemoryPolicy(Record):
     """Bytes that an engine keeps and sends for each parameter, for one number format."""
 
     parameters: NonNegative
-    """The copy that GEMMs read; sharded by ZeRO 3."""
+    """Bytes of the copy of a parameter that GEMMs read; sharded by ZeRO 3."""
     gradients: NonNegative
-    """Accumulated gradients; sharded by ZeRO 2 and 3."""
+    """Bytes of an accumulated gradient; sharded by ZeRO 2 and 3."""
     gradients_alone: NonNegative | None = None
-    """Accumulated gradients where no other rank holds the parameters; as `gradients` when not given."""
+    """Bytes of an accumulated gradient where no other rank holds the parameter; `gradients` when not
+    given."""
     layer_casts: NonNegative = 0.0
-    """Copies of the parameters of layers in the format of their products, kept for a step's microbatches."""
+    """Bytes of a copy of a layer's parameter in the format of its GEMMs, kept during a step."""
     optimizer: NonNegative
-    """Master copy and optimizer moments; sharded by ZeRO 1 and above."""
+    """Bytes of master copy and optimizer moments; sharded by ZeRO 1 and above."""
     shard: NonNegative = 0.0
-    """A second copy that data parallelism keeps next to the gathered one below ZeRO 3; sharded by ZeRO 1."""
+    """Bytes of a second copy that data parallelism keeps beside the gathered one below ZeRO 3; sharded by
+    ZeRO 1."""
     reduced: Positive = 4.0
-    """One gradient element on the wire of a reduction."""
+    """Bytes of one gradient element in a reduction."""
     gathered: Positive = 4.0
-    """One parameter on the wire of a gathering."""
+    """Bytes of one parameter in an all-gather."""
     stepping_whole: NonNegative = 0.0
-    """Bytes for each parameter that the optimizer's step gathers, with ZeRO 1 and above."""
+    """Bytes for each parameter gathered in the optimizer step, with ZeRO 1 and above."""
     stepping_shard: NonNegative = 0.0
-    """Bytes for each parameter of a rank's shard that the optimizer's step sends, with ZeRO 1 and above."""
+    """Bytes for each parameter of a rank's shard sent in the optimizer step, with ZeRO 1 and above."""
     stepping_cast: NonNegative = 0.0
-    """Bytes for each parameter that a rank updates of the gradient's copy which the optimizer reads."""
+    """Bytes of the gradient copy that the optimizer reads, for each parameter that a rank updates."""
 
 
 class Spread(Record):
-    """The 80 % range of a step time by its causes, as logarithms (`costmodels/time/uncertainty.py`)."""
+    """Widths of the 80 % prediction interval of a step time by cause, as logarithms
+    (`costmodels/time/uncertainty.py`)."""
 
     base: NonNegative = 0.15
     """Width of the whole step: large where the engine was never measured on the device."""
     experts: NonNegative | None = None
     """`base` of models with experts; the same when not given."""
     narrow: NonNegative = 0.0
-    """Width of the whole step besides, at a hidden size of 1024; in proportion less for wider models."""
+    """Further width of the whole step at a hidden size of 1024; proportionally less for wider models."""
     measured: NonNegative = 0.02
-    """Width of the whole step instead of all others, where layers of its shape were measured often."""
+    """Width of the whole step that replaces all others where layers of its shape were measured often."""
     network: NonNegative = 0.15
-    """Width of the share that waits for links, for the first node and for each doubling of nodes."""
+    """Width of the share of exposed communication, for the first node and for each doubling of nodes."""
     launch: NonNegative = 0.3
-    """Width of the share in which the device waits for the host."""
+    """Width of the share of the step in which the device waits for the host."""
     bubble: NonNegative = 0.3
-    """Width of the share in which the slowest pipeline rank waits for others."""
+    """Width of the share of the step in which the slowest pipeline rank waits for others."""
 
 
 class MeasuredLayer(Record):
@@ -81,11 +84,11 @@ class MeasuredLayer(Record):
     hidden: Count
     tensor_parallel: Count
     tokens: Count
-    """Tokens of one microbatch on a device: sequences times their tokens."""
+    """Tokens of one microbatch on a device."""
     factor: Positive
     """Measured over predicted time of a layer, forward and backward."""
     rows: Count = 1
-    """Measured steps that say so."""
+    """Number of measured steps behind the factor."""
 
 
 class Engine(Record):
@@ -106,7 +109,7 @@ class Engine(Record):
     memory_range: MemoryRangeConstants = MemoryRangeConstants()
     memory_spread: NonNegative = 0.0
     """Half the width of the 80 % prediction interval of the peak, as a natural logarithm; 0 where
-    `memory_range` tells all."""
+    `memory_range` is used alone."""
     sharding: ShardingConstants = ShardingConstants()
     experts: ExpertConstants = ExpertConstants()
     muon: MuonConstants = MuonConstants()
@@ -114,11 +117,12 @@ class Engine(Record):
     measured_layers: tuple[MeasuredLayer, ...] = ()
     """Corrections of dense layers by their shape, for one device (`costmodels/time/measured_layers.py`)."""
     runs: Abilities = Abilities()
-    """Layouts that the engine can run; all layouts in plans that do not say."""
+    """Layouts that the engine can run; all layouts in older plan files."""
     spread: Spread = Spread()
     """Distance of measured steps from the estimate."""
     devices: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Constants that differ on an architecture (`Device.architecture`) or a kind of device, by its name."""
+    """Constants that differ on an architecture (`Device.architecture`) or a kind of device, by the name of
+    that."""
     source: str = ""
 
     @model_validator(mode="before")
@@ -166,10 +170,11 @@ class Engine(Record):
         return self.model_copy(update={**changes, "devices": devices})
 
     def for_device(self, device: Device) -> "Engine":
-        """The engine with its constants for `device`: of itself, of its architecture, or else of its kind.
+        """The engine with its constants for `device`: those of the device itself, of its architecture, or
+        else of its kind.
 
         Raises:
-            InputError: the device has constants of its own that make no sense.
+            InputError: the device's own constants are invalid.
         """
         own = device.constants.get(self.name, {})
         if not self.devices and not own:
@@ -203,7 +208,7 @@ def _is_constant(name: str) -> bool:
 
 
 def constant_fields(constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of an engine, of constants by names such as `gemm.efficiency`."""
+    """The nested fields of an engine, from constants by names such as `gemm.efficiency`."""
     fields: dict[str, Any] = {}
     for name, value in constants.items():
         group, _, field = name.partition(".")
@@ -215,7 +220,7 @@ def constant_fields(constants: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def constant_names(fields: Mapping[str, Any]) -> list[str]:
-    """Names such as `gemm.efficiency` of what some fields of an engine set."""
+    """Names such as `gemm.efficiency` of the constants that given fields of an engine set."""
     names = []
     for group, value in fields.items():
         inner = isinstance(value, dict) and group in GROUPS
@@ -224,7 +229,7 @@ def constant_names(fields: Mapping[str, Any]) -> list[str]:
 
 
 def merge_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of an engine with those of `changes` instead, in groups constant by constant."""
+    """Fields of an engine, replaced by those of `changes`; in groups constant by constant."""
     result = {**fields, **changes}
     for group in GROUPS:
         if group in fields and group in changes:
@@ -233,7 +238,7 @@ def merge_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def without_constants(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Fields of an engine but for constants by names such as `gemm.efficiency`."""
+    """Fields of an engine without the constants of given names such as `gemm.efficiency`."""
     kept = {name: value for name, value in fields.items() if name not in names}
     for group in GROUPS:
         if group in kept:

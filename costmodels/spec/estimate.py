@@ -1,4 +1,4 @@
-"""`Estimate`: what a layout costs."""
+"""`Estimate`: the predicted seconds and bytes of a layout."""
 
 from typing import Any
 
@@ -11,34 +11,35 @@ class StepTime(Record):
     """Parts of one optimizer step on the critical path, in seconds; they add up to the step."""
 
     compute: NonNegative
-    """GEMMs of layers and head, forward and backward."""
+    """Seconds of GEMMs of layers and head, forward and backward."""
     attention: NonNegative
-    """Core attention: scores, softmax and their products with values."""
+    """Seconds of core attention: scores, softmax and their products with values."""
     elementwise: NonNegative
-    """Norms, activation functions, residual sums and the loss, by bytes of memory traffic."""
+    """Seconds of norms, activation functions, residual sums and the loss, from their memory traffic."""
     recompute: NonNegative
-    """Forward work that backward repeats."""
+    """Seconds of forward work that backward repeats."""
     launch: NonNegative = 0.0
-    """Device idle while the host launches the kernels of small layers."""
+    """Seconds in which the device is idle while the host launches the kernels of small layers."""
     tensor_parallel: NonNegative
-    """Collectives of tensor parallelism that computation does not hide."""
+    """Seconds of tensor-parallel collectives that computation does not hide."""
     context_parallel: NonNegative = 0.0
-    """Keys and values, or heads, of other ranks, as far as attention does not hide their way."""
+    """Seconds of context-parallel communication (keys and values, or heads) that attention does not hide."""
     expert_parallel: NonNegative = 0.0
-    """Tokens sent to their experts and back."""
+    """Seconds of dispatch: tokens sent to their experts and back."""
     offload: NonNegative = 0.0
-    """Activations on their way to host memory and back that compute does not hide."""
+    """Seconds of transfers of activations to host memory and back that computation does not hide."""
     pipeline_parallel: NonNegative
-    """Sends of activations and gradients between stages, as far as they delay it; the gradients of a tied
-    embedding, summed."""
+    """Seconds by which sends between stages delay the pipeline, and of the all-reduce of a tied embedding's
+    gradients."""
     bubble: NonNegative
-    """Wait of the pipeline's slowest rank for others, were messages to take no time."""
+    """Seconds that the pipeline's slowest rank waits for others, without message times."""
     data_parallel: NonNegative
-    """Gradient reduction and parameter gathering that compute does not hide."""
+    """Seconds of gradient reduction and parameter gathering that computation does not hide."""
     accumulation: NonNegative = 0.0
-    """Adding up the gradients of microbatches; copies to and from buffers of collectives."""
+    """Seconds of gradient accumulation, and of copies to and from buffers of collectives."""
     optimizer: NonNegative
-    """The optimizer step; with the optimizer in host memory, gradients and parameters on their way too."""
+    """Seconds of the optimizer step; with the optimizer in host memory, also of transfers of gradients and
+    parameters."""
 
     @property
     def total(self) -> float:
@@ -50,32 +51,32 @@ class StageMemory(Record):
     """Bytes on one device of one pipeline rank at the peak of the step."""
 
     parameters: NonNegative
-    """Weights in the format of GEMMs, with second copies."""
+    """Bytes of weights in the format of GEMMs, with second copies."""
     gradients: NonNegative
-    """Accumulated gradients."""
+    """Bytes of accumulated gradients."""
     optimizer: NonNegative
-    """Master copy of the weights, and the optimizer's state."""
+    """Bytes of the master copy of the weights, and of the optimizer's state."""
     activations: NonNegative
-    """Tensors that layers keep for backward, of all microbatches in flight."""
+    """Bytes of tensors that layers keep for backward, for all microbatches in flight."""
     logits: NonNegative
-    """Logits, their gradient and copies of the loss."""
+    """Bytes of logits, their gradient and copies of the loss."""
     communication: NonNegative = 0.0
-    """Buffers of collectives that the training job itself allocates."""
+    """Bytes of buffers of collectives that the training job itself allocates."""
     temporaries: NonNegative = 0.0
-    """Workspaces of libraries, and all else that is alive at the peak."""
+    """Bytes of library workspaces, and of all other tensors at the peak."""
     reserve: NonNegative = 0.0
-    """Bytes that the allocator holds besides and cannot use."""
+    """Bytes that the allocator also holds but cannot use."""
     context: NonNegative = 0.0
-    """Driver context and kernels, outside of the allocator."""
+    """Bytes of driver context and kernels, outside of the allocator."""
     communicators: NonNegative = 0.0
-    """Buffers of the communication library for all process groups, outside of the allocator."""
+    """Bytes of the communication library's buffers for all process groups, outside of the allocator."""
     margin: NonNegative = 0.0
-    """Bytes that the user sets aside instead of the last three."""
+    """Bytes that the user sets aside instead of `reserve`, `context` and `communicators`."""
     doubt: NonNegative = 0.0
-    """Bytes by which tensors may be more than said before, or fewer: half the width of their range."""
+    """Half the width of the range of tensor bytes."""
     absent: NonNegative = 0.0
-    """Bytes that a device of this kind has less than `Cluster.memory_bytes` on nodes of two kinds; they count
-    as taken, so that all totals have one limit."""
+    """Bytes by which a device of this kind has less than `Cluster.memory_bytes`, on nodes of two kinds; they
+    count as used, so that all totals have the same limit."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,13 +99,13 @@ class StageMemory(Record):
 
     @property
     def overhead(self) -> float:
-        """Bytes besides tensors: `reserve`, `context` and `communicators` or the `margin` in their place, and
-        what is `absent`."""
+        """Bytes besides tensors: `reserve`, `context` and `communicators`, or `margin` instead of these; and
+        `absent`."""
         return float(self.reserve + self.context + self.communicators + self.margin + self.absent)
 
     @property
     def total(self) -> float:
-        """Bytes that the device must have at the peak: reserved ones, context, communicators and `doubt`."""
+        """Bytes that the device needs at the peak: `reserved`, `context`, `communicators` and `doubt`."""
         return float(sum(getattr(self, part) for part in type(self).model_fields))
 
 
@@ -118,21 +119,22 @@ class Estimate(Record):
     step_time_high_s: Positive
     """Upper end of the 80 % prediction interval, seconds."""
     time: StepTime
-    """Parts of the step."""
+    """Seconds of the parts of the step."""
     memory: tuple[StageMemory, ...]
-    """One entry for each pipeline rank."""
+    """Bytes of each pipeline rank, one entry per rank."""
     peak_memory_bytes: Positive
-    """The largest `StageMemory.total` of the pipeline ranks: what must be within the memory of a device, as
-    the upper end of the range in which the dry run is expected."""
+    """The largest `StageMemory.total` of the pipeline ranks. It is the upper end of the expected range of the
+    dry run, and must not exceed a device's memory."""
     peak_memory_low_bytes: NonNegative = 0.0
-    """Lower end of that range, of the same pipeline rank; of engines whose peaks others measured, of the
-    range that holds four of five. 0 in plans that do not say."""
+    """Lower end of the range for the same pipeline rank. For engines with fitted peaks it is the lower end of
+    the 80 % prediction interval. 0 in older plan files."""
     peak_memory_high_bytes: NonNegative = 0.0
-    """Upper end of the 80 % prediction interval of the peak, bytes; 0 where `peak_memory_bytes` is it."""
+    """Upper end of the 80 % prediction interval of the peak, bytes; 0 where `peak_memory_bytes` is the upper
+    end."""
     tokens_per_s: Positive
-    """Tokens of all devices together."""
+    """Tokens per second of all devices together."""
     tokens_per_s_per_device: Positive
-    """Tokens of one device."""
+    """Tokens per second of one device."""
     tflops_per_device: Positive
     """Model TFLOP/s by `costmodels.spec.model_flops` (no recomputation, causal attention)."""
     mfu: Positive

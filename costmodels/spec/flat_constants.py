@@ -31,12 +31,12 @@ allocator: fragmentation score_reserve held_reductions=reduction_outputs sequenc
 sharding: eager_reduction_stage fully_sharded
 experts: expert_load=load grouped_products=grouped fp8_experts=fp8 dispatches_by_node
 """
-"""Groups, and of each the former names of its constants; behind `=` what has another name in its group."""
+"""The former names of constants, by group; after `=` the present name, if it differs."""
 
 
 @cache
 def former_names() -> dict[str, tuple[str, str]]:
-    """The group and the name in it of each constant by its former name."""
+    """The group and the present name of each constant, by its former name."""
     names = {}
     group = ""
     for word in OLD_NAMES.split():
@@ -49,7 +49,8 @@ def former_names() -> dict[str, tuple[str, str]]:
 
 
 def in_groups(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of an engine, or of what differs on a device, with constants of former names in their groups."""
+    """Fields of an engine, or of an engine's part for a device, with formerly named constants moved to their
+    groups."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         if name == "devices" and isinstance(value, Mapping):

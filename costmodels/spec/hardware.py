@@ -10,7 +10,8 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 """Number formats of GEMMs. MXFP8 has one scale per 32 elements, NVFP4 one per 16."""
 
 NARROW: tuple[Precision, ...] = ("fp8", "mxfp8", "nvfp4")
-"""Number formats of fewer than 16 bits, which recipes use for the matrices of layers; all else is in bf16."""
+"""Number formats of fewer than 16 bits; recipes use them for the matrices of layers, and bf16 for the
+rest."""
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 """Operations of a group of ranks; `send` is a message from one rank to another."""
@@ -25,8 +26,8 @@ class Link(Record):
     latency: NonNegative
     """Seconds of one hop of a collective."""
     wiring: Literal["switch", "mesh"] = "switch"
-    """Wiring of devices: through switches that give any two of them the whole bandwidth, or each
-    pair by a wire of its own, so that a group has no more than the wires between its members."""
+    """Wiring of devices: switches give any two devices the whole bandwidth; with a wire for each pair, a
+    group only has the wires between its members."""
 
 
 class MeasuredCollective(Record):
@@ -38,10 +39,11 @@ class MeasuredCollective(Record):
     nodes: Count
     """Nodes over which the ranks were spread evenly."""
     bus_bandwidth: Positive
-    """Bytes per second: what nccl-tests call busbw, which is the link's whatever the number of ranks."""
+    """Bytes per second of bus bandwidth (busbw of nccl-tests), which does not depend on the number of
+    ranks."""
     message_bytes: Positive | None = None
     latency: NonNegative = 0.0
-    """Seconds of a call however small its message; other groups take it in proportion to their nodes."""
+    """Least seconds of a call, for an empty message; scaled by nodes for other groups."""
 
     @model_validator(mode="after")
     def _check(self) -> "MeasuredCollective":
@@ -53,65 +55,64 @@ class MeasuredCollective(Record):
 
 
 class Device(Record):
-    """One accelerator, with the links that its usual server gives it."""
+    """One accelerator, with the links of its usual server."""
 
     name: Name
     vendor: str
     kind: Literal["gpu", "npu", "tpu", "hpu", "neuron", "cpu"] = "gpu"
     """The kind of device: GPU, Ascend NPU, Google's TPU, Gaudi, Trainium or CPU."""
     architecture: str = ""
-    """Generation of the design, such as `hopper`: what an engine's constants are fitted for. Devices that
-    share it differ by their data-sheet values alone; empty for one that no engine knows."""
+    """Generation of the design, such as `hopper`: engine constants are fitted for an architecture. Devices of
+    the same architecture differ only in data-sheet values. Empty for an architecture that no engine knows."""
     peak_flops: dict[Precision, Positive]
     """Dense FLOP/s by number format, as the data sheet states them (no sparsity)."""
     memory_bytes: Positive
-    """Device memory in bytes, as the driver reports it where that is known."""
+    """Device memory in bytes, as reported by the driver if known."""
     memory_bandwidth: Positive
     """Bytes per second."""
     host_bandwidth: Positive = 32.0e9
-    """Bytes per second and direction between the device and its host's memory; PCIe 4.0 x16 unless said."""
+    """Bytes per second and direction between the device and its host's memory; PCIe 4.0 x16 by default."""
     host_memory_bandwidth: Positive = 51.2e9
-    """One device's share of the bandwidth of its host's memory, in bytes per second; that of a server of 8
-    devices and two processors of eight DDR4-3200 channels (DGX A100) unless said."""
+    """One device's share of the bandwidth of its host's memory, in bytes per second; by default that of a
+    server with 8 devices and two processors of eight DDR4-3200 channels (DGX A100)."""
     host_memory_bytes: Positive = 192 * GIB
-    """One device's share of its host's memory, with room left for the system: three quarters of what servers
-    of 8 devices with 2 TiB have (DGX A100 of 80 GB, DGX H100) unless said."""
+    """Bytes of one device's share of its host's memory, with room left for the system; by default three
+    quarters of 2 TiB over 8 devices (DGX A100 of 80 GB, DGX H100)."""
     cores: Count
     """Streaming multiprocessors, compute units or CPU cores: the width of a wave of tiles."""
     intra_node: Link
     inter_node: Link
-    """One device's share of the network cards of the usual server."""
+    """Network link of one device: its share of the network cards of the usual server."""
     sharers: Positive = 1.0
-    """Ranks that share a core, where a CPU has more ranks than cores; the rates are those of a share, which
-    grows while others wait."""
+    """Ranks that share a core, for a CPU with more ranks than cores; rates are those of one share, which
+    grows while other ranks wait."""
     devices_per_node: Count = 8
-    """Devices in the usual server, used when the user does not say."""
+    """Devices in the usual server, the default number of devices in a node."""
     island: Count | None = None
-    """Devices that `intra_node` joins: fewer than a node holds, or more than one node's; a node's if None."""
+    """Number of devices that `intra_node` joins: a part of a node, or several nodes; one node if None."""
     nics_per_node: Count | None = None
     """Network cards of the usual server; as many as devices if None."""
     context_bytes: NonNegative = 0.0
-    """Memory that the driver context and the libraries take before the first tensor."""
+    """Bytes of the driver context and the libraries before the first tensor."""
     constants: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Constants of engines that were measured on this very device, as `Engine.devices` has them, by the name
-    of the engine; they come before those of its architecture."""
+    """Engine constants measured on this individual device, by engine name, in the form of `Engine.devices`;
+    they precede those of its architecture."""
     collectives: tuple[MeasuredCollective, ...] = ()
-    """Collectives that were measured between such devices; they stand for `Cluster.measured` where no table
-    is given."""
+    """Collectives measured between such devices; they are used as `Cluster.measured` if no table is given."""
     announced: bool = False
-    """True for a device that nobody can buy yet; its figures are its maker's claims."""
+    """True for a device that is not yet sold; its figures are its maker's claims."""
     source: str = ""
 
     @property
     def default_precision(self) -> Precision:
-        """The format that a training run uses when the user does not say."""
+        """The default number format of a training run."""
         if self.kind == "cpu":
             return "fp32"
         return "bf16" if "bf16" in self.peak_flops else "fp16"
 
 
 class Cluster(Record):
-    """`world_size` equal devices, `devices_per_node` of them in each node, and what joins them."""
+    """A cluster of `world_size` equal devices, `devices_per_node` in each node, with their links."""
 
     device: Device
     world_size: Devices
@@ -119,8 +120,8 @@ class Cluster(Record):
     memory_bytes: Positive
     """Bytes of one device that the job may use; the device's own unless overridden."""
     memory_margin_bytes: NonNegative | None = None
-    """Bytes of one device set aside for driver context, communicators and what the allocator cannot use;
-    as the device and the engine have them if None."""
+    """Bytes of one device set aside for driver context, communicators and memory that the allocator cannot
+    use; estimated from device and engine if None."""
     intra_node: Link | None = None
     """The fast link inside an island; the device's own if None."""
     inter_node: Link | None = None
@@ -135,11 +136,11 @@ class Cluster(Record):
     oversubscription: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """Bandwidth of a pod's network cards over that of its links to the spine."""
     measured: tuple[MeasuredCollective, ...] = ()
-    """A measured sweep of collectives; it replaces the bandwidth of links and the engine's efficiency."""
+    """Measured collectives; they replace the bandwidth of links and the engine's efficiency."""
     parts: tuple["Cluster", ...] = ()
-    """Clusters of each kind of node, in the order of their ranks, where there are two. The other fields then
-    stand for both (`costmodels.spec.mixed_cluster`): `memory_bytes` is the larger one's, links are the slower
-    ones. Where the whole is changed, such as to twice the ranks, memory or links, its parts follow."""
+    """Clusters of each kind of node, in the order of ranks, if there are two kinds. The other fields then
+    represent both (`costmodels.spec.mixed_cluster`): `memory_bytes` is the larger one, links are the slower
+    ones. If the whole is scaled, such as to twice the ranks, memory or links, the parts are scaled too."""
 
     @model_validator(mode="after")
     def _check(self) -> "Cluster":
@@ -202,7 +203,7 @@ class Cluster(Record):
 
     @property
     def joined(self) -> int:
-        """Devices of one fast-link domain, such as NVLink, whether or not the job has as many."""
+        """Devices of one fast-link domain, such as NVLink; may exceed the devices of the job."""
         if self.island is not None:
             return self.island
         own, local = self.device.island or self.devices_per_node, self.devices_per_node

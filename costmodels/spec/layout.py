@@ -1,4 +1,4 @@
-"""`Layout`: how a job is split. The planner ranks it and the runtime executes it."""
+"""`Layout`: the split of a job over its devices. The planner ranks layouts and the runtime executes them."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -19,14 +19,15 @@ RecomputeModule = Literal["core_attention", "mlp", "norm", "activation"]
 RecomputeMethod = Literal["uniform", "block"]
 """The choice of layers that recompute (Megatron-LM's `--recompute-method`).
 
-uniform: all, and full recomputation keeps one input for every `recompute_num_layers` layers;
-block: the first `recompute_num_layers` of each stage, one by one.
+uniform: all layers; full recomputation keeps one input for every `recompute_num_layers` layers. block: the
+first `recompute_num_layers` layers of each stage, one by one.
 """
 
 Schedule = Literal["1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev"]
 """Order of forward and backward passes in a pipeline: those of torch.distributed.pipelining.
 
-The last three split backward in gradients of inputs and of weights, which fill the bubble (arXiv:2401.10241).
+The last three split backward into input gradients and weight gradients; the latter fill the bubble
+(arXiv:2401.10241).
 """
 
 
@@ -34,18 +35,19 @@ class ScheduleTraits(NamedTuple):
     """Requirements of a schedule and the kinds of its passes."""
 
     least_chunks: int
-    """Model chunks of a rank (`virtual_pipeline_parallel`), at least."""
+    """Least number of model chunks of a rank (`virtual_pipeline_parallel`)."""
     most_chunks: int | None = None
     in_rounds: bool = False
-    """Chunks take turns of a microbatch for each pipeline rank."""
+    """True if chunks take turns of pp microbatches."""
     in_v: bool = False
-    """Two chunks of a rank are placed as a V: rank 0 has the first and the last stage."""
+    """True if a rank's two chunks are placed as a V: rank 0 has the first and the last stage."""
     splits_backward: bool = False
-    """The gradients of weights run apart from those of inputs."""
+    """True if weight gradients run in separate passes from input gradients."""
     steady_passes: int = 2
-    """Passes of a microbatch on a stage while the pipeline is full; whole backward passes are one."""
+    """Number of passes of a microbatch on a stage while the pipeline is full; a whole backward pass counts as
+    one."""
     least_micro_batches: int = 0
-    """Fewest microbatches for each pipeline rank: PyTorch refuses fewer."""
+    """Fewest microbatches for each pipeline rank that PyTorch accepts."""
 
 
 SCHEDULE_TRAITS: dict[Schedule, ScheduleTraits] = {
@@ -60,7 +62,7 @@ V_SCHEDULES = tuple(name for name, traits in SCHEDULE_TRAITS.items() if traits.i
 """Schedules whose ranks hold two chunks each, placed as a V."""
 
 SPLIT_BACKWARD = tuple(name for name, traits in SCHEDULE_TRAITS.items() if traits.splits_backward)
-"""Schedules that run the gradients of weights apart from those of inputs."""
+"""Schedules that run weight gradients in separate passes from input gradients."""
 
 IN_ROUNDS = tuple(name for name, traits in SCHEDULE_TRAITS.items() if traits.in_rounds)
 """Schedules whose microbatches come in multiples of the pipeline ranks."""
@@ -77,21 +79,18 @@ GradientReduction = Literal["fp32", "bf16"]
 """Number format in which data-parallel ranks sum gradients."""
 
 Fp8Recipe = Literal["default", "rowwise", "tensorwise", "rowwise_with_gw_hp", "delayed", "blockwise"]
-"""Scales of GEMMs in fp8: torchao's names, and Transformer Engine's by Megatron-LM's.
-
-default: what the engine does unless it is told;
-rowwise: one for each row or column of an operand, by what it holds;
-tensorwise: one for each operand, by what it holds (Transformer Engine's "current scaling");
-rowwise_with_gw_hp: rowwise, and gradients of weights in 16 bits;
-delayed: one for each operand, by what it held in earlier steps;
-blockwise: one for each 128 elements of a row, and for each 128 x 128 of a weight.
+"""Scales of GEMMs in fp8, by torchao's names, and by Megatron-LM's names for Transformer Engine's. default:
+the engine's default; rowwise: one scale per row or column of an operand, from its present values; tensorwise:
+one scale per operand, from its present values (Transformer Engine's "current scaling"); rowwise_with_gw_hp:
+rowwise, with weight gradients in 16 bits; delayed: one scale per operand, from its values in earlier steps;
+blockwise: one scale per 128 elements of a row, and per 128 x 128 block of a weight.
 """
 
 WIDE_WEIGHT_GRADIENTS: tuple[Fp8Recipe, ...] = ("rowwise_with_gw_hp",)
-"""Recipes whose gradients of weights are GEMMs in 16 bits."""
+"""Recipes whose weight gradients are 16-bit GEMMs."""
 
 GATHERS_FP8: tuple[Fp8Recipe, ...] = ("tensorwise",)
-"""Recipes whose weights data-parallel ranks can gather in fp8: whatever the rank, they have one scale."""
+"""Recipes whose weights data-parallel ranks can gather in fp8, as all ranks use the same scale."""
 
 Optimizer = Literal["adam", "sgd", "adafactor", "muon", "adam8bit", "came"]
 """Optimizers of the weights, which differ in the size of their state.
@@ -109,8 +108,8 @@ MuonMode = Literal["default", "duplicated", "distributed", "blockwise", "layer_s
 - default: the engine's own default;
 - duplicated: each rank gathers the whole matrix, and computes all of it;
 - distributed: each rank computes with its part, and each step sums a square matrix over the ranks;
-- blockwise: each rank takes its part for a matrix, which is another update;
-- layer_sharded: each rank computes whole matrices, whose parts the other ranks send.
+- blockwise: each rank treats its part as a whole matrix, which gives another update;
+- layer_sharded: each rank computes whole matrices, and gets their parts from the other ranks.
 """
 
 SHORT_NAMES = {
@@ -151,9 +150,9 @@ class Layout(Record):
     tensor_parallel: Count = 1
     """Ranks that share each matrix of a layer."""
     sequence_parallel: bool = False
-    """Norms and residuals are split over the sequence inside the tensor-parallel group."""
+    """True if norms and residuals are split over the sequence inside the tensor-parallel group."""
     pipeline_parallel: Count = 1
-    """Ranks that layers are spread over, a part of the layers each."""
+    """Ranks over which the layers are divided."""
     virtual_pipeline_parallel: Count = 1
     """Model chunks on each pipeline rank."""
     context_parallel: Count = 1
@@ -163,17 +162,19 @@ class Layout(Record):
     expert_parallel: Count = 1
     """Ranks over which the routed experts of a layer are spread."""
     expert_tensor_parallel: Count = 1
-    """Ranks that share one routed expert, whatever `expert_parallel` is."""
+    """Ranks that share one routed expert, independent of `expert_parallel`."""
     data_parallel: Count = 1
     """Ranks that train copies of the model on different sequences."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """Split over data- and context-parallel ranks: 1 optimizer state, 2 and gradients, 3 and parameters."""
+    """ZeRO stage over data- and context-parallel ranks: 1 splits optimizer states, 2 also gradients, 3 also
+    parameters."""
     zero_replicas: Count = 1
-    """Copies of what ZeRO splits: each is split over dp x cp / zero_replicas neighbouring ranks."""
+    """Copies of the states that ZeRO splits; each copy is split over dp x cp / zero_replicas neighbouring
+    ranks."""
     schedule: Schedule = "1f1b"
     """Order in which a pipeline runs the passes of microbatches."""
     layers_per_stage: tuple[Count, ...]
-    """Layers of each stage; `stages_of` tells which rank runs it."""
+    """Layers of each stage; `stages_of` gives the rank of each stage."""
     micro_batch_size: Count = 1
     """Sequences of one forward pass on one data-parallel rank."""
     global_batch_size: Count
@@ -185,11 +186,12 @@ class Layout(Record):
     recompute_method: RecomputeMethod = "uniform"
     """Layers that recompute: all (uniform), or the first ones of each stage (block)."""
     recompute_num_layers: Count = 1
-    """Layers of a block, or layers that keep one input together."""
+    """Number of layers of a block, or of layers that share one kept input."""
     offload_activations: bool = False
-    """Tensors that attention keeps for backward wait in host memory (MindSpeed's swap-attention)."""
+    """True if tensors that attention keeps for backward are moved to host memory (MindSpeed's
+    swap-attention)."""
     offload_optimizer: bool = False
-    """Optimizer state and master weights stay in host memory, and the step runs there."""
+    """True if optimizer state and master weights stay in host memory, and the optimizer step runs there."""
     precision: Precision = "bf16"
     """Number format of GEMMs."""
     gradient_reduction: GradientReduction = "fp32"
@@ -205,7 +207,7 @@ class Layout(Record):
     expert_halves: bool = False
     """Dispatch of a microbatch to experts in two parts: one travels while experts compute the other."""
     cuda_graphs: bool = False
-    """Forward and backward of a microbatch are one CUDA graph, which the host launches at once."""
+    """True if forward and backward of a microbatch are one CUDA graph, which the host launches at once."""
 
     @model_validator(mode="before")
     @classmethod
@@ -289,13 +291,13 @@ class Layout(Record):
 
     @property
     def gathers_fp8(self) -> bool:
-        """True where weights are gathered in fp8; shards that wait in host memory are gathered in 16 bits."""
+        """True if weights are gathered in fp8; shards in host memory are gathered in 16 bits."""
         return self.fp8_param_gather and self.zero_stage > 0 and not self.offload_optimizer
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """Indices of the stages that `pipeline_rank` holds, first chunk first.
+        """Indices of the stages of `pipeline_rank`, first chunk first.
 
-        Stage i runs on rank i mod pp; in a V every second round goes backwards.
+        Stage i runs on rank i mod pp; in a V, every second round of stages runs in reverse order of ranks.
         """
         stages = len(self.layers_per_stage)
         if self.schedule in V_SCHEDULES:
@@ -308,9 +310,9 @@ class Layout(Record):
         return range(start, start + self.layers_per_stage[stage])
 
     def describe(self) -> str:
-        """A short form such as `tp=8+sp pp=2 dp=4 zero=1 mbs=1 x 8 recompute=selective`.
+        """The notation of the layout, such as `tp=8+sp pp=2 dp=4 zero=1 mbs=1 x 8 recompute=selective`.
 
-        It names the layers of stages where they differ from those of `even_split`.
+        It has the layers of stages only where they differ from `even_split`.
         """
         parts = [f"tp={self.tensor_parallel}" + ("+sp" if self.sequence_parallel else "")]
         parts.append(f"pp={self.pipeline_parallel}")
@@ -349,7 +351,7 @@ class Layout(Record):
         return " ".join(parts)
 
     def describe_recompute(self) -> str:
-        """A short form of what is recomputed, such as `full`, `selective(norm+mlp)` or `full/block:2`."""
+        """The notation of the recomputation, such as `full`, `selective(norm+mlp)` or `full/block:2`."""
         text: str = self.recompute
         if self.recompute_modules not in ((), ("core_attention",)):
             text += f"({'+'.join(self.recompute_modules)})"
@@ -362,13 +364,13 @@ NOTHING_TO_OFFLOAD = (
     "offload_activations has nothing to send with recompute full; use recompute selective, or "
     "recompute_method block"
 )
-"""Layers that are recomputed as a whole keep their input only."""
+"""Message: layers that are recomputed as a whole keep only their input, so there is nothing to offload."""
 
 
 def recompute_conflict(
     recompute: str, modules: Sequence[str], method: str, layers: int, offloads: bool
 ) -> str | None:
-    """The contradiction between what a layout recomputes and what it offloads, in words, or None."""
+    """The contradiction between a layout's recomputation and offloading, in words, or None."""
     if modules and recompute != "selective":
         return f"recompute_modules need recompute selective, not {recompute}"
     if len(set(modules)) < len(modules):
@@ -384,7 +386,7 @@ def recompute_conflict(
 
 
 def fp8_conflict(precision: str, recipe: str, gathers: bool) -> str | None:
-    """The contradiction between what a layout says of fp8, in words, or None."""
+    """The contradiction between a layout's fp8 fields, in words, or None."""
     if recipe != "default" and precision != "fp8":
         return f"fp8_recipe {recipe} needs precision fp8, not {precision}"
     if gathers and recipe not in GATHERS_FP8:
@@ -404,7 +406,7 @@ def _chunks_of_schedules() -> str:
 
 
 CHUNKS_OF_SCHEDULES = _chunks_of_schedules()
-"""Model chunks (virtual_pipeline_parallel) that the schedules run."""
+"""Model chunks (virtual_pipeline_parallel) that each schedule runs."""
 
 
 def schedule_takes(schedule: Schedule, chunks: int) -> bool:

@@ -8,10 +8,10 @@ from costmodels.spec.hardware import Cluster, Device, Link
 
 
 def mixed_cluster(first: Cluster, second: Cluster) -> Cluster:
-    """The cluster of the nodes of two kinds, the ranks of `first` in front.
+    """The cluster of nodes of two kinds, with the ranks of `first` in front.
 
-    Its device stands for both: the mean of their peaks, the larger memory (`StageMemory.absent` is what the
-    other has less), and otherwise the lesser of each figure. Its links are the slower ones of each tier.
+    Its device represents both kinds: it has the mean of their peaks, the larger memory (`StageMemory.absent`
+    is the difference), and otherwise the lesser of each figure. Its links are the slower ones of each tier.
 
     Raises:
         ValueError: the devices share no number format.

@@ -1,4 +1,4 @@
-"""`ModelSpec`: what is trained."""
+"""`ModelSpec`: the model to train."""
 
 import math
 from typing import Annotated, Any, Literal, NamedTuple
@@ -36,16 +36,16 @@ VOCAB_MULTIPLE = 128
 
 
 MOST_LAYERS = 10_000
-"""Layers that a search still goes through; the deepest models have some hundreds."""
+"""Most layers that a search supports; the deepest models have some hundreds."""
 
 
 class Variant(NamedTuple):
     """Layers of one kind among others."""
 
     share: float
-    """Part of the layers."""
+    """Share of the layers, 0 to 1."""
     spec: "ModelSpec"
-    """A model that has no other layers."""
+    """A model with only layers of this kind."""
     mlp: MlpKind
 
 
@@ -72,7 +72,7 @@ class ModelSpec(Record):
     """Key/value heads (query groups); equal to `heads` without grouped-query attention."""
     head_dim: Count = Field(default=...)
     vocab: Count
-    """Entries of the tokenizer, before any padding."""
+    """Vocabulary size of the tokenizer, before padding."""
     seq: Count
     """Tokens of one training sample."""
     max_positions: Count = Field(default=...)
@@ -82,40 +82,41 @@ class ModelSpec(Record):
     """`clamped_silu`: x sigmoid(1.702 x) times (up + 1), both clamped at 7 (gpt-oss)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_place: Literal["before", "after", "around"] = "before"
-    """Norms before attention and MLP, after them (OLMo 2), or both (Gemma 2, GLM-4)."""
+    """Place of the norms: before attention and MLP, after them (OLMo 2), or both (Gemma 2, GLM-4)."""
     norm_from_one: bool = False
-    """Weights of norms are stored less one (Gemma, Qwen3-Next)."""
+    """True if weights of norms are stored minus one (Gemma, Qwen3-Next)."""
     norm_eps: Positive = 1e-5
     position: Literal["learned", "rope", "none"] = "learned"
     rope_theta: Positive = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: CountOrZero = 0
-    """Elements of a head that positions turn; 0 for all."""
+    """Elements of a head with rotary embedding; 0 for all."""
     window_rope_theta: NonNegative = 0.0
-    """`rope_theta` of layers that attend to a window, without scaling; 0 for that of the others (Gemma 3)."""
+    """`rope_theta` of layers with windows, without scaling; 0 for the same as in other layers (Gemma 3)."""
     rotates_full: bool = True
-    """Positions turn heads in layers of full attention too where others attend to less (Llama 4: not)."""
+    """True if layers of full attention also have rotary embeddings, in models with other layers too (Llama 4:
+    False)."""
     tied: bool = True
-    """The output head shares the weight of the token embedding."""
+    """True if the output head shares the weight of the token embedding."""
     linear_bias: bool = True
-    """Biases on every linear layer of the blocks."""
+    """True for biases on every linear layer of the blocks."""
     qkv_bias: bool = False
-    """Biases on the query, key and value projections when `linear_bias` is false (Qwen 2)."""
+    """True for biases on the query, key and value projections when `linear_bias` is false (Qwen 2)."""
     output_bias: bool = False
-    """A bias on the output of attention when `linear_bias` is false."""
+    """True for a bias on the output of attention when `linear_bias` is false."""
     qk_norm: bool = False
-    """RMS norms of `head_dim` on queries and keys (Qwen 3)."""
+    """True for RMS norms on queries and keys (Qwen 3)."""
     qk_norm_width: Literal["head", "all"] = "head"
     """The values that one norm of `qk_norm` covers: each head, or all heads together (OLMo 2, MiniMax-M2)."""
     qk_norm_weights: bool = True
-    """The norms of queries and keys have weights; without weights, they are only in layers with rotary
-    positions (Llama 4)."""
+    """True if the norms of queries and keys have weights; norms without weights are only in layers with
+    rotary embeddings (Llama 4)."""
     attention_gate: bool = False
-    """A sigmoid of the input scales each element of attention's output (Qwen3-Next)."""
+    """True if a sigmoid of the input scales each element of attention's output (Qwen3-Next)."""
     attention_sinks: bool = False
-    """Each head has a score of its own that takes part in the softmax and adds nothing (gpt-oss)."""
+    """True if each head has a learned score that takes part in the softmax without a value (gpt-oss)."""
     attention_softcap: NonNegative = 0.0
-    """Scores x become cap tanh(x / cap); 0 for as they are (Gemma 2)."""
+    """The cap c of attention scores x, which become c tanh(x / c); 0 for no cap (Gemma 2)."""
     logits_softcap: NonNegative = 0.0
     score_scale: NonNegative = 0.0
     """Factor of scores; 0 for 1 / sqrt(`head_dim`)."""
@@ -123,20 +124,20 @@ class ModelSpec(Record):
     """Growth of scores with positions, in layers whose heads have no rotary embedding (Llama 4)."""
     embedding_scale: Positive = 1.0
     residual_scale: Positive = 1.0
-    """Factor of what attention and MLP add to the residual (Granite)."""
+    """Factor of the outputs of attention and MLP before they are added to the residual (Granite)."""
     logits_scale: Positive = 1.0
     parallel_residual: bool = False
-    """Attention and MLP both take in what enters the layer, each after a norm of its own (GPT-NeoX)."""
+    """True if attention and MLP both read the layer's input, each after its own norm (GPT-NeoX)."""
     residual_streams: Count = 1
-    """Residuals beside each other, which hyper-connections mix before and after attention and MLP
-    (arXiv:2512.24880); their parameters are other ones, of layers and outside of them."""
+    """Number of parallel residual streams, which hyper-connections mix before and after attention and MLP
+    (arXiv:2512.24880). Their parameters are in `other_layer_parameters` and `other_parameters`."""
     window: CountOrZero = 0
-    """Tokens that attention sees in layers of kind `window` or `chunk`."""
+    """Tokens that attention reads in layers of kind `window` or `chunk`."""
     attention_pattern: tuple[AttentionKind, ...] = ("full",)
-    """Attention of the layers, one after the other and over again."""
+    """Kinds of attention of consecutive layers; the pattern repeats."""
     mlp_pattern: tuple[MlpKind, ...] = ()
-    """MLPs of the layers, one after the other and over again; empty for experts in all layers but
-    `dense_layers`, and dense ones in a model without experts."""
+    """Kinds of MLP of consecutive layers; the pattern repeats. If empty, all layers after `dense_layers` have
+    experts, or all are dense in a model without experts."""
     linear_attention: LinearAttention | None = None
     indexer: Indexer | None = None
     experts: CountOrZero = 0
@@ -147,22 +148,22 @@ class ModelSpec(Record):
     shared_expert_ffn: CountOrZero = 0
     """Inner width of all shared experts of a layer together."""
     shared_expert_gate: bool = False
-    """A sigmoid of each token scales what its shared experts give (Qwen 2)."""
+    """True if a sigmoid of each token scales the output of its shared experts (Qwen 2)."""
     router: Router = Router()
     dense_layers: CountOrZero = 0
     """Leading layers that keep the dense MLP in a mixture-of-experts model."""
     latent_attention: LatentAttention | None = None
     compressed_attention: CompressedAttention | None = None
     mtp_layers: CountOrZero = 0
-    """Multi-token prediction modules that the published weights have; a job trains `mtp`."""
+    """Number of MTP modules in the published weights; a job trains those of `mtp`."""
     other_layer_parameters: CountOrZero = 0
-    """Parameters of every layer that no other field speaks of; each is taken as one of a matrix."""
+    """Further parameters of every layer, beyond all other fields; they count as parameters of a matrix."""
     other_parameters: CountOrZero = 0
-    """Parameters outside of layers that no other field speaks of, such as further embeddings."""
+    """Further parameters outside of layers, beyond all other fields, such as additional embeddings."""
     lora: Lora | None = None
-    """Adapters that train while all else is frozen; `parameters` does not count them."""
+    """Adapters that train while the model is frozen; `parameters` does not include them."""
     mtp: MultiTokenPrediction | None = None
-    """MTP modules after the layers; `parameters` does not count them either."""
+    """MTP modules after the layers; `parameters` does not include them."""
     published_parameters: CountOrZero = 0
     """Parameter count that the model's authors state; 0 when none is published."""
     source: Sentence = ""
@@ -287,7 +288,7 @@ class ModelSpec(Record):
         return LayerKind(attention, self.mlp_pattern[layer % len(self.mlp_pattern)])
 
     def with_attention(self, kind: AttentionKind) -> "ModelSpec":
-        """A model all of whose layers have this kind of attention."""
+        """The model with this kind of attention in all layers."""
         same = self.attention_pattern == (kind,)
         return self if same else self.model_copy(update={"attention_pattern": (kind,)})
 
@@ -296,7 +297,7 @@ class ModelSpec(Record):
         return kind not in ("window", "chunk") or self.window >= self.seq
 
     def turned_by(self, kind: AttentionKind) -> tuple[float, RopeScaling | None] | None:
-        """Base and stretching of the rotary positions in layers of this kind; None where nothing turns."""
+        """Base and scaling of the rotary embedding in layers of this kind; None for layers without one."""
         is_limited = kind in ("window", "chunk")
         sees_all = kind in ("full", "compressed", "sparse")
         if self.position != "rope" or not (is_limited or (sees_all and self.rotates_full)):
@@ -310,7 +311,7 @@ class ModelSpec(Record):
 
     @property
     def leading_layers(self) -> int:
-        """Layers before the first one with experts; all of them in a model without experts."""
+        """Number of layers before the first one with experts; all layers in a model without experts."""
         if not self.experts:
             return self.layers
         if not self.mlp_pattern:
@@ -320,11 +321,11 @@ class ModelSpec(Record):
 
     @property
     def routed_layers(self) -> int:
-        """Layers from the first one with experts on."""
+        """Number of layers from the first one with experts on."""
         return self.layers - self.leading_layers
 
     def variants(self, leading: bool) -> list[Variant]:
-        """The kinds of layers among the leading ones, or among the others, and how many are of each."""
+        """The kinds of layers among the leading ones, or among the others, with their shares."""
         first = self.leading_layers
         if self.is_uniform and not self.mlp_pattern:
             return [Variant(1.0, self, "dense" if leading else "experts")]
@@ -358,7 +359,7 @@ class ModelSpec(Record):
 
     @property
     def moe_layers(self) -> int:
-        """Layers whose MLP is a mixture of experts."""
+        """Number of layers whose MLP is a mixture of experts."""
         if not (self.experts and self.mlp_pattern):
             return self.layers - self.dense_layers if self.experts else 0
         return sum(self.layer_kind(layer).mlp == "experts" for layer in range(self.layers))
@@ -369,12 +370,12 @@ class ModelSpec(Record):
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
     def norms(self, kind: LayerKind) -> int:
-        """Norms of width `hidden` in a layer."""
+        """Number of norms of width `hidden` in a layer."""
         blocks = (kind.attention != "none") + (kind.mlp != "none")
         return blocks * (2 if self.norm_place == "around" else 1)
 
     def attention_parameters(self, kind: AttentionKind = "full") -> int:
-        """Parameters of one attention block, its norms of width `hidden` left out."""
+        """Parameters of one attention block, without its norms of width `hidden`."""
         h, mla = self.hidden, self.latent_attention
         if kind == "none":
             return 0
@@ -394,11 +395,11 @@ class ModelSpec(Record):
         return weights + biases + norms + self.heads * self.attention_sinks
 
     def index_width(self, kind: AttentionKind) -> float:
-        """Width of an indexer's heads together for each pair of tokens, in the mean of a layer."""
+        """Total width of an indexer's heads for each pair of tokens, as a mean over layers."""
         return 0.0 if self.indexer is None else self.indexer.width_in(kind, self.compressed_attention)
 
     def chooser_parameters(self, kind: AttentionKind) -> int:
-        """Parameters of indexer and compressed entries, in the mean of a layer with latent attention."""
+        """Parameters of indexer and compressed entries, as a mean over layers with latent attention."""
         h, mla, indexer, entries = self.hidden, self.latent_attention, self.indexer, self.compressed_attention
         if mla is None or indexer is None:
             return 0
@@ -441,17 +442,18 @@ class ModelSpec(Record):
 
     @property
     def mtp_depths(self) -> int:
-        """Multi-token prediction modules that train; 0 without."""
+        """Number of trained MTP modules."""
         return 0 if self.mtp is None else self.mtp.depths
 
     @property
     def mtp_module(self) -> "ModelSpec":
-        """A model whose layers are all like the last one here, which that of each such module is like."""
+        """A model whose layers all equal this model's last layer, which is also the layer of each MTP
+        module."""
         return self.with_attention(self.layer_kind(self.layers - 1).attention)
 
     @property
     def mtp_parameters(self) -> int:
-        """Parameters of all multi-token prediction modules, which share embedding and head with the model."""
+        """Parameters of all MTP modules, which share embedding and head with the model."""
         own = 2 * self.hidden**2 + 3 * self.norm_parameters
         return self.mtp_depths * (own + self.layer_parameters(self.layer_kind(self.layers - 1)))
 
@@ -473,22 +475,22 @@ class ModelSpec(Record):
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token passes through (`top_k` of the experts)."""
+        """Parameters that one token uses (`top_k` of the experts)."""
         return self.parameters - self._all_layers() + self._all_layers(self.top_k)
 
     def padded_vocab(self, tensor_parallel: int) -> int:
-        """Vocabulary rows that are stored: the next multiple of 128 that `tensor_parallel` divides.
+        """Stored vocabulary rows: the next multiple of 128 that `tensor_parallel` divides.
 
-        Powers of two up to 128 therefore store the same table, so checkpoints fit every such layout
-        (Megatron-LM pads to 128 x tp instead, which changes the shape with the layout).
+        Powers of two up to 128 give the same table, so checkpoints fit every such layout. (Megatron-LM pads
+        to 128 x tp, so its shape changes with the layout.)
         """
         multiple = math.lcm(VOCAB_MULTIPLE, tensor_parallel)
         return -(-self.vocab // multiple) * multiple
 
     def score_share(self, kind: AttentionKind = "full") -> float:
-        """The part of all causal pairs of tokens whose scores attention computes, of 1.
+        """Share of all causal pairs of tokens whose scores attention computes, 0 to 1.
 
-        Positions that an indexer chooses count as a window of as many, and an entry as one position.
+        Positions chosen by an indexer count as a window of the same size, and an entry as one position.
         """
         s, window, compressed = self.seq, self.window, self.compressed_attention
         if kind == "chunk" and window < s:

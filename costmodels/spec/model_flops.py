@@ -1,4 +1,4 @@
-"""Model FLOPs: what a sequence takes on paper, by which utilisation is told."""
+"""Model FLOPs of a sequence by formula, from which utilisation (MFU) is computed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from costmodels.spec.model_parts import LayerKind
 def flops_per_sequence(model: ModelSpec) -> float:
     """Model FLOPs of forward and backward for one sequence of `seq` tokens.
 
-    Megatron-LM's convention since core 0.12 (training.py `num_floating_point_operations`): 6 per
-    matmul weight and token, causal half of the core attention, no recomputation, no router. Weights that
-    are frozen under adapters have no gradients: 4 each; adapters are not counted. Each multi-token prediction
-    module is a layer, its projection of two inputs and the head once more.
+    Megatron-LM's convention since core 0.12 (training.py `num_floating_point_operations`): 6 per weight of a
+    GEMM and token, the causal half of core attention, no recomputation, no router. Weights that are frozen
+    under adapters have no gradients, so they count 4; adapters are not counted. Each MTP module counts as a
+    layer, its projection of two inputs, and the head once more.
     """
     s, h = model.seq, model.hidden
     kinds = (

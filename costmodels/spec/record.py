@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 LARGEST_COUNT = 2**53
-"""Largest count: up to here floating point tells all integers apart."""
+"""Largest count: up to here floating-point numbers represent all integers exactly."""
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 """An integer of at least one."""
@@ -24,24 +24,25 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 """A share of a whole, 0 to 1."""
 
 MOST_DEVICES = 2**24
-"""Devices of one job, at most: tables of ranks still fit into memory."""
+"""Most devices of one job, so that tables of ranks fit into memory."""
 
 Devices = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 """A number of devices."""
 
 Name = Annotated[str, Field(max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""A text of one line, which commands can be given and terminals show."""
+"""A one-line text that is safe in commands and on terminals."""
 
 Sentence = Annotated[str, Field(max_length=10_000, pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""A text of one line, of some length."""
+"""A one-line text of limited length."""
 
 
 GIB = 2.0**30
-"""Bytes of one GiB, the unit in which people read memory."""
+"""Bytes of one GiB, the unit of printed memory sizes."""
 
 
 def in_seconds(seconds: float) -> str:
-    """A time in three digits, or with all those before the point: `18.0 s`, `1,234 s`, `4.52 ms`."""
+    """A time with three digits, or with all digits before the decimal point: `18.0 s`, `1,234 s`, `4.52
+    ms`."""
     number, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
     digits = 2 - math.floor(math.log10(number)) if number else 0
     return f"{number:,.{min(3, max(0, digits))}f} {unit}"

@@ -1,4 +1,4 @@
-"""Large tables, computed some rows at a time."""
+"""Computation of large tables in blocks of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 from costmodels.spec.table import Ints, LayoutTable
 
 BLOCK = 16384
-"""Rows at a time, so that intermediate arrays stay small however long the table."""
+"""Rows of a block, so that intermediate arrays stay small for tables of any length."""
 
 ResultT = TypeVar("ResultT")
 
@@ -16,10 +16,10 @@ ResultT = TypeVar("ResultT")
 def block_results(
     compute: Callable[[LayoutTable], ResultT], table: LayoutTable, rows: Ints | None = None
 ) -> Iterator[ResultT]:
-    """Results of `compute` for each block of a table, in order; of an empty table, for no rows.
+    """Results of `compute` for each block of a table, in order; for an empty table, the result for no rows.
 
     Args:
-        rows: those that are asked for; all unless given.
+        rows: the wanted rows; all unless given.
     """
     for start in range(0, max(len(table) if rows is None else len(rows), 1), BLOCK):
         some = slice(start, start + BLOCK)

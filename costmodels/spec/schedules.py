@@ -21,10 +21,11 @@ from costmodels.spec.layout import (
 from costmodels.spec.table import Ints
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = range(4)
-"""Kinds of passes: forward, whole backward, and its halves, gradients of inputs and of weights."""
+"""Kinds of passes: forward, whole backward, input gradients, and weight gradients."""
 
 GATHERED_STAGES = 3
-"""Stages of a rank whose parameters are gathered at a time, where it has several (`_add_unshard_reshard`)."""
+"""Number of a rank's stages whose parameters are gathered at the same time, for ranks with several stages
+(`_add_unshard_reshard`)."""
 
 Pass = tuple[int, int]
 """Kind and chunk of a pass."""
@@ -32,7 +33,7 @@ Pass = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The passes of one pipeline rank, in the order in which it runs them. Arrays of shape [passes]."""
+    """The passes of one pipeline rank in their order; arrays of shape [passes]."""
 
     kind: Ints
     stage: Ints
@@ -40,7 +41,7 @@ class Order:
 
 
 def schedule_exists(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> bool:
-    """True where a schedule exists for these numbers; one that PyTorch refuses does not."""
+    """True where a schedule exists for these numbers; schedules that PyTorch refuses do not exist."""
     if not schedule_takes(schedule, chunks) or min(pipeline, micro_batches) < 1:
         return False
     traits = SCHEDULE_TRAITS[schedule]
@@ -73,7 +74,7 @@ def orders(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -
 def passes_of_rank(
     schedule: Schedule, rank: int, pipeline: int, chunks: int, micro_batches: int
 ) -> tuple[Ints, Ints]:
-    """Kinds and stages of the passes of one pipeline rank, as `orders` has them."""
+    """Kinds and stages of the passes of one pipeline rank, in the order of `orders`."""
     kind, chunk, stage = _passes(schedule, rank, pipeline, chunks, micro_batches)
     if schedule in V_SCHEDULES:
         kept = _numbered(kind, chunk) < micro_batches
@@ -84,7 +85,7 @@ def passes_of_rank(
 def _passes(
     schedule: Schedule, rank: int, pipeline: int, chunks: int, micro_batches: int
 ) -> tuple[Ints, Ints, Ints]:
-    """Kinds, chunks and stages of passes, of which those of microbatches that are not there are to go."""
+    """Kinds, chunks and stages of passes; passes of microbatches that do not exist are to be removed."""
     if schedule in V_SCHEDULES:
         make = _zero_bubble_v if schedule == "zbv" else _dual_pipe_v
         kind, chunk = np.array(make(rank, pipeline, micro_batches), dtype=np.int64).reshape(-1, 2).T
@@ -94,7 +95,7 @@ def _passes(
 
 
 def _numbered(kind: Ints, chunk: Ints) -> Ints:
-    """The microbatch of each pass: every chunk takes them in turn, in each kind of pass."""
+    """The microbatch of each pass: every chunk processes microbatches in order, for each kind of pass."""
     number = np.empty_like(kind)
     backward = (kind == BACKWARD) | (kind == INPUTS)
     for each in range(int(chunk.max(initial=-1)) + 1):
@@ -111,9 +112,9 @@ def _in_rounds(
 ) -> tuple[Ints, Ints]:
     """Kinds and chunks of 1F1B, of its interleaved form and of interleaved ZB-H1.
 
-    After a warm-up of forward passes, forward and backward alternate (arXiv:2104.04473, section 2.2);
-    chunks take turns of one round of microbatches. ZB-H1 (arXiv:2401.10241, section 2.3) needs the shorter
-    warm-up of 1F1B, and rank r runs the gradients of weights r passes behind those of inputs.
+    After a warm-up of forward passes, forward and backward alternate (arXiv:2104.04473, section 2.2); chunks
+    take turns of one round of microbatches. ZB-H1 (arXiv:2401.10241, section 2.3) needs the shorter warm-up
+    of 1F1B, and rank r runs weight gradients r passes after input gradients.
     """
     split = schedule in SPLIT_BACKWARD
     round_size = micro_batches // max(1, micro_batches // pipeline) if chunks > 1 else micro_batches
@@ -141,7 +142,8 @@ W0, W1 = (WEIGHTS, 0), (WEIGHTS, 1)
 
 
 def _zero_bubble_v(rank: int, pipeline: int, micro_batches: int) -> list[Pass]:
-    """ZB-V (arXiv:2401.10241, section 6), of at least 2 pp - 1 microbatches: `orders` drops the others."""
+    """ZB-V (arXiv:2401.10241, section 6), made for at least 2 pp - 1 microbatches; `orders` drops superfluous
+    ones."""
     filled = max(2 * pipeline - 1, micro_batches)
     rest = pipeline - rank
     return [
@@ -158,9 +160,10 @@ def _zero_bubble_v(rank: int, pipeline: int, micro_batches: int) -> list[Pass]:
 
 
 def _dual_pipe_v(rank: int, pipeline: int, micro_batches: int) -> list[Pass]:
-    """DualPipe cut in half (arXiv:2412.19437, section 3.2.1; github.com/deepseek-ai/DualPipe).
+    """DualPipeV, which is DualPipe cut in half (arXiv:2412.19437, section 3.2.1;
+    github.com/deepseek-ai/DualPipe).
 
-    The second half of the last backward passes leaves its gradients of weights for the end.
+    The second half of the last backward passes runs its weight gradients at the end.
     """
     after = pipeline - rank - 1
     order = [

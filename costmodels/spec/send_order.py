@@ -1,4 +1,4 @@
-"""The order of sends and receives of a pipeline's ranks, and the send that a rank awaits first."""
+"""The order of sends and receives of a pipeline's ranks, and the send for which a rank waits first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from costmodels.spec.table import Ints
 
 SENDS_OF_STAGE = 2
-"""Messages under way of each stage of a rank: one forward, one backward."""
+"""Number of concurrent messages of each stage of a rank: one forward, one backward."""
 
 Place = tuple[int, int]
 """A rank, and the number of one of its sends and receives."""
@@ -18,9 +18,9 @@ Place = tuple[int, int]
 class SendOrder:
     """A partial order of sends and receives, kept for each as a vector clock.
 
-    A send or receive comes after those before it on its rank, and after the one that it is declared to
-    follow. Its clock has the last place of every other rank that comes before it (F. Mattern, "Virtual Time
-    and Global States of Distributed Systems", 1989, section 5). A place that follows none on another rank has
+    A send or receive comes after the earlier ones of its rank, and after the one that it is declared to
+    follow. Its clock has, for every other rank, the last place that comes before it (F. Mattern, "Virtual
+    Time and Global States of Distributed Systems", 1989, section 5). A place that follows no other rank has
     the clock of the place before it.
     """
 
@@ -31,7 +31,8 @@ class SendOrder:
         self.nothing: Ints = np.full(ranks, -1)
 
     def append(self, rank: int, follows: Place | None = None) -> Place:
-        """The next send or receive of a rank; what it follows on another rank has a place already."""
+        """Append the next send or receive of a rank; the one that it follows on another rank must have been
+        appended before."""
         own = self.clocks[rank]
         place = rank, len(own)
         clock = own[-1] if own else self.nothing
@@ -42,11 +43,11 @@ class SendOrder:
         return place
 
     def append_messages(self, senders: Ints, receivers: Ints) -> tuple[list[Place], list[Place]]:
-        """The places of sends, each followed by its receive on another rank.
+        """Append sends, each followed by its receive on another rank; returns their places.
 
         Args:
-            senders: the rank that sends each, in their order.
-            receivers: the ranks that receive them.
+            senders: the sending rank of each message, in order.
+            receivers: the receiving rank of each message.
         """
         sent, received = [], []
         for sender, receiver in zip(senders.tolist(), receivers.tolist(), strict=True):
@@ -55,7 +56,7 @@ class SendOrder:
         return sent, received
 
     def _later(self, clock: Ints, earlier: Place) -> Ints:
-        """The clock of what comes after a place too."""
+        """A clock that is also after a given place."""
         rank, number = earlier
         found: Ints = np.maximum(clock, self.clocks[rank][number])
         if found[rank] < number:
@@ -68,7 +69,7 @@ class SendOrder:
         return index <= number if one == rank else bool(self.clocks[rank][number][one] >= index)
 
     def put_before(self, earlier: Place, later: Place) -> None:
-        """Let one follow another from now on; it must not come before it."""
+        """Add the order that one place follows another; it must not come before the other already."""
         self.after.setdefault(earlier, []).append(later)
         todo = [(earlier, later)]
         while todo:
@@ -90,12 +91,12 @@ class SendOrder:
                 todo.append(((rank, number - 1), (rank, number)))
 
     def first_done(self, receives: Iterable[Place], before: Place) -> Place | None:
-        """The receive that is first done, of the sends under way, where a rank awaits one of them `before`
-        its next send: the first that comes before that send anyway, else the first that can; None where none
-        can.
+        """The receive that completes first, among the sends under way, where a rank waits for one of them
+        `before` its next send.
 
-        As `_add_wait_send_budget` in `torch.distributed.pipelining.schedules`. The send follows it from now
-        on.
+        It is the first one that already comes before that send, else the first one that can; None where none
+        can. The send follows it from now on. This is `_add_wait_send_budget` of
+        `torch.distributed.pipelining.schedules`.
         """
         able = None
         for receive in receives:
@@ -110,10 +111,10 @@ class SendOrder:
 
 
 class ChainOrder(SendOrder):
-    """A `SendOrder` for ranks that send to their neighbours alone, each numbered after the one before it.
+    """A `SendOrder` for ranks that send only to their neighbours in a chain.
 
-    A message from one neighbour then comes straight from that neighbour or through it, never around. So each
-    place needs only the last places of both neighbours that come before it.
+    Every influence on a rank then comes through one of its two neighbours. So each place needs only the last
+    places of both neighbours that come before it.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -121,7 +122,7 @@ class ChainOrder(SendOrder):
         """Numbers of the last places of the ranks before and after, for each rank and each of its places."""
 
     def append_messages(self, senders: Ints, receivers: Ints) -> tuple[list[Place], list[Place]]:
-        """Append messages behind nothing else (`SendOrder.append_messages`)."""
+        """Append messages that follow nothing else (`SendOrder.append_messages`)."""
         rank = np.stack([senders, receivers], axis=1).ravel()
         by_rank = rank.argsort(kind="stable")
         number = np.empty_like(rank)
@@ -151,12 +152,12 @@ class ChainOrder(SendOrder):
         return place
 
     def is_before(self, earlier: Place, later: Place) -> bool:
-        """Return whether a send of a rank comes before another of a neighbour (`SendOrder.is_before`)."""
+        """Return whether a rank's send comes before a neighbour's send (`SendOrder.is_before`)."""
         (one, index), (rank, number) = earlier, later
         return self.last[rank][one > rank][number] >= index
 
     def put_before(self, earlier: Place, later: Place) -> None:
-        """Put a send of a rank before another of a neighbour (`SendOrder.put_before`)."""
+        """Put a rank's send before a neighbour's send (`SendOrder.put_before`)."""
         (one, index), (rank, number) = earlier, later
         known = self.last[rank][one > rank]
         while number < len(known) and known[number] < index:

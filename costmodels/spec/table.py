@@ -1,4 +1,4 @@
-"""`LayoutTable`: many layouts as a structure of arrays, one row a layout."""
+"""`LayoutTable`: many layouts as a structure of arrays, one row for each layout."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CODES: dict[str, tuple[str, ...]] = {
     "recompute_method": RECOMPUTE_METHODS,
     "optimizer": OPTIMIZERS,
 }
-"""Fields of words, whose columns hold positions in these tuples."""
+"""Values of fields of words; their columns hold indices into these tuples."""
 
 NONE, SELECTIVE, FULL = (RECOMPUTE_KINDS.index(kind) for kind in ("none", "selective", "full"))
 UNIFORM, BLOCK = (RECOMPUTE_METHODS.index(method) for method in ("uniform", "block"))
@@ -61,14 +61,14 @@ BOOLEANS = ("sequence_parallel", "offload_activations", "offload_optimizer", "ex
 
 
 def code_of(field: str, value: Any) -> int:
-    """The number that stands for a value of a field of `Layout`: a code, a bit mask, or the value itself."""
+    """The number for a value of a field of `Layout`: a code, a bit mask, or the value itself."""
     if field == "recompute_modules":
         return sum(1 << RECOMPUTE_MODULES.index(module) for module in value)
     return CODES[field].index(value) if field in CODES else int(value)
 
 
 def value_of(field: str, code: Any) -> Any:
-    """The value of a field of `Layout` that a number stands for."""
+    """The value of a field of `Layout` from its number."""
     if field == "recompute_modules":
         return tuple(module for bit, module in enumerate(RECOMPUTE_MODULES) if code >> bit & 1)
     if field in BOOLEANS:
@@ -126,7 +126,7 @@ class LayoutTable:
         return len(self.tensor_parallel)
 
     def _of_split(self, number: Callable[[tuple[int, ...]], int]) -> Ints:
-        """A number of the `layers_per_stage` of each row."""
+        """Values computed once for each split, for all rows."""
         return np.array([number(split) for split in self.splits], dtype=np.int64)[self.split]
 
     @property
@@ -136,17 +136,17 @@ class LayoutTable:
 
     @cached_property
     def entries(self) -> Ints:
-        """Entries of `layers_per_stage`."""
+        """Number of entries of `layers_per_stage`."""
         return self._of_split(len)
 
     @cached_property
     def layers(self) -> Ints:
-        """Layers that the stages hold together."""
+        """Total number of layers of all stages."""
         return self._of_split(sum)
 
     @cached_property
     def deepest(self) -> Ints:
-        """Layers of the largest stage; 0 where stages have none yet."""
+        """Number of layers of the largest stage; 0 where stages have no layers yet."""
         return self._of_split(lambda split: max(split, default=0))
 
     @cached_property
@@ -166,7 +166,7 @@ class LayoutTable:
 
     @property
     def keeps_whole(self) -> Bools:
-        """Rows whose ranks hold and update all of their parameters, on the device."""
+        """Rows whose ranks hold and update all of their parameters on the device."""
         result: Bools = (self.zero_stage == 0) & ~self.offload_optimizer
         return result
 
@@ -178,7 +178,8 @@ class LayoutTable:
 
     @cached_property
     def expert_shards(self) -> Ints:
-        """Ranks over which ZeRO splits the experts of one device: those of a copy of the other parameters."""
+        """Ranks over which ZeRO splits the experts of one device; the same ranks as for a copy of the other
+        parameters."""
         shards = np.maximum(self.expert_replicas // self.zero_replicas, 1)
         return np.where(self.zero_stage > 0, shards, 1)
 
@@ -189,7 +190,7 @@ class LayoutTable:
         return result
 
     def recomputes(self, module: RecomputeModule) -> Bools:
-        """Rows that compute `module` again by selective recomputation."""
+        """Rows that recompute `module` in selective recomputation."""
         return self.recompute_modules & code_of("recompute_modules", (module,)) > 0
 
     def runs(self, *schedules: Schedule) -> Bools:
@@ -199,7 +200,7 @@ class LayoutTable:
         return result
 
     def take(self, rows: Ints | Bools | slice) -> LayoutTable:
-        """The rows that an index or mask array selects, or those of a slice, which are not copied."""
+        """The rows that an index or mask array selects, or those of a slice without copying."""
         return replace(self, **{name: getattr(self, name)[rows] for name in ARRAY_FIELDS})
 
     def column(self, name: str, rows: Ints) -> Any:
@@ -258,7 +259,7 @@ class LayoutTable:
 
 
 FORMATS = ("precision", "gradient_reduction", "fp8_recipe", "fp8_param_gather", "muon_mode")
-"""Fields of `Layout` that all rows of a table share: number formats, and how ranks share Muon's work."""
+"""Fields of `Layout` that all rows of a table share: number formats, and the division of Muon's work."""
 
 
 def shared_fields(layout: Layout) -> tuple[Any, ...]:
@@ -273,13 +274,13 @@ ARRAY_FIELDS = tuple(name for name in LayoutTable.__dataclass_fields__ if name n
 
 
 def by_context_form(table: LayoutTable, gathered: Floats, exchanged: Floats, ring: Floats | float) -> Floats:
-    """One of three values by each row's form of context parallelism, in a fifth of `np.choose`'s time."""
+    """One of three values by each row's form of context parallelism; five times as fast as `np.choose`."""
     form = table.context_parallel_form
     return np.where(form == ALL_GATHER, gathered, np.where(form == ALL_TO_ALL, exchanged, ring))
 
 
 def numbered_splits(splits: Iterable[tuple[int, ...]]) -> tuple[tuple[tuple[int, ...], ...], Ints]:
-    """The distinct layers of stages, in the order in which they come, and which ones each are, [n]."""
+    """The distinct layers of stages, in order of occurrence, and the index of each row's, [n]."""
     every = list(splits)
     places = {split: place for place, split in enumerate(dict.fromkeys(every))}
     return tuple(places), np.array([places[split] for split in every], dtype=np.int64)
@@ -293,7 +294,7 @@ def distinct_numbers(column: Ints) -> list[int]:
 
 
 def combined_key(columns: Sequence[Ints | Bools]) -> Ints:
-    """One number a row, which orders rows as their columns of small numbers do, the first column first."""
+    """One number for each row that orders rows by their columns of small numbers, the first column first."""
     key = columns[0].astype(np.int64)
     for column in columns[1:]:
         base = int(column.max(initial=0)) + 1
@@ -304,6 +305,7 @@ def combined_key(columns: Sequence[Ints | Bools]) -> Ints:
 
 
 def distinct_rows(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
-    """First row of each distinct combination of columns of small numbers, and the combination of each row."""
+    """First row of each distinct combination of columns of small numbers, and the index of each row's
+    combination."""
     _, first, code = np.unique(combined_key(columns), return_index=True, return_inverse=True)
     return first, code

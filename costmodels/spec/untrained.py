@@ -26,7 +26,7 @@ PARTS: dict[str, Callable[[ModelSpec], bool]] = {
     ),
     "parameters of other parts": lambda spec: spec.other_layer_parameters + spec.other_parameters > 0,
 }
-"""Tests of whether a model has a part, by what a message calls the part."""
+"""Tests if a model has a part, by the name of the part in messages."""
 
 
 def untrained_parts(spec: ModelSpec) -> list[str]:

@@ -1,1 +1,1 @@
-"""Seconds of units, of pipelines, of the exchange of data-parallel ranks, and how sure they are."""
+"""Seconds of units, of pipelines and of data-parallel communication, and the uncertainty of estimates."""

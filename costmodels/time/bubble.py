@@ -1,8 +1,8 @@
-"""Seconds that pipelines idle and send, in closed form, to rank all layouts before a few are simulated.
+"""Closed forms of idle and send seconds of pipelines, which rank all layouts before a few are simulated.
 
 The sources are Narayanan et al. (arXiv:2104.04473, section 2.2) and the zero-bubble papers; the forms here
-allow unequal stages. Equal stages take what `costmodels.time.simulation` plays out; tests hold the forms for
-unequal stages to it as well.
+allow unequal stages. For equal stages they agree with `costmodels.time.simulation`; tests compare unequal
+stages with it too.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def _of(slowest: Ints, each: Floats | Ints) -> Any:
 def bubble_seconds(
     rank_seconds: Floats, count: Floats, chunks: Floats, slowest: Ints | None = None
 ) -> Floats:
-    """Idle time of the slowest rank of each row: filling and draining all other ranks, one chunk deep.
+    """Idle time of the slowest rank of each row, while all other ranks fill and drain, one chunk deep.
 
     (sum of t - t of the slowest) / vpp, which for equal ranks is Narayanan et al.'s (pp - 1) t / vpp.
 
     Args:
-        rank_seconds: [n, k], what one microbatch takes on each rank while the pipeline fills and drains:
-            forward and backward, or less where the gradients of weights fill the bubble.
-        count: [n, k], ranks that the entry stands for.
+        rank_seconds: [n, k], seconds of one microbatch on each rank while the pipeline fills and drains:
+            forward and backward, or less where weight gradients fill the bubble.
+        count: [n, k], number of ranks that the entry represents.
         chunks: [n], model chunks on each rank.
-        slowest: [n], the slowest rank; that of the largest `rank_seconds` when not given.
+        slowest: [n], the slowest rank; the one with the largest `rank_seconds` when not given.
     """
     slow = rank_seconds.argmax(axis=1) if slowest is None else slowest
     result: Floats = ((rank_seconds * count).sum(axis=1) - _of(slow, rank_seconds)) / chunks
@@ -47,10 +47,11 @@ def bubble_seconds(
 
 
 def shared_bubble(bubble: Floats, busy: Floats | float, sharers: float) -> Floats:
-    """`bubble` where `sharers` ranks share a core, [n]: those that compute have it while the others wait.
+    """The bubble where `sharers` ranks share a core, [n]: ranks that compute use the core while others wait.
 
-    The slowest rank's `busy` seconds count a share of a core. With a core for each rank the pipeline takes
-    1 / sharers of all; it takes no less than the cores do for all ranks together.
+    The slowest rank's `busy` seconds are those of a share of a core. With one core for each rank, the
+    pipeline would take 1 / sharers of the time. It takes at least the time of the cores for all ranks
+    together.
     """
     if sharers <= 1:
         return bubble
@@ -60,17 +61,17 @@ def shared_bubble(bubble: Floats, busy: Floats | float, sharers: float) -> Float
 def uneven_bubble_seconds(
     rank_seconds: Floats, forward: Floats, ranks: Ranks, place: Floats | Ints, slowest: Ints
 ) -> Floats:
-    """`bubble_seconds` of 1F1B, [n], where faster ranks lie behind the slowest one.
+    """The bubble of 1F1B, [n], where faster ranks follow the slowest one in the pipeline.
 
-    Rank r waits twice for what is behind it: for its first gradient while it has W = pp - 1 - r forward
-    passes to do, and for its last one while it has W backward passes. With S seconds of a microbatch
-    behind it, it idles max(S, W f) - W f and max(S, W b) - W b, and fills what is before it once more.
-    All others lie behind the first rank, and none behind the last one.
+    Rank r waits twice for the ranks behind it: for its first gradient while it has W = pp - 1 - r forward
+    passes to do, and for its last gradient while it has W backward passes. If a microbatch takes S seconds
+    behind it, it idles max(S, W f) - W f and max(S, W b) - W b. The ranks before it are filled once more. All
+    other ranks are behind the first rank, and none is behind the last one.
 
     Args:
         rank_seconds: [n, k], forward and backward of one microbatch on each rank.
-        forward: [n], of the slowest rank.
-        place: [n, k], a number that is larger of ranks that lie further behind.
+        forward: [n], forward seconds of the slowest rank.
+        place: [n, k], a number that increases along the pipeline.
     """
     own = _of(slowest, rank_seconds)
     others = ranks.count - (np.arange(ranks.count.shape[1]) == slowest[:, None])
@@ -87,21 +88,21 @@ def uneven_bubble_seconds(
 def split_bubble_seconds(
     table: LayoutTable, forward: Floats, inputs: Floats, weights: Floats, count: Floats
 ) -> tuple[Floats, Floats]:
-    """`bubble_seconds` of schedules that run the gradients of weights apart, [n], and spare seconds, [n].
+    """The bubble of split-backward schedules, [n], and spare seconds, [n].
 
-    With f, i and w for forward, gradients of inputs and gradients of weights of a rank, every other rank
-    costs f + max(i - w, 0) in ZB-H1 (arXiv:2401.10241, table 1: pp - 1 times f + i - w) and in DualPipeV,
-    whose two directions also wait for each other where i > f; max(f, i, 2 (i - w)) in ZB-V (section 6,
-    for times that differ). A rank of a V that is slower than all others, such as the one with the head,
-    makes up for most of it: it finds its input ready, microbatch by microbatch, until only max(i - w, 0)
-    (DualPipeV) or w of all but one, less what its own is longer (ZB-V), is left of each other rank. What it
-    could make up besides is spare: messages that take as long cost nothing. In ZB-H1 this is what the slowest
-    rank takes longer for f and i of the microbatches in flight. The forms are fitted to the orders that
-    PyTorch's schedules run.
+    Let f, i and w be the seconds of forward, input gradients and weight gradients of a rank. In ZB-H1 every
+    other rank adds f + max(i - w, 0) (arXiv:2401.10241, table 1: pp - 1 times f + i - w). The same holds in
+    DualPipeV, whose two directions also wait for each other if i > f. In ZB-V it is max(f, i, 2 (i - w))
+    (section 6, for times that differ). A rank of a V that is slower than all others, such as the one with the
+    head, makes up for most of this, as its inputs arrive early. What remains of each other rank is max(i - w,
+    0) (DualPipeV), or w of all but one, minus the excess of the slowest rank's own w (ZB-V). The time that it
+    could still make up is spare: messages of that duration are hidden. In ZB-H1 the spare time is the slowest
+    rank's excess of f and i over the microbatches in flight. The forms are fitted to the orders of PyTorch's
+    schedules.
 
     Args:
         forward, inputs, weights: [n, k], seconds of one microbatch on each rank.
-        count: [n, k], ranks that the entry stands for.
+        count: [n, k], number of ranks that the entry represents.
     """
     total = forward + inputs + weights
     slowest = total.argmax(axis=1)
@@ -135,9 +136,9 @@ def split_bubble_seconds(
 def message_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
     """Seconds of one message between stages: activations of a microbatch, or their gradients, [n].
 
-    Sequence parallelism sends its part of the sequence only; without it an engine may let every
+    With sequence parallelism a rank sends only its part of the sequence. Without it, an engine may let every
     tensor-parallel rank send a part, which the receivers gather over their own links (arXiv:2104.04473,
-    section 4.1). The slowest pair of neighbours counts. In 1F1B alone ranks wait for what they send.
+    section 4.1). The slowest pair of neighbours counts. Only in 1F1B do ranks wait for their sends.
     """
     split = np.where(table.sequence_parallel | engine.network.scatters_messages, table.tensor_parallel, 1)
     payload = element_bytes(table.precision) * tokens(model, table) * model.hidden / split
@@ -153,8 +154,8 @@ def message_wait_seconds(
 ) -> Floats:
     """Seconds by which waiting for its own messages makes the slowest rank slower, [n].
 
-    For each microbatch and chunk a rank sends two, but the first and the last rank one less in all. That is
-    so in 1F1B, and with `waits` in interleaved schedules.
+    A rank sends two messages for each microbatch and chunk; the first and the last rank send one less. Ranks
+    wait in 1F1B, and with `waits` in interleaved schedules.
     """
     slower, chunks = np.zeros(len(table)), table.virtual_pipeline_parallel
     rows = (table.runs("1f1b") | (waits & table.runs("interleaved"))) & (table.pipeline_parallel > 1)
@@ -174,22 +175,21 @@ def send_seconds(
     weights: Floats,
     waits: bool,
 ) -> Floats:
-    """Seconds that sending activations and their gradients between stages adds to one step, [n].
+    """Seconds that messages between stages add to one step, [n].
 
-    The first and the last microbatch wait for their messages through all stages; spare seconds hide some
-    of them. In the steady state the ranks of 1F1B wait for every message. Those of other schedules compute
-    meanwhile: a message costs time where it takes longer than what the order leaves between sending and
-    use, which is a forward pass of a chunk or half of both passes (interleaved), half of the gradients of
-    weights (ZB-H1), those and a forward pass (ZB-V), a forward pass (DualPipeV); and all messages of a
-    microbatch take no less than their way out of a rank. The forms are those of the simulation with equal
-    stages.
+    The first and the last microbatch wait for their messages through all stages; spare seconds hide some of
+    them. In the steady state the ranks of 1F1B wait for every message. Ranks of other schedules compute
+    meanwhile. There a message only adds time beyond the slack between sending and use. The slack is a forward
+    pass of a chunk or half of both passes (interleaved), half of the weight gradients (ZB-H1), weight
+    gradients and a forward pass (ZB-V), or a forward pass (DualPipeV). Also, all messages of a microbatch
+    share the rank's outgoing link. The forms agree with the simulation for equal stages.
 
     Args:
         message: [n], seconds of one message.
         held: [n], `message_wait_seconds`.
-        spare: [n], as `split_bubble_seconds` has it; of other schedules 0.
+        spare: [n], from `split_bubble_seconds`; 0 for other schedules.
         forward, backward, weights: [n], seconds of the slowest rank for one microbatch, all of its chunks.
-        waits: ranks of interleaved schedules wait for every message too.
+        waits: True if ranks of interleaved schedules wait for every message too.
     """
     pp, vpp = table.pipeline_parallel, table.virtual_pipeline_parallel
     micro_batches, hops = table.micro_batches, (pp - 1) / pp

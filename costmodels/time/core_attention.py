@@ -12,26 +12,28 @@ from costmodels.spec.hardware import Device
 from costmodels.spec.table import RING, Floats, LayoutTable, by_context_form
 
 CAUSAL_SHARE = 0.5
-"""Part of the score matrix under the diagonal, which is all that flash attention computes."""
+"""Share of the score matrix below the diagonal; flash attention computes only this part."""
 
 
 BATCHED_GEMM_RATE = 0.7
-"""Small batched GEMMs of unfused attention, relative to large ones."""
+"""Rate of the small batched GEMMs of unfused attention, relative to large GEMMs."""
 
 
 ALIGNED, UNALIGNED_RATE = 8, 0.25
-"""Elements of which heads have a multiple where tensor cores take 16-bit products of unfused attention, and
-the rate of other units relative to theirs: 78 of 312 TFLOP/s on an A100 in fp16 (NVIDIA's data sheet)."""
+"""Tensor cores compute 16-bit GEMMs of unfused attention if the head size is a multiple of the first number.
+The second is the rate of other units relative to tensor cores: 78 of 312 TFLOP/s on an A100 in fp16 (NVIDIA's
+data sheet)."""
 
 
 QUERY_BLOCK = 128
-"""Queries that a block of flash attention takes at a time."""
+"""Queries in a block of flash attention."""
 
 
 def padded_head(size: int) -> int:
-    """Elements of a head that the kernels of flash attention compute with.
+    """Padded head size in the kernels of flash attention, in elements.
 
-    Multiples of 32, beyond 128 of 64 (`round_multiple` in FlashAttention's csrc/flash_attn/flash_api.cpp).
+    It is a multiple of 32, above 128 of 64 (`round_multiple` in FlashAttention's
+    csrc/flash_attn/flash_api.cpp).
     """
     step = 32 if size <= 128 else 64
     return -(-size // step) * step
@@ -48,11 +50,11 @@ def attention_seconds(
 ) -> tuple[Floats, Floats]:
     """Seconds of core attention, forward and backward, at a peak of `flops`.
 
-    Flash attention reaches s / (s + half) of its rate on sequences of s tokens, d / (d + half) with heads of
-    d elements, and less where heads times tokens are few for the multiprocessors, each of which takes a
-    block of 128 queries (fits to 214 published figures of arXiv:2307.08691 and arXiv:2407.08608, 120 of an
-    H100's own, and 88 of SimuMax's profiles: median error 1 to 6 %). A ring's kernels see the tokens of one
-    rank at a time.
+    Flash attention reaches s / (s + half) of its rate on sequences of s tokens, and d / (d + half) with heads
+    of d elements. It reaches less where heads times tokens give too few blocks of 128 queries for the
+    multiprocessors. The formula is fitted to 214 published figures of arXiv:2307.08691 and arXiv:2407.08608,
+    to 120 measurements on an H100, and to 88 figures of SimuMax's profiles (median error 1 to 6 %). The
+    kernels of a ring process the tokens of one rank at a time.
     """
     constants = engine.attention
     if constants.flash:
@@ -80,12 +82,11 @@ def attention_seconds(
 def context_seconds(
     work: Operators, table: LayoutTable, cp: Group, attention: Floats, attention_back: Floats
 ) -> tuple[Floats, Floats]:
-    """Seconds of context parallelism in forward and backward that nothing hides.
-
-    Gathered keys and values are kept, and their gradients are reduce-scattered. In a ring they travel
-    while attention works on the last ones (arXiv:2310.01889, section 3), in backward with their fp32
-    gradients, whose last hop nothing hides. Queries, keys and values change hands in one exchange, the
-    output in another one, and so do their gradients (arXiv:2309.14509, section 3.2).
+    """Seconds of context parallelism in forward and backward that computation does not hide. all_gather:
+    gathered keys and values are kept, and their gradients are reduce-scattered. ring: keys and values travel
+    while attention works on the previous ones (arXiv:2310.01889, section 3); in backward with their fp32
+    gradients, whose last hop is not hidden. all_to_all: one exchange for queries, keys and values, and one
+    for the output; the same for their gradients (arXiv:2309.14509, section 3.2).
     """
     if not (table.context_parallel > 1).any():
         return np.zeros(len(table)), np.zeros(len(table))

@@ -1,9 +1,9 @@
-"""Seconds of the data-parallel exchange, and of the optimizer.
+"""Seconds of data-parallel communication, and of the optimizer.
 
-ZeRO's volumes (Rajbhandari et al., arXiv:1910.02054, section 7): one all-reduce of the gradients, or a
-reduce-scatter of gradients and an all-gather of parameters; stage 3 gathers in every forward and
-backward pass. With copies of the shards (hybrid sharding, MiCS, arXiv:2205.00119, section 3) the copies'
-gradients are summed as well.
+ZeRO's volumes are (Rajbhandari et al., arXiv:1910.02054, section 7): one all-reduce of the gradients, or a
+reduce-scatter of gradients and an all-gather of parameters; stage 3 gathers in every forward and backward
+pass. With copies of the shards (hybrid sharding, MiCS, arXiv:2205.00119, section 3) the gradients are also
+summed over the copies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from costmodels.spec.table import Floats, Ints, LayoutTable
 
 
 def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
-    """Reductions of the gradients of a layer, and gatherings of its parameters, in one step, [n] each."""
+    """Numbers of reductions of a layer's gradients, and of all-gathers of its parameters, in one step, [n]
+    each."""
     micro_batches = table.micro_batches
     reductions = np.where(sharded_gradient_rows(engine, table), micro_batches, 1)
     gathers = np.where(table.zero_stage == 3, 2 * micro_batches, np.minimum(table.zero_stage, 1))
@@ -43,16 +44,17 @@ def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
 def accumulation_seconds(
     engine: Engine, device: Device, table: LayoutTable, has_experts: bool
 ) -> tuple[Floats, Floats]:
-    """Seconds per parameter to add up gradients and to copy them: for each microbatch, and once a step.
+    """Seconds per parameter to accumulate and copy gradients: for each microbatch, and once a step.
 
-    With g bytes of a gradient as backward leaves it and a bytes of a sum, an addition is 2a + g bytes of
-    memory traffic; a GEMM that adds up its own result reads and writes a. FSDP2
+    Let g be the bytes of a gradient after backward, and a those of a sum. An addition has 2a + g bytes of
+    memory traffic; a GEMM that accumulates its own result reads and writes a. FSDP2
     (torch/distributed/fsdp/_fully_shard, `_fsdp_param.py` and `_fsdp_collectives.py`) casts the first
     gradient to the format of the sum (g + a), adds the others, and copies the sum into the buffer of the
     reduction (2a, or g + a for the gradient of a single microbatch); gathering casts the fp32 shard and
-    copies what arrives out of a buffer (2g). Where it reduces every microbatch, only shards add up. The
-    time once a step is less than zero where the first gradient needs no addition. What FSDP2 does not wrap
-    (`plain_whole`) is cast once a step, and its first gradient goes right into the buffer of the reduction.
+    copies the received parameters out of a buffer (2g). If it reduces every microbatch, only shards are
+    accumulated. The time once a step is negative where the first gradient needs no addition. Parameters that
+    FSDP2 does not wrap (`plain_whole`) are cast once a step, and their first gradient is written directly
+    into the buffer of the reduction.
     """
     policy = engine.memory_policy(table.precision)
     gradient, total = policy.gathered, reduction_element_bytes(engine, table)
@@ -89,7 +91,7 @@ def accumulation_seconds(
 
 
 def copy_seconds(engine: Engine, device: Device, table: LayoutTable) -> Floats:
-    """Seconds of a step in which FSDP2 copies one frozen parameter out of the buffers of gatherings, [n]."""
+    """Seconds of a step for copying one frozen parameter out of FSDP2's all-gather buffers, [n]."""
     _, gathers = _calls(engine, table)
     wrapped = (table.zero_stage > 0) & engine.sharding.fully_sharded
     times = np.where(wrapped, gathers, 0)
@@ -99,10 +101,10 @@ def copy_seconds(engine: Engine, device: Device, table: LayoutTable) -> Floats:
 
 
 def overlap_seconds(communication: Floats, window: Floats, sharpness: float) -> Floats:
-    """Seconds of `communication` that do not show when it runs beside `window` seconds of computation.
+    """Seconds of `communication` that are hidden by `window` seconds of computation.
 
-    Both together take the p-norm of the two: the longer one alone where one is far longer, more where they
-    are alike and share memory bandwidth and multiprocessors.
+    Both together take the p-norm of the two. If one is far longer, that is the longer one; if they are
+    similar, it is more, as they share memory bandwidth and multiprocessors.
     """
     longer = np.maximum(np.maximum(communication, window), TINY)
     joined = ((communication / longer) ** sharpness + (window / longer) ** sharpness) ** (1 / sharpness)
@@ -110,23 +112,24 @@ def overlap_seconds(communication: Floats, window: Floats, sharpness: float) -> 
 
 
 FP8 = 1.0
-"""Bytes of an element that is gathered in fp8."""
+"""Bytes of an element gathered in fp8."""
 
 MOST_SHARDS = 512
-"""Shards up to which the host's time for each was measured; nobody has seen it grow beyond."""
+"""Most shards for which the host's time per shard was measured; more shards are not assumed to take
+longer."""
 
 TINY = 1e-30
-"""Seconds; keeps a ratio of nothing to nothing finite."""
+"""Seconds added to a denominator, so that the ratio of two zeros is finite."""
 
 
 class _Exchange(NamedTuple):
-    """The exchange of gradients and parameters among data-parallel ranks, before any of it hides."""
+    """Data-parallel communication of gradients and parameters, before overlap."""
 
     cluster: Cluster
     engine: Engine
     table: LayoutTable
     layers: Floats
-    """Layers on the device; each is one call."""
+    """Number of layers on the device; each is one call."""
 
     def seconds(
         self,
@@ -136,9 +139,9 @@ class _Exchange(NamedTuple):
         still: Floats | float,
         narrow: Floats | None = None,
     ) -> Floats:
-        """`ranks` that lie `stride` apart hold the same `count` parameters, and `still` that are frozen.
+        """Seconds of the exchange among `ranks` at a distance of `stride` that hold the same parameters.
 
-        `narrow` of them may be gathered in fp8.
+        There are `count` trained parameters and `still` frozen ones. `narrow` of them may be gathered in fp8.
         """
         cluster, engine, table, layers = self.cluster, self.engine, self.table, self.layers
         policy, copies, stage = engine.memory_policy(table.precision), table.zero_replicas, table.zero_stage
@@ -191,16 +194,16 @@ def exchange_seconds(
     Args:
         shared: parameters on one device outside routed experts.
         experts: parameters of routed experts on one device, which fewer ranks replicate.
-        layers: layers on the device; each is one call.
+        layers: number of layers on the device; each is one call.
         forward: seconds of one microbatch's forward pass on a device.
-        backward: the same of its backward pass.
-        frozen: parameters besides that are gathered, and have no gradients, as `shared` and `experts`.
-        inner: those of `shared` that are of layers, and gathered in fp8 where any are.
+        backward: seconds of one microbatch's backward pass on a device.
+        frozen: gathered parameters without gradients, as a pair like `shared` and `experts`.
+        inner: parameters of `shared` that belong to layers; these are gathered in fp8 if any are.
 
-    The reductions hide behind the backward passes that produce gradients, and, of all chunks of an
-    interleaved pipeline but the last, behind those that follow; a gathering behind the forward passes that
-    need the parameters, and those before; at most `engine.overlap.data_parallel` of all hides (with ZeRO
-    `engine.overlap.sharded`, if given).
+    Reductions are hidden by the backward passes that produce the gradients; in an interleaved pipeline, those
+    of all chunks but the last also by later backward passes. An all-gather is hidden by the forward passes
+    that need the parameters, and by those before. At most the share `engine.overlap.data_parallel` is hidden
+    (with ZeRO `engine.overlap.sharded`, if given).
     """
     exchange = _Exchange(cluster, engine, table, layers)
     still, still_experts = (0.0, 0.0) if frozen is None else frozen
@@ -257,11 +260,11 @@ def optimizer_seconds(
 ) -> Floats:
     """Seconds of one step of the optimizer on one device, [n]: bytes through memory.
 
-    Each rank updates its shard (from ZeRO 1 on) and, without FSDP2 (see `accumulation_seconds`), writes
-    the parameters that GEMMs read and clears the gradients. With the optimizer in host memory the
-    shard's gradients go there and its parameters come back, and the update runs at the host's bandwidth
-    (ZeRO-Offload, arXiv:2101.06840, section 4.1, without its delayed update). FSDP2 moves both in fp32,
-    parameters for every gathering and gradients for every reduction, which add up on the host.
+    Each rank updates its shard (from ZeRO 1 on). Without FSDP2 (see `accumulation_seconds`) it also writes
+    the parameters that GEMMs read, and clears the gradients. With the optimizer in host memory, the shard's
+    gradients are sent there, its parameters are sent back, and the update runs at the host's bandwidth
+    (ZeRO-Offload, arXiv:2101.06840, section 4.1, without its delayed update). FSDP2 moves both in fp32:
+    parameters for every all-gather, and gradients for every reduction; it accumulates gradients on the host.
     """
     policy = engine.memory_policy(table.precision)
     traffic: Any = update_traffic(table) * engine.elementwise.update_passes
@@ -287,12 +290,12 @@ def optimizer_seconds(
 def orthogonal_seconds(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, shared: Floats, experts: Floats
 ) -> Floats:
-    """Seconds in which Muon's updates become orthogonal on one device, [n]; 0 for other optimizers.
+    """Seconds to orthogonalise Muon's updates on one device, [n]; 0 for other optimizers.
 
-    Tensor-parallel ranks share the work by `Layout.muon_mode`. Of ranks that hold the same matrices each
-    takes some whole ones where the engine's ZeRO shares out matrices (`MuonConstants.layer_wise`): the one
-    with the most work has its share at least, and one matrix at least. Elsewhere ranks gather the momentum
-    over ZeRO's shards, and each does all; of experts it takes whole ones where it can.
+    Tensor-parallel ranks divide the work by `Layout.muon_mode`. If the engine's ZeRO divides whole matrices
+    (`MuonConstants.layer_wise`), ranks with the same matrices each take some of them. The rank with the most
+    work then has at least its share, and at least one matrix. In other engines, ranks gather the momentum
+    over ZeRO's shards, and each does all the work; expert matrices are divided whole where possible.
 
     Args:
         shared: parameters of layers on one device outside routed experts.
@@ -332,10 +335,10 @@ def orthogonal_seconds(
 def _muon_exchange(
     mode: MuonMode, across: Group, matrices: list[Matrix], own: Floats, ranks: Floats, element: float
 ) -> Floats:
-    """Seconds of what tensor-parallel ranks exchange of the matrices that one of them updates, [n].
+    """Seconds of tensor-parallel communication for matrices that one rank updates, [n].
 
     Args:
-        own: parameters of its parts of them, [n].
+        own: parameters of the rank's parts of these matrices, [n].
     """
     if mode == "blockwise":
         return np.zeros(len(own))
@@ -354,4 +357,4 @@ def _muon_exchange(
 
 
 SQUARE = 2.0
-"""Bytes of an element of the square matrices of Newton-Schulz steps, which are in bf16."""
+"""Bytes of an element of the square matrices in Newton-Schulz steps (bf16)."""

@@ -13,7 +13,7 @@ from costmodels.spec.layout import WIDE_WEIGHT_GRADIENTS, Fp8Recipe
 from costmodels.spec.table import Bools, Floats
 
 TILE = 128 * 128
-"""Elements of the output that one multiprocessor computes at a time."""
+"""Output elements that one multiprocessor computes at a time."""
 
 
 def peak_flops(device: Device, precision: Precision) -> float:
@@ -31,7 +31,7 @@ def peak_flops(device: Device, precision: Precision) -> float:
 
 
 def wide_peak_flops(device: Device, precision: Precision) -> float:
-    """Peak of what an fp8 recipe leaves in 16 bits: attention and the head."""
+    """Peak FLOP/s of the GEMMs that an fp8 recipe leaves in 16 bits: attention and the head."""
     if precision not in NARROW:
         return peak_flops(device, precision)
     wide: tuple[Precision, ...] = ("bf16", "fp16")
@@ -39,10 +39,10 @@ def wide_peak_flops(device: Device, precision: Precision) -> float:
 
 
 class GemmRates(NamedTuple):
-    """Rates of GEMMs on one device, and what each takes besides."""
+    """Rates of GEMMs on one device, and the overheads of each GEMM."""
 
     flops: float
-    """FLOP/s that a large GEMM reaches."""
+    """FLOP/s of a large GEMM."""
     wide_flops: float
     """FLOP/s of large GEMMs that an fp8 recipe leaves in 16 bits."""
     bandwidth: float
@@ -50,23 +50,23 @@ class GemmRates(NamedTuple):
     element: int
     """Bytes of an element."""
     launch: float = 0.0
-    """Seconds that a kernel takes however small it is."""
+    """Least seconds of a kernel of any size."""
     wave: float = 0.0
-    """Elements of the output that are computed for nothing in the last wave of tiles."""
+    """Wasted output elements in the last wave of tiles."""
     half_width: float = 0.0
-    """Inner width k at which the rate is half of that of a wide GEMM."""
+    """Inner width k at which a GEMM has half of the full rate."""
     grouped: bool = False
-    """Several GEMMs of one shape, those of experts, are one kernel."""
+    """True if several GEMMs of one shape, those of experts, are one kernel."""
     padding: float = 0.0
-    """Rows that each of several GEMMs of one shape computes for nothing."""
+    """Wasted rows in each of several GEMMs of one shape."""
 
 
 def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
     """Seconds of GEMMs.
 
-    sqrt(arithmetic^2 + traffic^2) + launch: GEMMs that are bound by neither alone are slower than the
-    longer of both. Fitted to 44,000 kernels on A100 and H100 (Vidur's profiles, arXiv:2405.05465): median
-    error 4 to 6 % for m of 256 and more, where the same shape measured twice differs by 4.6 %.
+    The formula is sqrt(arithmetic^2 + traffic^2) + launch. A GEMM that is bound by both takes longer than the
+    larger of the two. It is fitted to 44,000 kernels on A100 and H100 (Vidur's profiles, arXiv:2405.05465).
+    The median error is 4 to 6 % for m of 256 and more; repeated measurements of a shape differ by 4.6 %.
     """
     total: Floats | float = 0.0
     for m, k, n, times, wide, _ in gemms:
@@ -86,12 +86,11 @@ def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
 def cast_elements(
     gemms: tuple[Gemm, ...], recipe: Fp8Recipe = "default", arrive: Bools | bool = False
 ) -> tuple[Floats | float, Floats | float]:
-    """Operands of GEMMs in elements: of the forward ones, and of the two backward ones of each, or
-    of the one that is in 8 bits.
+    """Elements of GEMM operands: of forward GEMMs, and of the two backward GEMMs of each, or of the single
+    one in 8 bits.
 
     Args:
-        arrive: weights come in 8 bits, so that only the backward pass, which wants them on their side, makes
-            them anew.
+        arrive: True if weights are gathered in 8 bits, so that only backward casts them, for the transpose.
     """
     twice = recipe not in WIDE_WEIGHT_GRADIENTS
     forward: Floats | float = 0.0
@@ -109,7 +108,7 @@ def gemm_rates(
 
     Args:
         recipe: recipe of GEMMs in fp8.
-        wide: an fp8 recipe leaves them in 16 bits.
+        wide: True if an fp8 recipe leaves the GEMMs in 16 bits.
     """
     wide_peak = wide_peak_flops(device, precision)
     narrow = precision in NARROW and not wide

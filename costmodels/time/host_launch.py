@@ -1,4 +1,4 @@
-"""Host seconds to launch a layer, and how long the device waits for them."""
+"""Host seconds to launch a layer, and the device's idle seconds during launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from costmodels.spec.table import FULL, RING, UNIFORM, Bools, Floats, LayoutTabl
 
 
 def unfused_rows(work: Operators, engine: Engine) -> Bools | bool:
-    """Rows whose sequences times heads of a device the fused softmax kernel does not take, [n]."""
+    """Rows whose sequences times heads of a device do not suit the fused softmax kernel, [n]."""
     if engine.attention.flash or not engine.attention.softmax_batch:
         return False
     unfused: Bools = (work.scores / work.seq**2) % engine.attention.softmax_batch > 0
@@ -21,11 +21,11 @@ def unfused_rows(work: Operators, engine: Engine) -> Bools | bool:
 
 
 def launch_seconds(work: Operators, engine: Engine, table: LayoutTable, tp: Group) -> Floats:
-    """Host seconds of a layer's forward pass, whatever its size.
+    """Host seconds of a layer's forward pass, independent of its size.
 
-    Every doubling of tensor parallelism in a node multiplies it, and so do the nodes (islands) that a group
-    spans, whose rings wait for each other. A softmax that no kernel fuses is several launches instead of one.
-    A CUDA graph is one launch of all layers.
+    Every doubling of tensor parallelism in a node multiplies them; so do the nodes (islands) of a group,
+    whose rings wait for each other. An unfused softmax is several launches instead of one. A CUDA graph is
+    one launch of all layers.
     """
     split = np.where(table.sequence_parallel, engine.host.sequence_parallel, engine.host.tensor_parallel)
     steps = engine.host.tensor_parallel_step * np.where(tp.size > 1, tp.local, 0)
@@ -41,9 +41,9 @@ def launch_seconds(work: Operators, engine: Engine, table: LayoutTable, tp: Grou
 
 
 def chained_rows(work: Operators, table: LayoutTable) -> Bools:
-    """Rows whose compiled layers are one graph each, which run in chains where nothing wraps them, [n].
+    """Rows whose unwrapped compiled layers are one graph each and run in chains, [n].
 
-    The first layer of a stage stands for the others and takes longer, which is not told apart here.
+    The first layer of a stage takes longer; this is not modelled separately.
     """
     units = (table.recompute == FULL) & (table.recompute_method == UNIFORM) & (table.recompute_num_layers > 1)
     rings = (table.context_parallel > 1) & (table.context_parallel_form == RING)
@@ -56,9 +56,9 @@ def chained_rows(work: Operators, table: LayoutTable) -> Bools:
 
 
 def launch_floor(seconds: Floats, floor: Floats | float, sharpness: float = 8.0) -> Floats:
-    """Idle seconds of a device that works for `seconds` on what a host launches in `floor` seconds.
+    """Idle seconds of a device that computes for `seconds` while the host launches for `floor` seconds.
 
-    Both together take their p-norm, whose exponent is `sharpness`.
+    Both together take their p-norm with exponent `sharpness`.
     """
     scale = np.maximum(seconds, floor)
     scale = np.where(scale > 0, scale, 1.0)

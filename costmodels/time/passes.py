@@ -1,4 +1,4 @@
-"""Seconds of forward and backward pass of one unit, a layer, the embedding or the head, on one device."""
+"""Seconds of the forward and backward pass of one unit (a layer, the embedding or the head) on one device."""
 
 from functools import cached_property
 from typing import NamedTuple
@@ -37,22 +37,22 @@ class Passes:
     expert_parallel: Floats
     offload: Floats
     backward: Floats
-    """Part of the sum that is backward, what it recomputes included."""
+    """Seconds of backward, including recomputation."""
     weights: Floats
-    """Part of backward that is gradients of weights, which split backward runs apart."""
+    """Seconds of weight gradients within backward; split backward runs them in separate passes."""
 
     @property
     def total(self) -> Floats:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return sum((getattr(self, part) for part in PARTS), np.zeros(()))
 
 
 PARTS = tuple(name for name in Passes.__dataclass_fields__ if name not in ("backward", "weights"))
-"""The parts that add up to a unit's time; named as the fields of `StepTime`."""
+"""The parts that add up to a unit's time, by the names of fields of `StepTime`."""
 
 
 def mean_passes(every: list[tuple[float, Passes]]) -> Passes:
-    """The mean of the seconds of units, with the part of them that each stands for."""
+    """The mean of the seconds of several units, each weighted with its share."""
     return Passes(
         **{
             name: sum((share * getattr(unit, name) for share, unit in every), np.zeros(()))
@@ -62,13 +62,13 @@ def mean_passes(every: list[tuple[float, Passes]]) -> Passes:
 
 
 def _copies_by_node(ep: Group, top_k: int, open_share: float) -> Floats:
-    """Nodes that a token travels to, over the experts that it travels to, with balanced experts.
+    """Number of nodes to which a token is sent, over its number of experts, with balanced experts.
 
     A token goes to a node once and is forwarded there (DeepSeek-V3, arXiv:2412.19437, section 3.2.2).
 
     Args:
-        open_share: share of the groups of experts that a token may use: groups lie on nodes one after the
-            other, so that it limits nodes too (section 2.1.2 there).
+        open_share: share of the groups of experts that a token may use. Groups are placed on nodes in order,
+            so this limits nodes too (section 2.1.2 there).
     """
     nodes = ep.size / ep.local
     reached = np.maximum(nodes * open_share, 1.0)
@@ -77,11 +77,10 @@ def _copies_by_node(ep: Group, top_k: int, open_share: float) -> Floats:
 
 
 def _overlaps_experts(table: LayoutTable) -> Bools:
-    """Rows in which passes of another microbatch may hide exchanges of experts.
+    """Rows in which passes of another microbatch may hide dispatch.
 
-    Megatron-Core (`transformer_config.py`, overlap_moe_expert_parallel_comm) wants interleaved chunks where
-    there is a pipeline, and neither layers nor experts that are recomputed as a whole. DualPipe does it by
-    its schedule.
+    Megatron-Core (`transformer_config.py`, overlap_moe_expert_parallel_comm) requires interleaved chunks in a
+    pipeline, and no full recomputation of layers or experts. DualPipe hides dispatch by its schedule.
     """
     chunks = (table.pipeline_parallel == 1) | (table.virtual_pipeline_parallel > 1)
     whole = (table.recompute == FULL) | table.recomputes("mlp")
@@ -102,10 +101,10 @@ def passes(
     """Seconds of one unit, forward and backward.
 
     Args:
-        work: its operators.
+        work: the unit's operators.
         groups: process groups `tp`, `cp`, `ep` and `etp` of each row.
-        repeats: the unit is a layer: recomputation and the launch floor apply.
-        wide: an fp8 recipe computes the unit in 16 bits.
+        repeats: True if the unit is a layer, so that recomputation and the launch floor apply.
+        wide: True if an fp8 recipe computes the unit in 16 bits.
     """
     unit = _Unit(work, device, engine, table, groups, repeats, wide)
     tensor, context, expert, idle = unit.tensor, unit.context, unit.expert, unit.idle
@@ -178,22 +177,22 @@ class _Unit:
 
     @cached_property
     def stream(self) -> Floats:
-        """Seconds of element-wise work for each byte of its least traffic."""
+        """Seconds of element-wise work for each byte of its minimal traffic."""
         constants = self.engine.elementwise
         return constants.passes * np.where(self.apart, constants.split_backward, 1.0) / self.rates.bandwidth
 
     def products(self, gemms: tuple[Gemm, ...]) -> Floats | float:
-        """Seconds of some of the unit's GEMMs, each once."""
+        """Seconds of some of the unit's GEMMs, each counted once."""
         return gemm_seconds(gemms, self.rates)
 
     @cached_property
     def adapters(self) -> Floats | float:
-        """Seconds of the GEMMs of adapters, each once."""
+        """Seconds of the GEMMs of adapters, each counted once."""
         return self.products(self.work.adapter_gemms)
 
     @cached_property
     def gemm_backward(self) -> Floats:
-        """Seconds of GEMMs for gradients: of inputs, and of the weights that train."""
+        """Seconds of GEMMs for gradients of inputs and of trained weights."""
         if not self.work.is_frozen:
             if self.table.fp8_recipe in WIDE_WEIGHT_GRADIENTS and not self.wide:
                 rates = gemm_rates(self.device, self.engine, self.table.precision, wide=True)
@@ -203,7 +202,7 @@ class _Unit:
 
     @cached_property
     def gemm(self) -> Floats:
-        """Seconds of all GEMMs, each once."""
+        """Seconds of all GEMMs, each counted once."""
         seconds = np.zeros(len(self.table)) + self.products(self.work.gemms) + self.adapters
         rate = self.engine.gemm.whole_head_efficiency
         if self.repeats or rate == 1:
@@ -212,7 +211,7 @@ class _Unit:
 
     @cached_property
     def attention(self) -> _Pair:
-        """Core attention."""
+        """Seconds of core attention."""
         peak = wide_peak_flops(self.device, self.table.precision)
         rates = self.rates
         limits = peak, rates.bandwidth, rates.element
@@ -220,7 +219,7 @@ class _Unit:
 
     @cached_property
     def elementwise(self) -> _Pair:
-        """Work that is bound by bandwidth: norms, activations, casts, and copies of context parallelism."""
+        """Seconds of bandwidth-bound work: norms, activations, casts, and copies of context parallelism."""
         work = self.work
         forward, backward = work.elementwise_forward * self.stream, work.elementwise_backward * self.stream
         if self.cast:
@@ -243,7 +242,7 @@ class _Unit:
 
     @cached_property
     def tensor(self) -> _Pair:
-        """Collectives of tensor parallelism that GEMMs do not hide."""
+        """Seconds of tensor-parallel collectives that GEMMs do not hide."""
         tp, work = self.groups["tp"], self.work
         shown = 1 - self.engine.overlap.tensor_parallel
         gather = shown * all_gather(tp, work.sequence_bytes)
@@ -268,14 +267,14 @@ class _Unit:
 
     @cached_property
     def context(self) -> _Pair:
-        """Exchanges of context parallelism that attention does not hide."""
+        """Seconds of context-parallel communication that attention does not hide."""
         # The cores of a CPU that attend are the ones that pass keys and values on.
         hides = _Pair(0 * self.gemm, 0 * self.gemm) if self.device.kind == "cpu" else self.attention
         return _Pair(*context_seconds(self.work, self.table, self.groups["cp"], *hides))
 
     @cached_property
     def expert(self) -> _Pair:
-        """Tokens on their way to experts and back; shared experts compute meanwhile in the forward pass."""
+        """Seconds of dispatch to experts and back; shared experts compute meanwhile in the forward pass."""
         work, ep = self.work, self.groups["ep"]
         halves = 1 + self.table.expert_halves
         exchange = np.where(work.routed_bytes > 0, halves * all_to_all(ep, work.routed_bytes / halves), 0.0)
@@ -312,7 +311,7 @@ class _Unit:
 
     @cached_property
     def offload(self) -> _Pair:
-        """Activations on their way to the host and back that computation does not hide."""
+        """Seconds of activation transfers to the host and back that computation does not hide."""
         table, zero = self.table, np.zeros(len(self.table))
         if not table.offload_activations.any():
             return _Pair(zero, zero)
@@ -329,12 +328,12 @@ class _Unit:
 
     @property
     def gaps(self) -> float:
-        """Seconds between the kernels of the forward pass; twice as many of the backward pass."""
+        """Idle seconds between the kernels of the forward pass; twice as many in backward."""
         return self.engine.host.kernel_gaps * self.repeats
 
     @cached_property
     def backward(self) -> Floats:
-        """The backward pass, but for what is repeated, moved and waited for."""
+        """Seconds of the backward pass without recomputation, transfers and waiting."""
         seconds = self.gemm_backward + self.attention.backward + self.elementwise.backward
         return seconds + self.tensor.backward + self.context.backward + self.expert.backward
 
@@ -344,9 +343,9 @@ class _Unit:
         return launch_seconds(self.work, self.engine, self.table, self.groups["tp"]) * self.repeats
 
     def repeated_idle(self, seconds: Floats, wholes: Floats) -> Floats:
-        """Idle seconds of `wholes` forward passes that are repeated in `seconds` of device time.
+        """Idle seconds of `wholes` repeated forward passes with `seconds` of device time.
 
-        What is repeated ends early, so that the device waits longer than in the forward pass itself.
+        The recomputation ends early, so the device waits longer than in the forward pass itself.
         """
         if not wholes.any():
             return wholes
@@ -358,7 +357,7 @@ class _Unit:
 
     @cached_property
     def idle(self) -> _Pair:
-        """Device idle, for gaps between kernels and while the host launches them."""
+        """Seconds of an idle device: gaps between kernels, and waiting for launches."""
         engine, gaps, floor = self.engine, self.gaps, self.floor
         if self.device.kind == "cpu":
             # The cores that launch are the ones that compute: nothing hides behind anything.
@@ -376,22 +375,23 @@ CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
 
 
 class _Repetition(NamedTuple):
-    """Work of the forward pass that backward repeats, [n] each."""
+    """Forward work that backward repeats, [n] each."""
 
     seconds: Floats
     """Seconds of computation."""
     whole: Floats
-    """Forward passes of the whole layer; two where backward is split."""
+    """Number of forward passes of the whole layer; two where backward is split."""
     tensor: Floats
-    """Share of the collectives of tensor parallelism."""
+    """Repeated share of the tensor-parallel collectives."""
     experts: Floats
-    """Share of the exchanges of experts."""
+    """Repeated share of dispatch."""
     context: Floats
-    """Share of the exchanges of context parallelism."""
+    """Repeated share of context-parallel communication."""
 
 
 def _repetition(unit: _Unit) -> _Repetition:
-    """Work that is repeated: of layers that are recomputed as a whole all, else of the modules named."""
+    """The recomputed work: all of it for layers that are recomputed as a whole, else that of the named
+    modules."""
     work, engine, table, apart, cast = unit.work, unit.engine, unit.table, unit.apart, unit.cast
     attention, elementwise = unit.attention.forward, unit.elementwise.forward
     full = (table.recompute == FULL) & unit.repeats
@@ -428,7 +428,7 @@ def _repetition(unit: _Unit) -> _Repetition:
 
 
 def _alternates(unit: _Unit) -> Bools:
-    """Rows whose selective recomputation repeats every second GEMM, and not attention."""
+    """Rows whose selective recomputation repeats every second GEMM, but not attention."""
     table, saves = unit.table, unit.engine.activations.saves_alternate_products
     if not (saves and unit.repeats and unit.work.alternate_gemms):
         return np.zeros(len(table), dtype=bool)
@@ -437,10 +437,11 @@ def _alternates(unit: _Unit) -> Bools:
 
 
 def _repeated_collectives(unit: _Unit, full: Bools, mlp: Bools, ends: Floats, stops: bool) -> Floats:
-    """Share of a layer's tensor-parallel collectives that recomputation repeats: all of them, or the MLP's.
+    """Share of a layer's tensor-parallel collectives that recomputation repeats: all of them, or those of the
+    MLP.
 
-    The last one of a dense layer is a reduce-scatter, a quarter of the layer's, or an all-reduce, half of
-    them.
+    The last collective of a dense layer is a reduce-scatter (a quarter of the layer's collectives), or an
+    all-reduce (half of them).
     """
     work, table, apart = unit.work, unit.table, unit.apart
     last = np.where(table.sequence_parallel, 0.25, 0.5)

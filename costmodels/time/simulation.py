@@ -1,9 +1,9 @@
-"""The duration of a pipeline schedule, by playing out every pass of every microbatch.
+"""The duration of a pipeline schedule, by simulation of every pass of every microbatch.
 
-Passes are the nodes of a graph. A pass starts when its rank has finished the pass before it and what it needs
-has arrived: a forward pass needs the activations of the stage before, a backward pass the gradients of the
-stage behind, each sent over a link that takes its time. A rank sends its messages one after the other: they
-share its way out. The end of the last pass is the length of the critical path.
+Passes are the nodes of a graph. A pass starts when its rank has finished the pass before it and its input has
+arrived. A forward pass needs the activations of the stage before, a backward pass the gradients of the stage
+behind; both take message time. A rank sends its messages one after the other, as they share its outgoing
+link. The end of the last pass is the length of the critical path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS, orders
 from costmodels.spec.table import Bools, Floats, Ints
 
 BLOCKING: tuple[Schedule, ...] = ("1f1b",)
-"""Schedules whose ranks wait for what they send.
+"""Schedules whose ranks wait for their sends.
 
 PyTorch's Schedule1F1B waits for each fused send and receive before it computes (`_step_microbatches`), and
 Megatron-LM's 1F1B exchanges with `send_forward_recv_backward` and `send_backward_recv_forward`, which do
@@ -27,13 +27,13 @@ the same; the other schedules of both send while they compute.
 """
 
 TOLERANCE = 1e-12
-"""Relative difference under which two moments of a pipeline are one, whatever the rounding of sums."""
+"""Relative difference below which two moments of a pipeline are equal, despite rounding errors of sums."""
 
 MOST_PASSES = 65_536
-"""Passes that `pipeline_seconds` plays out at most, in some 20 ms; the closed forms keep longer pipelines."""
+"""Most passes that `pipeline_seconds` simulates, in some 20 ms; longer pipelines keep their closed forms."""
 
 STEADY_BATCHES = 4
-"""Microbatches for each rank of the shortest schedule in which a steady state is looked for."""
+"""Least microbatches for each rank with which a steady state is searched."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class StageSeconds:
 
     forward: Floats
     inputs: Floats
-    """Gradients of inputs, with what backward recomputes."""
+    """Seconds of input gradients, with recomputation."""
     weights: Floats
-    """Gradients of weights; a whole backward pass takes both."""
+    """Seconds of weight gradients; a whole backward pass takes `inputs` and `weights`."""
     send: Floats
-    """[stages - 1], one message between a stage and the next one, either way."""
+    """Seconds of one message between a stage and the next one, in either direction, [stages - 1]."""
     waits: bool = False
-    """Ranks wait for what they send, whatever the schedule."""
+    """True if ranks wait for their sends under every schedule."""
 
     def without_sends(self) -> StageSeconds:
-        """Seconds of the stages where messages take no time."""
+        """These stages with messages that take no time."""
         return replace(self, send=np.zeros_like(self.send))
 
     def slowest_rank(self, schedule: Schedule, pipeline: int) -> float:
@@ -64,7 +64,8 @@ class StageSeconds:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The passes of a schedule, each after all that it needs. Arrays of shape [passes], but for `cut`."""
+    """The passes of a schedule, each after all passes that it needs. Arrays of shape [passes], except those
+    of `cut`."""
 
     rank: Ints
     kind: Ints
@@ -73,16 +74,16 @@ class Graph:
     needs: Ints
     """Place of the pass of another rank whose output it needs, counted from 1; 0 without one."""
     sent: Ints
-    """The boundary that its own output crosses to another rank, counted from 1; 0 without one."""
+    """The boundary that the pass's output crosses to another rank, counted from 1; 0 without one."""
     before: Ints
-    """[cut], places of the passes of the last steady period, rank by rank."""
+    """Places of the passes of the last steady period, rank by rank, [cut]."""
     after: Ints
-    """[cut], places of the same passes one period later."""
+    """Places of the same passes one period later, [cut]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Start and end of each pass. Arrays of shape [passes], in the order in which the passes could start."""
+    """Start and end of each pass. Arrays of shape [passes], in an order in which the passes could start."""
 
     graph: Graph
     start: Floats
@@ -115,7 +116,7 @@ def steady_period(schedule: Schedule, pipeline: int) -> int:
 
 @lru_cache(maxsize=32)
 def graph(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) -> Graph:
-    """The passes of a schedule and what they need.
+    """The passes of a schedule and their dependencies.
 
     Raises:
         InputError: there is no such schedule.
@@ -160,7 +161,8 @@ def graph(schedule: Schedule, pipeline: int, chunks: int, micro_batches: int) ->
 
 
 def _sequence(lengths: list[int], needed: Ints) -> Ints:
-    """Passes in an order in which each comes after those of its own rank and the one that it needs."""
+    """Passes in an order in which each comes after the earlier ones of its rank and after the one that it
+    needs."""
     needs = needed.tolist()
     done = bytearray(len(needs) + 1)
     done[-1] = 1  # That of passes that need nothing, whose place is -1.
@@ -188,7 +190,7 @@ def _steady(
 ) -> tuple[Ints, Ints]:
     """The last period of each rank's steady state before the pipeline drains, and the period after it.
 
-    Both are empty where a rank has none.
+    Both are empty where a rank has no steady state.
     """
     period = steady_period(schedule, pipeline)
     passes = SCHEDULE_TRAITS[schedule].steady_passes * chunks * period
@@ -215,7 +217,7 @@ def _steady(
 def simulate(
     schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, seconds: StageSeconds
 ) -> Simulation:
-    """Play out a schedule.
+    """Simulate a schedule.
 
     Args:
         chunks: model chunks on each pipeline rank.
@@ -270,16 +272,14 @@ def _play(
 def pipeline_seconds(
     schedule: Schedule, pipeline: int, chunks: int, micro_batches: int, seconds: StageSeconds
 ) -> float | None:
-    """`simulate(...).seconds`, of a long schedule without playing all of it.
+    """The seconds of `simulate`, for a long schedule without simulating all of it.
 
-    None for a schedule that does not run these numbers, and where more than `MOST_PASSES` would have to
-    be played.
-
-    Once all ranks take the same time for a period of their steady state, and so do their messages, they do so
-    until the pipeline drains: when a pass starts is a maximum of sums of earlier moments and constants, so
-    moments that are all later by the same time are followed by moments that are. What follows a period needs
-    nothing from before it, and more microbatches add whole periods to its end. So schedules of fewer
-    microbatches are played until two periods are alike, and the others are added.
+    None for a schedule that does not run these numbers, and where more than `MOST_PASSES` passes would have
+    to be simulated. Once all ranks take the same time for a period of their steady state, and so do their
+    messages, this continues until the pipeline drains. The reason: the start of a pass is a maximum of sums
+    of earlier moments and constants, so a common shift of all moments is preserved. Passes after a period
+    depend on nothing before it, and more microbatches only add whole periods. So schedules of fewer
+    microbatches are simulated until two periods are equal, and the other periods are added.
     """
     if not schedule_exists(schedule, pipeline, chunks, micro_batches):
         return None

@@ -1,9 +1,9 @@
 """The range in which a measured step may lie around its estimate.
 
-Estimates miss by a factor, so a range is step time / e^spread to step time x e^spread. It holds 80 % of the
-measured steps that the calibration did not see. These widen it:
+Errors of estimates are factors, so a range is step time / e^spread to step time x e^spread. It holds 80 % of
+the measured steps that were not used in the calibration. These effects widen the range:
 
-- effects that one constant a kernel leaves out (`base`), most of all of small matrices (`narrow`);
+- effects beyond one constant for each kernel (`base`), mostly with small matrices (`narrow`);
 - the real state of the network, which beyond a few nodes differs between jobs by more than any layout does;
 - the host's launch floor;
 - the bubble.
@@ -29,10 +29,10 @@ COMMUNICATION = (
 """Parts of `StepTime` that wait for links."""
 
 NARROW_HIDDEN = 1024
-"""Hidden size of which `Spread.narrow` tells the width.
+"""Hidden size for which `Spread.narrow` is given.
 
-Measured times of layers of one shape lie 7 to 9 % around the formulas for hidden sizes of 1024 and 2048, and
-4 % for 6144 (catalogue/calibrated.yaml, measured layers of vTrain's runs).
+Measured times of layers of one shape differ from the formulas by 7 to 9 % for hidden sizes of 1024 and 2048,
+and by 4 % for 6144 (catalogue/calibrated.yaml, measured layers of vTrain's runs).
 """
 
 
@@ -47,9 +47,9 @@ def spread(
 ) -> Floats:
     """Half the width of the 80 % range as a natural logarithm, [n].
 
-    Independent errors add in squares: `base` and `narrow` of the whole, `network` of the share of
-    communication for each doubling of nodes, `launch` of the share of the launch floor, `bubble` of its own.
-    Measured layers leave `measured` instead, as far as they are known.
+    Independent errors are combined as root-sum-square: `base` and `narrow` apply to the whole step, `network`
+    to the share of communication for each doubling of nodes, `launch` to the share of the launch floor,
+    `bubble` to the share of the bubble. For measured layers, `measured` replaces these.
 
     Args:
         engine: engine with its constants for the device.
@@ -57,7 +57,7 @@ def spread(
         step_time: their sum.
         known: `layer_table.known_share` of the rows, 0 to 1.
         hidden: hidden size of the model.
-        experts: the model has some.
+        experts: True if the model has experts.
     """
     parts = causes(cluster, engine, time, step_time, hidden, experts)
     formulas = np.sqrt(sum((part**2 for part in parts.values()), np.zeros_like(step_time)))
@@ -73,7 +73,7 @@ def causes(
     hidden: float = np.inf,
     experts: bool = False,
 ) -> dict[str, Floats]:
-    """Half the width of the range that each cause gives alone, by its name in `Spread`, [n] each.
+    """Half the width of the range from each cause alone, by its name in `Spread`, [n] each.
 
     The arguments are those of `spread`.
     """

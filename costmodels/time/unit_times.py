@@ -1,4 +1,4 @@
-"""Seconds and sizes of the units of pipeline ranks, for the few shapes in which layouts differ."""
+"""Seconds and sizes of the units of pipeline ranks, for the few distinct shapes of layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from costmodels.time.passes import Passes, mean_passes, passes
 
 
 def unit_passes(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Passes]:
-    """Passes of what a pipeline rank holds, by the field of `Ranks` that counts it."""
+    """Passes of the units of a pipeline rank, by the field of `Ranks` that counts the unit."""
     tp, cp, ep = table.tensor_parallel, table.context_parallel, table.expert_parallel
     etp = table.expert_tensor_parallel
     sizes_and_strides = {"tp": (tp, 1), "cp": (cp, tp), "etp": (etp, 1), "ep": (ep, etp)}
@@ -69,7 +69,7 @@ def unit_passes(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layou
 
 
 def part_seconds(units: dict[str, Passes], ranks: Ranks, row: Ints, part: str) -> Floats:
-    """Seconds of `part` for one microbatch on each rank; `row` says which row of `units` is meant."""
+    """Seconds of `part` for one microbatch on each rank; `row` is the index into `units`."""
     total = np.zeros_like(ranks.dense)
     for held, unit in units.items():
         count, seconds = getattr(ranks, held), getattr(unit, part)

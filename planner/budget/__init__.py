@@ -1,1 +1,1 @@
-"""Days, money and failures of a whole run, and how many devices it takes."""
+"""Days, money and failures of a whole run, and the recommended number of devices."""

@@ -16,7 +16,7 @@ LEAST_BUDGET, MOST_BUDGET = 1e-9, 1e18
 
 @dataclass(frozen=True)
 class Goal:
-    """The most days and the most money of a run; None where they do not matter."""
+    """The most days and the most money of a run; None for no limit."""
 
     deadline_days: float | None = None
     budget: Money | None = None
@@ -54,11 +54,12 @@ def parse_goal(
     tokens: object | None,
     price: Money | None,
 ) -> Goal:
-    """The goal that arguments state; raises `InputError` for what is no goal, or cannot be told.
+    """The goal that arguments state; raises `InputError` for a wrong goal, or for one without tokens or a
+    price.
 
     Args:
-        tokens: None where no number of tokens was given.
-        price: price of one device for an hour; a budget without a currency is in that of the price.
+        tokens: tokens of the run; None where none were given.
+        price: price of one device for an hour; a budget without a currency is in the price's currency.
     """
     days = None
     if deadline_days is not None:
@@ -84,8 +85,7 @@ def parse_goal(
 
 
 def verdict_line(goal: Goal, run: Run) -> str | None:
-    """A line that says whether a run of one size keeps its goal, and by how much it misses; None without a
-    goal."""
+    """A line on the goal of a run: kept, or missed with the difference; None without a goal."""
     if not goal.is_given:
         return None
     if goal.is_kept(run):
@@ -110,7 +110,7 @@ def late_text(run: Run) -> str:
 
 
 def _stopped_text(goal: Goal, run: Run) -> str:
-    """The words for a run that is late once checkpoints and failures are counted; empty for others."""
+    """The words for a run that is late only with checkpoints and failures counted; empty for other runs."""
     whole = run.whole
     if goal.deadline_days is None or whole is None or whole.days <= goal.deadline_days:
         return ""

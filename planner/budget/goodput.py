@@ -1,8 +1,8 @@
 """Goodput: the share of a job's time that failures, checkpoints and evaluation leave for training.
 
 Devices fail at random, each after `mtbf_hours` in the mean, and any one stops the job. The job waits while a
-checkpoint is written, and goes on from the last one after a failure, which may come at any time, also while
-it restarts.
+checkpoint is written, and goes on from the last checkpoint after a failure. A failure may come at any time,
+also during a restart.
 """
 
 from __future__ import annotations
@@ -17,68 +17,72 @@ from costmodels.spec.record import in_seconds
 from planner.inputs.numbers import real_number
 
 NODE_GBPS = 8.0
-"""Gigabits per second that storage takes in from each node, unless given.
+"""Gigabits per second that storage takes in from each node by default.
 
 Llama 3 was trained on up to 2,048 nodes with storage that sustains 2 TB/s (arXiv:2407.21783, section 3.3.1).
 """
 
 GBPS_RANGE = 2.0, 28.0
-"""Gigabits per second of a node that storage may take in where nobody says: the low and the high end.
+"""Gigabits per second that storage may take in from a node where no rate is given: the low and the high end.
 
 The high end is the peak of Llama 3's storage, 7 TB/s; the low end is assumed, a quarter of the usual rate. A
 rack of 64 GB200 on 16 nodes wrote 5.36 TB in 374 s, 7 Gb/s a node (marin-community/marin pull 8469).
 """
 
 MTBF_HOURS = 50_700.0
-"""Mean hours between two failures of one device, unless given.
+"""Default mean hours between two failures of one device.
 
 Llama 3 ran into 419 in 54 days of 16,384 H100 (arXiv:2407.21783, section 3.3.4).
 """
 
 MTBF_RANGE = 29_500.0, 82_000.0
-"""Hours between two failures of one device where nobody says: the low and the high end.
+"""Hours between two failures of one device where none are given: the low and the high end.
 
 Meta's two research clusters had 6.50 and 2.34 failures in 1,000 days of a node of 8 A100 (arXiv:2410.21680).
-The first rate is 1.8 hours for 16,384 devices, as the paper projects. Its jobs of 1,024 devices failed every
-7.9 hours, which is 3.6 times as often.
+By the first rate 16,384 devices fail every 1.8 hours, as the paper projects. The paper's jobs of 1,024
+devices failed every 7.9 hours, 3.6 times as often as by that rate.
 """
 
 RESTART_SECONDS = 600.0
-"""Until a job runs again after a failure, without reading the checkpoint, unless given.
+"""Default seconds from a failure until the job runs again, without reading the checkpoint.
 
 Finding a failure and its cause took MegaScale under 10 minutes in the mean (arXiv:2402.15627).
 """
 
 EVAL_INTERVAL, EVAL_ITERS = 100, 10
-"""Steps between two evaluations and global batches of one, where one of both is given: `planner launch`'s."""
+"""Steps between two evaluations, and global batches of one evaluation: the defaults of `planner launch`, used
+where only one of the two is given."""
 
 LEAST_GOODPUT = 1e-3
-"""A job that trains for a smaller share of its time does not get anywhere."""
+"""The least share of its time that a job must train; with less it makes no progress."""
 
 LEAST, MOST = 1e-9, 1e9
-"""Hours between failures, gigabits per second and seconds of a restart that can be counted with."""
+"""Bounds of hours between failures, gigabits per second and seconds of a restart."""
 
 HALVINGS = 50
-"""Halvings of a bracket between 0 and 1, which is then nearly as narrow as floating-point numbers are."""
+"""Halvings of an interval from 0 to 1 in a bisection; the interval is then as narrow as floating-point
+numbers allow."""
 
 
 @dataclass(frozen=True)
 class Failures:
-    """The causes that keep a job from its steps: failures, checkpoints, evaluation and data.
+    """The causes of time without training steps: failures, checkpoints, evaluation and data.
 
-    What is None is assumed, and an answer names it. Raises `InputError` for numbers out of their range.
+    A field that is None has an assumed value, and the answer names the assumption. Raises `InputError` for
+    numbers out of their range.
     """
 
     mtbf_hours: float | None = None
-    """Mean hours between two failures of one device and what is around it; `MTBF_HOURS` if None."""
+    """Mean hours between two failures of one device and its surroundings; `MTBF_HOURS` if None."""
     checkpoint_gbps: float | None = None
-    """Gigabits per second (8 x GB/s) of checkpoint storage, for the whole job; `NODE_GBPS` a node if None."""
+    """Gigabits per second (8 x GB/s) of checkpoint storage, for the whole job; `NODE_GBPS` for each node if
+    None."""
     restart_seconds: float | None = None
     """Seconds from a failure until the job reads its last checkpoint; `RESTART_SECONDS` if None."""
     save_interval: int | None = None
-    """Steps between two checkpoints; as many as are best if None."""
+    """Steps between two checkpoints; the best number if None."""
     async_save: bool = False
-    """The job waits for a copy in host memory alone; files are written beside training."""
+    """If True, the job only waits for a copy in host memory; files are written beside training."""
     eval_interval: int | None = None
     """Steps between two evaluations; `EVAL_INTERVAL` if None, and no evaluation if both are."""
     eval_iters: int | None = None
@@ -116,12 +120,12 @@ class Failures:
 
     @property
     def usual(self) -> Rates:
-        """The rates that are given or assumed."""
+        """The rates to count with: the given ones, and usual values for the others."""
         return self._rates(MTBF_HOURS, NODE_GBPS)
 
     @property
     def ends(self) -> tuple[Rates, Rates]:
-        """The best and the worst rates: what is given, and the ends of what is assumed."""
+        """The best and the worst rates: the given ones, and the ends of the ranges of the assumed ones."""
         worst, best = ((MTBF_RANGE[end], GBPS_RANGE[end]) for end in (0, 1))
         return self._rates(*best), self._rates(*worst)
 
@@ -134,7 +138,7 @@ class Failures:
         )
 
     def assumed(self) -> tuple[str, ...]:
-        """The assumptions, each with its range and the argument that says otherwise."""
+        """The assumptions, each with its range and the argument that replaces it."""
         found = []
         if self.mtbf_hours is None:
             low, high = MTBF_RANGE
@@ -184,20 +188,20 @@ class Stored(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Seconds that each step waits for what is no training."""
+    """Seconds that each step waits for evaluation and for data."""
 
     evaluation_s: float = 0.0
     data_s: float = 0.0
 
     @property
     def total(self) -> float:
-        """Seconds of both."""
+        """Seconds of evaluation and of waiting for data together."""
         return self.evaluation_s + self.data_s
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """The share of its time that a job trains, if its checkpoints are as far apart as is best."""
+    """The share of its time that a job trains, with the best interval between checkpoints."""
 
     share: float
     """Expected seconds of training in a second of the job, 0 to 1."""
@@ -212,7 +216,7 @@ class Goodput:
     load_s: float
     """Seconds to read a checkpoint."""
     restart_s: float
-    """Seconds from a failure until training goes on, the checkpoint read."""
+    """Seconds from a failure until training goes on, including the reading of the checkpoint."""
     interval_steps: int
     """Steps between two checkpoints."""
     interval_s: float
@@ -224,7 +228,7 @@ class Goodput:
 
 
 def expected_share(interval_s: float, checkpoint_s: float, restart_s: float, failure_s: float) -> float:
-    """Expected share of time that is training kept, 0 to 1.
+    """Expected share of time spent on training that is not lost, 0 to 1.
 
     `interval_s` seconds of training and their checkpoint last
     M e^(restart / M) (e^((interval + checkpoint) / M) - 1) in the mean, with M = `failure_s`: the complete
@@ -268,7 +272,7 @@ def goodput(
 ) -> Goodput:
     """The goodput of a job, with the best whole number of steps to a checkpoint unless one is given.
 
-    A save that goes on beside training is written before the next one begins.
+    An asynchronous save ends before the next one begins.
 
     Args:
         step: seconds of a step.

@@ -11,15 +11,15 @@ from planner.budget.words import scaled_number
 from planner.inputs.numbers import real_number
 
 NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(e[+-]?\d+)?\s*([kmb](?![a-z]))?", re.IGNORECASE)
-"""A number, its power of ten, and its scale; signs and commas belong to none."""
+"""Pattern of a number, its power of ten, and its suffix; signs and commas are not part of it."""
 
 PER_HOUR = re.compile(r"\s*(/|per\b)\s*((gpu|device)[- ]?)?(h|hr|hour)$", re.IGNORECASE)
-"""The words behind a price that say what it is for: `/h`, `per GPU-hour`."""
+"""The unit of a price, as in `/h` or `per GPU-hour`."""
 
 SCALES = {"k": 1e3, "m": 1e6, "b": 1e9}
 
 SIGNS = 4
-"""Characters of a currency at most, as of `US$`."""
+"""Most characters of a currency sign, such as `US$`."""
 
 
 class Money(NamedTuple):
@@ -51,7 +51,7 @@ def parse_money(name: str, given: str | float, least: float, most: float, what: 
 
     Args:
         name: name of the argument.
-        what: it is for, such as `for a device and hour`.
+        what: purpose of the sum, such as `for a device and hour`.
 
     Raises:
         InputError: `given` is no such sum.

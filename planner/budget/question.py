@@ -1,4 +1,4 @@
-"""`RunQuestion`: the question about the run of a plan, which its file keeps for the page about it."""
+"""`RunQuestion`: the question about the run of a plan; the plan file keeps it for the report."""
 
 from dataclasses import fields
 
@@ -11,7 +11,7 @@ from planner.budget.money import Money
 from planner.budget.run import UNIT_TOKENS
 
 OF_FAILURES = tuple(field.name for field in fields(Failures))
-"""Fields of `Failures`, which a question keeps by the same names."""
+"""Fields of `Failures` that a question has under the same names."""
 
 
 class SizeRun(Record):
@@ -19,7 +19,7 @@ class SizeRun(Record):
 
     world_size: Devices
     layout: Sentence | None = None
-    """The plan; None where none is legal, or none fits."""
+    """The layout of the best plan; None where no layout is legal, or none fits."""
     problem: Sentence | None = None
     """The reason why there is no plan."""
     days: NonNegative | None = None
@@ -35,7 +35,7 @@ class RunQuestion(Record):
     """Tokens, price, goal and failures of a run, and the sizes that were compared."""
 
     tokens: int | None = Field(None, ge=1)
-    """None where none were asked for: runs are of `UNIT_TOKENS` then."""
+    """Tokens of the run; None where none were asked for: runs are over `UNIT_TOKENS` then."""
     price_per_hour: Positive | None = None
     """Money for one device and hour."""
     currency: Name = ""
@@ -53,7 +53,7 @@ class RunQuestion(Record):
     eval_iters: Count | None = None
     data_gbps: Positive | None = None
     sizes: tuple[SizeRun, ...] = ()
-    """The sizes that were asked for, ascending; none where it was one."""
+    """The world sizes that were asked for, ascending; empty for a single one."""
     recommended: Devices | None = None
     """The size to take."""
     why: Sentence = ""
@@ -77,7 +77,7 @@ class RunQuestion(Record):
 
     @property
     def failures(self) -> Failures | None:
-        """The causes that keep the job from its steps, where the question asked for any of them."""
+        """The causes of time without training steps, if the question asked for any of them."""
         given = Failures(**{name: getattr(self, name) for name in OF_FAILURES})
         return None if given == Failures() else given
 

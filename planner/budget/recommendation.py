@@ -1,7 +1,7 @@
-"""The size to take of several sizes of a cluster, and the reason for it.
+"""The recommended size of several sizes of a cluster, and the reason for it.
 
-With a deadline the cheapest size that is in time; with a budget the fastest that is paid for; without
-either the knee of days against cost.
+With a deadline it is the cheapest size in time; with a budget the fastest affordable size; without either the
+knee of days against cost.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from planner.budget.run import Run
 from planner.budget.words import DAY, duration, scaled_number
 
 FAIR = 1.0
-"""Per cent of the days that a step to a larger size has to save for each per cent that it adds to the cost.
+"""Per cent of the days that the next larger size must save for each per cent of added cost.
 
-Twice the devices at 1.5 times the speed are just that: a third of the days less, a third more cost.
+Twice the devices at 1.5 times the speed are exactly 1: a third less days for a third more cost.
 """
 
 Rule = Literal["deadline", "budget", "deadline and budget", "objective", "knee"]
@@ -36,13 +36,13 @@ class Recommendation:
     keeps_goal: bool
     """True if the run keeps the deadline and the budget, or there are none."""
     why: str
-    """One sentence, with its numbers."""
+    """The reason for the recommendation: one sentence with its numbers."""
 
 
 def recommend(
     runs: Mapping[int, Run], goal: Goal, by_objective: tuple[str, Best] | None = None
 ) -> Recommendation | None:
-    """The size to take of those that have a plan; None where none has.
+    """The recommended size among those that have a plan; None where none has.
 
     Args:
         runs: runs of the same tokens by the number of devices, ascending.
@@ -85,10 +85,10 @@ def front(runs: Mapping[int, Run]) -> list[int]:
 
 
 def knee(runs: Mapping[int, Run]) -> tuple[int, str]:
-    """The last size on the front whose step from the one before pays, and why.
+    """The last size on the front that pays off against the one before it, and the reason.
 
-    From the cheapest size on, a step to a faster one pays if the share of the days that it saves is at least
-    `FAIR` times the share that it adds to the cost. A size that does not pay is passed over.
+    Sizes are compared from the cheapest on. A faster size pays off if its share of saved days is at least
+    `FAIR` times its share of added cost. A size that does not pay off is skipped.
     """
     path = front(runs)
     taken = [path[0]]
@@ -118,7 +118,7 @@ def knee(runs: Mapping[int, Run]) -> tuple[int, str]:
 
 
 def _step(runs: Mapping[int, Run], one: int, other: int) -> tuple[float, float]:
-    """The shares of the days that a step saves, and of the cost that it adds."""
+    """The share of days that the next size saves, and the share of cost that it adds."""
     return (
         1.0 - runs[other].days / runs[one].days,
         runs[other].device_hours / runs[one].device_hours - 1.0,
@@ -132,7 +132,7 @@ def _rule(goal: Goal) -> Rule:
 
 
 def _within(runs: Mapping[int, Run], kept: Mapping[int, Run], goal: Goal, size: int) -> str:
-    """The reason why a size is taken of those that keep the goal."""
+    """The reason for a size among those that keep the goal."""
     run = runs[size]
     best = "cheapest" if goal.deadline_days is not None else "fastest"
     which = f"the {best} of {_sizes(kept)} that" if len(kept) > 1 else "the only size that"
@@ -184,5 +184,5 @@ def _verbs(some: Collection[int]) -> tuple[str, str]:
 
 
 def _share(share: float) -> str:
-    """A share in per cent, of small ones one digit."""
+    """A share in per cent, with one decimal if it is small."""
     return f"{100 * share:.0f} %" if share >= 0.0095 else f"{100 * share:.1g} %"

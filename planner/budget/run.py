@@ -24,7 +24,7 @@ MOST_TOKENS = 1e18
 """The most tokens of a run: a thousand times the largest published training."""
 
 LEAST_PRICE, MOST_PRICE = 1e-9, 1e9
-"""Money for a device and hour, in any currency."""
+"""Bounds of the price of one device for an hour, in any currency."""
 
 UNIT_TOKENS = 10**9
 """Tokens of the runs that are compared where no number of tokens is given."""
@@ -32,15 +32,16 @@ UNIT_TOKENS = 10**9
 
 @dataclass(frozen=True)
 class Run:
-    """Days, device-hours and money to train on some tokens; low and high are of the step's range (80 %)."""
+    """Days, device-hours and money to train on some tokens; low and high come from the step's 80 % prediction
+    interval."""
 
     tokens: int
     steps: int
-    """Steps, the last one perhaps not full."""
+    """Number of steps; the last one may be incomplete."""
     training_days: float
     """Days of the steps alone."""
     days: float
-    """Days of the run: those of `whole` where it was asked for, and of the steps alone elsewhere."""
+    """Days of the run: those of `whole` if it was asked for, otherwise those of the steps alone."""
     days_low: float
     days_high: float
     device_hours: float
@@ -54,10 +55,10 @@ class Run:
     currency: str
     """Sign or code of the price's currency, such as `$` or `EUR`; empty where it had none."""
     goodput: Goodput | None
-    """None where failures were not asked for."""
+    """Goodput of the run; None where failures were not asked for."""
     whole: WholeRun | None
-    """The run with checkpoints, failures and all else that is given or assumed; None where that leaves no
-    time to train."""
+    """The run with checkpoints, failures and all other given or assumed pauses; None where they leave no time
+    to train."""
 
 
 def parse_tokens(text: str | float) -> int:
@@ -107,7 +108,7 @@ def run(
         failures: adds the time that checkpoints, restarts, lost steps, evaluation and data take.
 
     Raises:
-        InputError: a number is none, or failures leave the job no time to train.
+        InputError: a number is wrong, or failures leave the job no time to train.
     """
     price = parse_price(price_per_hour)
     count = parse_tokens(tokens)
@@ -146,7 +147,7 @@ def _assumed(
     estimate: Estimate,
     days: tuple[float, float, float],
 ) -> WholeRun | None:
-    """The whole run by what is assumed; None where that leaves no time to train."""
+    """The whole run by the assumed rates; None where they leave no time to train."""
     try:
         return whole_run(model, cluster, engine, layout, estimate, days, Failures())
     except InputError:
@@ -156,7 +157,7 @@ def _assumed(
 def cost_text(run: Run) -> str | None:
     """The cost of a run, with its range; None where no price was given.
 
-    A sum without a currency says of what it is, as a bare number could be device-hours.
+    A sum without a currency names its unit, as a bare number could be device-hours.
     """
     if run.money is None or run.money_low is None or run.money_high is None or run.price_per_hour is None:
         return None
@@ -167,7 +168,7 @@ def cost_text(run: Run) -> str | None:
 
 
 def spent_text(run: Run) -> str:
-    """The time and the device-hours of a run, and what it costs where a price was given."""
+    """The time and the device-hours of a run, and its cost if a price was given."""
     time, low, high = (duration(count * DAY) for count in (run.days, run.days_low, run.days_high))
     spent = f"{time} ({low} to {high}), {scaled_number(run.device_hours)} device-hours"
     cost = cost_text(run)
@@ -175,10 +176,10 @@ def spent_text(run: Run) -> str:
 
 
 def run_lines(run: Run, spell: Callable[[str], str] = str) -> Iterator[str]:
-    """A run, and what keeps a job from its steps, for people.
+    """Lines for people on a run and on its time without training steps.
 
     Args:
-        spell: puts what people type in the place of names of `Failures`.
+        spell: replaces names of `Failures` by their spelling on the command line.
     """
     yield f"run of {scaled_number(run.tokens)} tokens: {spent_text(run)}"
     for name, text in whole_facts(run).items():
@@ -186,7 +187,7 @@ def run_lines(run: Run, spell: Callable[[str], str] = str) -> Iterator[str]:
 
 
 def whole_facts(run: Run) -> dict[str, str]:
-    """The facts of a job that keep it from its steps, by subject."""
+    """Texts on the causes of time without training steps, by subject."""
     whole, with_all = run.whole, "with checkpoints and failures"
     if whole is None:
         return {with_all: "as assumed they leave no time to train; give mtbf_hours"}
@@ -216,7 +217,7 @@ def whole_facts(run: Run) -> dict[str, str]:
 
 
 def _memory_text(whole: WholeRun) -> str:
-    """Memory of a save and a resume, and whether a resume fits."""
+    """A text on the memory of a save and of a resume, and on a resume that does not fit."""
     memory = whole.memory
     text = f"a save writes {memory.device_bytes / GIB:.1f} GiB from a device"
     if memory.node_host_bytes is None:

@@ -1,4 +1,4 @@
-"""A whole run: training, and what keeps a job from it, by what is given and what is assumed."""
+"""A whole run: training steps, and all other time by given and assumed rates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from costmodels.memory.checkpoints import CheckpointMemory
 
 FORWARD = 1 / 3
-"""Share of the passes of a step that is forward: backward has two GEMMs for each one of forward."""
+"""Share of a step's passes that is forward; backward has two GEMMs for each GEMM of forward."""
 
 SHORT_TOKENS = 65_500
 """Vocabularies below this have tokens of 2 bytes in Megatron's `.bin` files, others of 4 bytes."""
@@ -28,25 +28,25 @@ class WholeRun:
     """A run with its checkpoints, failures, restarts, evaluation and data."""
 
     days: float
-    """Days by what is given, and what is assumed beside that."""
+    """Days by the given rates and the assumed ones."""
     days_low: float
-    """Days of the shortest step (80 %) at the best rates that are assumed."""
+    """Days with the shortest step (lower end of the 80 % prediction interval) at the best assumed rates."""
     days_high: float | None
-    """Days of the longest step at the worst rates that are assumed; None where they leave no time."""
+    """Days with the longest step at the worst assumed rates; None where they leave no time to train."""
     goodput: Goodput
     memory: CheckpointMemory
     resume_lacks_bytes: float
-    """Bytes that a resume needs of a device and that it has not; 0 where it fits, or nobody has looked."""
+    """Bytes that a device lacks for a resume; 0 where it fits, or where this was not checked."""
     data_bytes_per_s: float
     """Bytes of tokens that the whole job reads in a second."""
     save_interval_given: bool
     """True if the user gave the steps between two checkpoints; otherwise they are the best number."""
     assumed: tuple[str, ...]
-    """The values that nobody gave, each with its range and the argument that gives it."""
+    """The assumed values, each with its range and the argument that replaces it."""
 
 
 def step_forward_s(estimate: Estimate) -> float:
-    """Seconds of the forward passes of a step: a third of what is neither repeated nor done once a step."""
+    """Seconds of the forward passes of a step: a third of the time of passes without recomputation."""
     time = estimate.time
     once = time.recompute + time.offload + time.data_parallel + time.accumulation + time.optimizer
     return FORWARD * max(estimate.step_time_s - once, 0.0)
@@ -58,7 +58,7 @@ def token_bytes(model: ModelSpec) -> int:
 
 
 def beside_steps(model: ModelSpec, layout: Layout, estimate: Estimate, failures: Failures) -> Beside:
-    """Seconds of evaluation, and of waiting for tokens, that each step takes besides."""
+    """Seconds of evaluation, and of waiting for tokens, that are added to each step."""
     evaluation = step_forward_s(estimate) * failures.eval_batches_per_step
     data = 0.0
     if failures.data_gbps is not None:
@@ -76,7 +76,7 @@ def whole_run(
     days: tuple[float, float, float],
     failures: Failures,
 ) -> WholeRun:
-    """A run of some days of training, and the low and the high end of these.
+    """A whole run, from its days of training and their low and high ends.
 
     Raises:
         InputError: failures leave the job no time to train.

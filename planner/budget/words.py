@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DAY = 86400.0
-"""Seconds."""
+"""Seconds of a day."""
 
 SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 """Suffixes of large numbers, as `--tokens` takes them."""
@@ -20,12 +20,12 @@ def scaled_number(number: float) -> str:
 
 
 def short_number(number: float) -> str:
-    """A number of three digits, or with all those before the point."""
+    """A number with three digits, or with all digits before the decimal point."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that people would use."""
+    """A duration in words, from seconds, in a suitable unit."""
     for unit, length in UNITS:
         if seconds >= 2 * length:
             return f"{short_number(seconds / length)} {unit}"

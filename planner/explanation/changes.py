@@ -1,4 +1,5 @@
-"""The gain of one change of a job, each searched again, and the bottleneck that follows from the gains."""
+"""The gain of each single change of a job, found by a search of its own, and the bottleneck that follows from
+the gains."""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ CONSTRAINTS: dict[Kind, Constraint] = {
 """The constraint that each kind of change relieves."""
 
 SAME_LAYOUTS: tuple[Kind, ...] = ("memory", "intra_node", "inter_node")
-"""Changes after which the same layouts are legal, and need as many bytes."""
+"""Changes that keep the set of legal layouts and their bytes."""
 
 NOTICEABLE = 1.01
-"""The least factor by which a change must improve the objective to be worth a word."""
+"""The least factor by which a change must improve the objective to be reported."""
 
 TIMES = 2
 """The factor by which a change increases its resource."""
@@ -50,18 +51,18 @@ TIMES = 2
 
 @dataclass(frozen=True)
 class Change:
-    """One change, and the best plan after it."""
+    """One change, and the best plan after the change."""
 
     kind: Kind
     what: str
     """The change in words."""
     ratio: float | None
-    """Tokens per second of the fastest plan after it over those of the fastest before; None where nothing is
-    legal or fits after it."""
+    """Tokens per second of the fastest plan after the change over those of the fastest plan before; None
+    where nothing is legal or fits after the change."""
     figure: float | None
-    """The metric of the fastest plan after the change, by `objective.METRICS`; None as the ratio."""
+    """The metric of the fastest plan after the change, by `objective.METRICS`; None where `ratio` is None."""
     plan: Plan | None
-    """The first plan after it: of those that tie with the fastest, the one that is preferred."""
+    """The first plan after the change: the preferred one of the plans that tie with the fastest."""
     why_not: str
     """The reason why there is no plan; empty where there is one."""
 
@@ -77,9 +78,9 @@ class Binding:
 def changes(result: SearchResult) -> Calls[Change]:
     """The first plans with twice the memory, links, batch and devices, and without each pin, if any fits.
 
-    Each is a search of its own and takes as long as the first; helpers begin with them at once. Named is the
-    plan that the changed question gives. Of the gain, what is fastest is compared with what is fastest
-    before: which of the plans that tie is simplest says nothing of what a change buys.
+    Each is a separate search that takes as long as the first; helpers start with them at once. The named plan
+    is the answer to the changed question. The gain compares the fastest plans before and after the change, as
+    the simplest of tied plans does not show the effect of a change.
     """
     problem, fastest = result.problem, result.fastest
     if fastest is None:
@@ -94,9 +95,10 @@ def changes(result: SearchResult) -> Calls[Change]:
 
 
 def _searched(kind: Kind, what: str, problem: Problem, tokens_per_s: float, known: Listed | None) -> Change:
-    """The first plan of a changed problem, and the fastest beside `tokens_per_s` of the fastest one before.
+    """The first plan of a changed problem, and its fastest plan against `tokens_per_s` of the fastest one
+    before.
 
-    `known` are its layouts, where they are those of before.
+    `known` are the layouts of the search before, if the change keeps them.
     """
     try:
         space = problem.space() if known is None else known.space
@@ -113,7 +115,7 @@ def _searched(kind: Kind, what: str, problem: Problem, tokens_per_s: float, know
 
 
 def changed_problems(problem: Problem) -> Iterator[tuple[Kind, str, Problem]]:
-    """The kind of each change, the change in words, and the problem after it."""
+    """The kind of each change, the change in words, and the changed problem."""
     cluster, batch = problem.cluster, problem.batch
     larger_memory = _with_more_memory(cluster)
     before, after = (_memory_text(each) for each in (cluster, larger_memory))
@@ -149,19 +151,19 @@ def changed_problems(problem: Problem) -> Iterator[tuple[Kind, str, Problem]]:
 
 
 def _with_more_memory(cluster: Cluster) -> Cluster:
-    """The cluster with `TIMES` as much memory on each device, of nodes of two kinds as much more of each."""
+    """The cluster with `TIMES` the memory on each device, on nodes of two kinds on both."""
     parts = tuple(_with_more_memory(part) for part in cluster.parts)
     return cluster.model_copy(update={"memory_bytes": cluster.memory_bytes * TIMES, "parts": parts})
 
 
 def _memory_text(cluster: Cluster) -> str:
-    """GiB of a device, of each kind of node those of its own."""
+    """A text with the GiB of a device, or of each kind of device."""
     every = dict.fromkeys(f"{part.memory_bytes / GIB:.0f}" for part in cluster.parts or (cluster,))
     return " and ".join(every)
 
 
 def _faster(cluster: Cluster, intra: bool) -> Cluster:
-    """The cluster with links of one kind that are `TIMES` as fast; measured ones of that kind, too."""
+    """The cluster with links of one kind `TIMES` as fast, measured links included."""
     name = "intra_node" if intra else "inter_node"
     link = cluster.fast_link if intra else cluster.inter_node or cluster.device.inter_node
     measured = tuple(
@@ -180,7 +182,7 @@ def _faster(cluster: Cluster, intra: bool) -> Cluster:
 
 
 def binding(result: SearchResult, found: list[Change], near: list[Neighbour]) -> Binding | None:
-    """The bottleneck of the best plan: of the gains that `changes` and `neighbours` found, the largest.
+    """The bottleneck of the best plan: the largest gain that `changes` and `neighbours` found.
 
     More devices do not count, as the question is about the speed of a device. None where nothing fits, and
     where the objective is to need little memory.

@@ -12,12 +12,12 @@ from planner.plan import Plan
 from planner.ranking.ties import are_told_apart
 
 ORDER_DIGITS = 8
-"""Digits to which a ratio of throughputs counts: what differs behind them is rounding."""
+"""Digits to which a ratio of throughputs counts; smaller differences are rounding errors."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One part of a cost, of both plans."""
+    """One part of the cost of both plans."""
 
     name: str
     """A field of `StepTime` or of `StageMemory`."""
@@ -26,7 +26,7 @@ class Term:
 
     @property
     def difference(self) -> float:
-        """Seconds or bytes that the second plan has more of."""
+        """Seconds or bytes of the second plan minus those of the first."""
         return self.second - self.first
 
 
@@ -39,7 +39,7 @@ class Comparison:
     throughput: float
     """Tokens per second of the first plan over those of the second."""
     distinguishable: bool
-    """The slower plan has no more chance to be the faster one than plans that are told apart have."""
+    """True if the order is sure enough: the slower plan has a small enough chance to be the faster one."""
     time: tuple[Term, ...]
     """Seconds for the tokens of a step of the first plan, the largest difference first; they add up."""
     memory: tuple[Term, ...]
@@ -61,14 +61,14 @@ def compare(first: Plan, second: Plan) -> Comparison:
 
 
 def fullest(estimate: Estimate) -> StageMemory:
-    """Memory of the pipeline rank that needs most."""
+    """Memory of the pipeline rank that needs the most."""
     return max(estimate.memory, key=lambda stage: stage.total)
 
 
 def _terms(
     names: tuple[str, ...], first: StepTime | StageMemory, second: StepTime | StageMemory, scale: float = 1.0
 ) -> tuple[Term, ...]:
-    """The terms that either plan has, those of the second plan times `scale`."""
+    """The terms of both plans, those of the second plan times `scale`."""
     terms = [Term(name, getattr(first, name), getattr(second, name) * scale) for name in names]
     held = [term for term in terms if term.first or term.second]
     return tuple(sorted(held, key=lambda term: -abs(term.difference)))

@@ -59,7 +59,7 @@ class Explanation:
     indistinguishable: tuple[int, ...]
     """Places, from 1, of the plans within the estimate's error of the best; itself included."""
     comparisons: tuple[Comparison, ...]
-    """The best plan against the next one that costs something else, and against those that were named."""
+    """The best plan against the next one with another cost, and against the named ones."""
     verdicts: tuple[Verdict, ...]
     """Verdicts on the named layouts, except those that the best plan is compared with."""
     binding: Binding | None
@@ -153,17 +153,17 @@ def explain(
     what_if: bool = True,
     **job: Unpack[SearchKeywords],
 ) -> Explanation:
-    """Search as `planner.search`, whose keywords it takes too, and explain the answer.
+    """Search as `planner.search` does, with the same keywords, and explain the answer.
 
     Args:
-        layout: what became of it: degrees such as `"tp=16,pp=2"`, as `Layout.describe` spells them, or a
-            mapping; or a list of such. Those that are not given are filled in as is best for it.
-        against: the best plan is compared with it too, term by term.
+        layout: a layout to judge: degrees such as `"tp=16,pp=2"`, as `Layout.describe` spells them, or a
+            mapping; or a list of such. Degrees that are not given get their best values.
+        against: a layout that is also compared with the best plan, term by term.
         what_if: whether to search again with twice the memory, links, batch and devices and without each pin,
             which takes as long as that many searches.
 
     Raises:
-        InputError: as `search`, and for a `layout` that is none.
+        InputError: as `search`, and for a wrong `layout`.
 
     Examples:
         >>> import planner
@@ -183,9 +183,10 @@ def explain_plan(
     against: PinInput | Sequence[PinInput] = None,
     what_if: bool = True,
 ) -> Explanation:
-    """The explanation of a saved plan: its model, cluster, engine and batch are searched, and it is judged.
+    """The explanation of a saved plan: its model, cluster, engine and batch are searched, and the plan is
+    judged.
 
-    Pins that it was made with are not known; what the search neither varies nor solves stays as in the plan.
+    The original pins are not known. Degrees that the search neither varies nor solves stay as in the plan.
     """
     result = search_problem(problem_of(plan))
     return explain_result(
@@ -203,7 +204,7 @@ def explain_result(
     against: Sequence[PinInput] = (),
     what_if: bool = True,
 ) -> Explanation:
-    """The explanation of a search that was made."""
+    """The explanation of a finished search."""
     best = result.best
     rivals = [outcome_of(result, one) for one in against]
     comparisons = [compare(best, _runner_up(result))] if best is not None and result.feasible > 1 else []
@@ -231,7 +232,7 @@ def explain_result(
 
 
 def _runner_up(result: SearchResult) -> Plan:
-    """The next plan that differs in speed or memory, as far as the first ones of the ranking go."""
+    """The next plan that differs in speed or memory, among the first ones of the ranking."""
     prices = result.first(MOST)
     costs = np.log([prices.tokens_per_s, prices.peak_memory_bytes])
     differ = (np.abs(costs - costs[:, :1]) > EQUAL).any(axis=0)
@@ -241,7 +242,7 @@ def _runner_up(result: SearchResult) -> Plan:
 def problem_of(plan: Plan) -> Problem:
     """The question that a saved plan answers, as far as the plan tells.
 
-    Pins that it was made with are not known; what the search neither varies nor solves stays as in the plan.
+    The original pins are not known. Degrees that the search neither varies nor solves stay as in the plan.
     """
     layout = plan.layout
     usual_formats = {name: Layout.model_fields[name].default for name in FORMATS[1:]}
@@ -268,7 +269,7 @@ def problem_of(plan: Plan) -> Problem:
 
 
 def _found_by_search(plan: Plan) -> set[str]:
-    """Degrees of which a search enumerates one value alone, and which it may have found for `plan`."""
+    """Degrees that a search does not enumerate, but may have solved for `plan`."""
     layout, names = plan.layout, set[str]()
     usual = layout.recompute_method, layout.recompute_num_layers, layout.recompute_modules
     enumerated = usual[:2] == ("uniform", 1) and usual[2] in ((), ("core_attention",))

@@ -1,4 +1,4 @@
-"""The layouts one step from the best on nodes of two kinds, each with the layers of stages that suit it."""
+"""The layouts one step from the best on nodes of two kinds, each with its best layers of stages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from planner.ranking.result import SearchResult
 
 
 def neighbour_searches(result: SearchResult, near: Sequence[Neighbour]) -> list[Neighbour]:
-    """The neighbours `near`, each legal one as a search of its own finds it, the best first.
+    """The neighbours `near`, the best first; each legal one is found by a search of its own.
 
-    A search sizes the stages of layouts that could be among its first alone, and leaves those of others even.
+    A search sizes only the stages of layouts that could be among its first; other layouts keep even stages.
     """
     best = result.best
     if best is None:

@@ -1,4 +1,4 @@
-"""The layouts one step from the best: what each change of a degree would cost, or what forbids it."""
+"""The layouts one step from the best: the cost of each change of a degree, or the rule that forbids it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ SHORT = {name: short for short, name in SHORT_NAMES.items()}
 
 @dataclass(frozen=True)
 class Neighbour:
-    """The best layout with one degree changed (two of the mesh, whose product stays), all else
+    """The best layout with one degree changed (or two of the mesh, with the same product), the rest
     re-optimised."""
 
     change: str
     """The change in words, such as `tp 8 -> 16, dp 4 -> 2`."""
     layout: Layout | None
-    """The best one that fits, or else the smallest; None where none is legal."""
+    """The best changed layout that fits, or else the smallest; None where none is legal."""
     ratio: float | None
     """Tokens per second over those of the best plan; None where the changed plan does not fit."""
     figure: float | None
@@ -47,14 +47,15 @@ class Neighbour:
     lacks_gib: float | None
     """GiB that the changed plan lacks; None where the plan fits or is illegal."""
     rule: str | None
-    """The rule that forbids all of them; None where one is legal."""
+    """The rule that forbids all changed layouts; None where one is legal."""
     were_it_legal: float | None
-    """The ratio that the best plan would have with a change that a rule forbids, if the shapes could be cut
-    that way; None if the memory would not do."""
+    """The ratio that a forbidden change would give if the shapes could be divided that way; None if it would
+    not fit."""
 
 
 def neighbours(result: SearchResult) -> list[Neighbour]:
-    """The layouts one step from the best plan, the best first, then those too big and those illegal."""
+    """The layouts one step from the best plan, the best first, then those that are too big, then the illegal
+    ones."""
     if result.best is None:
         return []
     best, problem = result.best, result.problem
@@ -77,7 +78,7 @@ def neighbours(result: SearchResult) -> list[Neighbour]:
 
 
 def _moves(layout: Layout) -> list[dict[str, int]]:
-    """Meshes that differ in a prime factor, which one degree gives to another."""
+    """Meshes in which one degree gives a prime factor to another."""
     found = []
     for more, less in permutations(MESH, 2):
         size = getattr(layout, less)
@@ -88,7 +89,7 @@ def _moves(layout: Layout) -> list[dict[str, int]]:
 
 
 def _others(result: SearchResult, layout: Layout, name: str) -> list[object]:
-    """Other values of a degree that the legal layouts of the same mesh have: of numbers, those next to it."""
+    """Other values of a degree among the legal layouts of the same mesh; for numbers, only the next ones."""
     column = getattr(result.table, name)[
         _alike(result.table, {name: getattr(layout, name) for name in (*MESH, *EXPERTS)})
     ]
@@ -137,10 +138,8 @@ def _moved(result: SearchResult, best: Plan, changed: Mapping[str, object]) -> N
 def _forbidden(
     result: SearchResult, layout: Layout, changed: Mapping[str, object]
 ) -> tuple[str | None, Prices | None]:
-    """The rule that forbids a change, and prices of the best plan with it as if the shapes could be cut that
-    way.
-
-    There are no prices where the plan would not fit.
+    """The rule that forbids a change, and prices of the changed plan as if the shapes could be divided that
+    way; no prices where it would not fit.
     """
     problem = result.problem
     for name in changed:
@@ -166,7 +165,8 @@ def _forbidden(
 
 
 def _with_mesh(problem: Problem, layout: Layout, changed: Mapping[str, object]) -> Layout:
-    """The best layout with another mesh, and what goes with it; raises where there is no such layout."""
+    """The best layout with another mesh and the degrees that depend on it; raises where there is no such
+    layout."""
     values: dict[str, Any] = {**layout.model_dump(), **changed}
     if values["tensor_parallel"] == 1:
         values["sequence_parallel"] = False

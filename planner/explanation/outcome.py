@@ -43,40 +43,40 @@ SOLVED_COLUMNS = (
     "recompute_num_layers",
     "zero_replicas",
 )
-"""Columns of a table that the search solves for layouts near the top, besides enumerating some values."""
+"""Columns of a table that the search solves for the best layouts, besides enumerating some values."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The fate of the layouts with some degrees in a search, and of the best of them."""
+    """The fate in a search of the layouts with given degrees, and of the best of them."""
 
     degrees: str
-    """The degrees asked about, in the words of the question."""
+    """The given degrees, in the words of the question."""
     outcome: Outcome
     reason: str
     """The reason in one line, with its numbers."""
     rules: dict[str, int]
-    """Layouts with these degrees by the rule that removed them, before any was priced."""
+    """Numbers of layouts with these degrees by the rule that removed them before pricing."""
     legal: int
-    """Layouts with these degrees that are legal."""
+    """Number of legal layouts with these degrees."""
     feasible: int
-    """Matching layouts that fit into memory."""
+    """Number of matching layouts that fit into memory."""
     plan: Plan | None
-    """The best of them that fits, or the smallest if none does; None where none is legal."""
+    """The best matching layout that fits, or the smallest if none fits; None where none is legal."""
     place: int | None
-    """The place in the ranking of the search, from 1, or the one that the layout would have; None if it does
-    not fit."""
+    """The place in the ranking, from 1; for a layout that was not searched, the place that it would have.
+    None if it does not fit."""
     not_searched: str | None
-    """The reason why the search does not rank the layout though it is legal; None where it does."""
+    """The reason why the search does not rank the layout although it is legal; None where it does."""
     comparison: Comparison | None
-    """The winner of the search against it, where both fit."""
+    """The winner of the search against the layout, if both fit."""
 
 
 def parse_layout(given: PinInput) -> Pins:
-    """Degrees of a layout by full name: a mapping, strings `name=value`, or what `Layout.describe` says.
+    """Degrees of a layout by full name: a mapping, strings `name=value`, or the text of `Layout.describe`.
 
     Several degrees in one string have commas or blanks between them: `tp=8+sp pp=2 mbs=1 x 4`. Raises
-    `InputError` for what is no layout.
+    `InputError` for any other text.
     """
     try:
         degrees = parse_pins(given)
@@ -88,9 +88,9 @@ def parse_layout(given: PinInput) -> Pins:
 
 
 def outcome_of(result: SearchResult, layout: PinInput) -> Verdict:
-    """The fate of `layout`, of whose degrees only some need be given, in the search of `result`.
+    """The fate of `layout` in the search of `result`; degrees that are not given get their best values.
 
-    The others are filled in as is best for it. Raises `InputError` for what is no layout.
+    Raises `InputError` for a wrong layout.
     """
     degrees = parse_layout(layout)
     asked = _asked(degrees)
@@ -147,7 +147,7 @@ def _priced(result: SearchResult, problem: Problem, space: Space, asked: str) ->
 
 
 def _asked(degrees: Pins) -> str:
-    """The degrees in words; of a whole layout those in which it describes itself."""
+    """The degrees in words; a whole layout in its own notation."""
     if Layout.model_fields.keys() - {"context_parallel_form", "recompute_modules"} <= degrees.keys():
         try:
             return Layout.model_validate(degrees).describe()
@@ -157,7 +157,7 @@ def _asked(degrees: Pins) -> str:
 
 
 def _with_degrees(problem: Problem, degrees: Pins) -> Problem:
-    """The problem with `degrees` pinned, whatever else was pinned of the same names."""
+    """The problem with `degrees` pinned, instead of other pins of the same names."""
     pins = dict(degrees)
     wanted = pins.pop("precision", None)
     size = pins.pop("global_batch_size", None)
@@ -173,7 +173,8 @@ def _with_degrees(problem: Problem, degrees: Pins) -> Problem:
 
 
 def place_of(result: SearchResult, plan: Plan) -> int:
-    """Place of `plan`, which fits, in the ranking of `result`, from 1: its own, or the one it would have."""
+    """Place of `plan`, which must fit, in the ranking of `result`, from 1; if it is not in the ranking, the
+    place that it would have."""
     rows = np.flatnonzero(_same(result, plan.layout, ARRAY_FIELDS))
     places = np.flatnonzero(np.isin(result.fitting, rows))
     if len(places):
@@ -191,7 +192,7 @@ def place_of(result: SearchResult, plan: Plan) -> int:
 
 
 def _same(result: SearchResult, layout: Layout, names: Iterable[str]) -> Bools:
-    """Legal layouts of the search with the same values of `names`, which are arrays of a table, [n]."""
+    """Mask of the legal layouts of the search with the same values in the columns `names`, [n]."""
     table = result.table
     splits = [at for at, split in enumerate(table.splits) if split == layout.layers_per_stage]
     alike = all(getattr(layout, name) == value for name, value in table.formats.items())
@@ -228,7 +229,7 @@ def _why_not_searched(result: SearchResult, layout: Layout) -> str | None:
 
 
 def _held(plan: Plan) -> str:
-    """The parts of the memory of the fullest pipeline rank, largest first, in words."""
+    """A text of the parts of the fullest pipeline rank's memory, largest first."""
     stage = max(plan.estimate.memory, key=lambda each: each.total)
     parts = sorted(stage.model_dump().items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {held / GIB:.1f}" for name, held in parts if held >= 0.05 * GIB)

@@ -1,4 +1,4 @@
-"""An explanation as one for JSON."""
+"""An explanation as a record for JSON."""
 
 from __future__ import annotations
 

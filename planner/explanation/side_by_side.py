@@ -1,4 +1,4 @@
-"""Two plans, or runs of them, field by field."""
+"""A comparison of two plans, or of two runs, field by field."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _text(value: Any) -> str:
 
 
 def measured_steps(records: Sequence[dict[str, Any]]) -> float | None:
-    """Seconds of the median step that a run has logged; None where it has logged none."""
+    """Median seconds of the steps that a run has logged; None where it has logged none."""
     timed = (record for record in records if record.get("step_time_s") and not record.get("profiled"))
     steps = [record["step_time_s"] for record in timed]
     return statistics.median(steps) if steps else None

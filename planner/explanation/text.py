@@ -14,25 +14,25 @@ from planner.plan import Plan
 from planner.ranking.reasons import metric_text
 
 MOST_TERMS = 6
-"""Terms of the step time and of the memory that a table of two plans lists; the totals follow."""
+"""Most terms of step time and of memory in a table of two plans; the totals follow."""
 
 MOST_NEIGHBOURS = 14
-"""Steps from the best plan that are listed."""
+"""Most layouts one step from the best plan that are listed."""
 
 LONG_S = 10.0
-"""Seconds of a step from which its parts are shown in seconds."""
+"""Step time in seconds from which its parts are shown in seconds instead of milliseconds."""
 
 SHOWN = 2e-3
-"""Share of a total under which a term is left out."""
+"""Share of a total below which a term is left out."""
 
 OUTCOMES = {"first": "is the best", "slower": "lost", "too_big": "does not fit", "illegal": "is illegal"}
 
 HEADS = ("", "best", "other", "difference", "")
-"""Columns of a comparison."""
+"""Headings of the columns of a comparison."""
 
 
 def aligned_rows(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Rows of a table, numbers to the right."""
+    """Rows of a table with right-aligned numbers."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for name, *cells in rows:
         padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
@@ -51,7 +51,7 @@ def cost_line(best: Plan) -> str:
 
 
 def lead_line(comparison: Comparison) -> str:
-    """The line that says how much faster the best plan is than another."""
+    """The line with the lead of the best plan over another."""
     unsure = "" if comparison.distinguishable else ", within the estimate's error"
     return f"{comparison.throughput:.4g} x its tokens/s{unsure}; for the same tokens:"
 
@@ -96,7 +96,7 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
 
 
 def _counted(legal: int, feasible: int) -> str:
-    """A phrase with the number of matching layouts that are legal, and of those that fit."""
+    """A phrase with the numbers of matching layouts that are legal and that fit."""
     if legal == 1:
         return f"1 matching layout is legal and {'fits' if feasible else 'does not fit'}"
     return f"{legal:,} matching layouts are legal, {feasible:,} of them fit"
@@ -127,5 +127,5 @@ def change_line(change: Change, objective: Objective) -> str:
 
 
 def _ranked(objective: Objective, value: float | None) -> str:
-    """The figure that plans are ranked by; empty for tokens per second, which the line shows anyway."""
+    """The figure that plans are ranked by; empty for tokens per second, as the line shows them anyway."""
     return "" if value is None or objective == "throughput" else f", {metric_text(objective, value)},"

@@ -1,4 +1,4 @@
-"""Is a configuration legal, does it fit, how fast is it in its own software, and what would be better?"""
+"""The check of a configuration: its legality, memory and speed in its own software, and better flags."""
 
 from __future__ import annotations
 
@@ -36,29 +36,30 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 OTHERS_RUN = {"pipeline_micro_batches", "lora_offload_optimizer"}
-"""Rules that other software has not: of PyTorch's schedules, and of what is worth its while
-(megatron/core/pipeline_parallel/schedules.py)."""
+"""Rules that do not apply to other software: rules of PyTorch's schedules, and rules against redundant
+layouts (megatron/core/pipeline_parallel/schedules.py)."""
 
 USUAL_DEVICES = ("a100-80g", "h100", "b200")
-"""Devices for which a job is converted where none is given: the first one that has its number format.
+"""Devices for conversions without a given device: the first one that supports the job's number format is
+used.
 
 Nothing is priced on them, and legality is the same on each.
 """
 
 PYTORCHS = ("torchtitan",)
-"""Software that runs PyTorch's schedules."""
+"""Software that uses PyTorch's pipeline schedules."""
 
 
 @dataclass(frozen=True)
 class FlagChange:
-    """One flag that the best plan has otherwise."""
+    """One flag with another value in the best plan."""
 
     flag: str
     before: str | None
     """The flag's value; empty for a switch, None where it is not given."""
     after: str | None
     line: int | None
-    """Line of the file that gives it."""
+    """Line of the file that gives the flag."""
 
 
 @dataclass(frozen=True)
@@ -67,27 +68,28 @@ class Check:
 
     reading: Reading
     legal: bool | None
-    """None where the files do not say enough."""
+    """True or False for a legal or an illegal configuration; None where the files do not say enough."""
     fits: bool | None
     problems: tuple[ConfigProblem, ...]
     assumed: tuple[str, ...]
     plan: Plan | None
-    """The configuration as it stands; None where it is not legal or not known."""
+    """The plan of the unchanged configuration; None where it is not legal or not known."""
     best: Plan | None
     """The best plan for the same job in the same software; None where nothing fits."""
     changes: tuple[FlagChange, ...]
     """Flags that differ between the configuration and the best plan."""
     proposals: tuple[tuple[Proposal, tuple[FlagChange, ...]], ...] = ()
-    """Changes with which a configuration fits that does not fit as it stands, as flags of the files too."""
+    """Changes that make a configuration fit, with the flags of the files; empty if it fits."""
 
     @property
     def unknown(self) -> tuple[ConfigProblem, ...]:
-        """Facts that the files do not give, each with the key that would give it and a remedy."""
+        """Facts that the files do not give, each with the key to add and a remedy."""
         return tuple(problem for problem in self.problems if problem.severity == "unknown")
 
     @property
     def layout(self) -> Layout | None:
-        """The layout of the files, priced or not; None where a fact that it rests on is not known."""
+        """The layout in the files, even if it is not priced; None where a fact that it depends on is
+        unknown."""
         return self.reading.layout if self.legal else None
 
     @property
@@ -110,17 +112,18 @@ class CheckKeywords(ClusterKeywords, total=False):
     model: str | Path | None
     """The model, by its name in the catalogue or its file, where no file of the job says it."""
     engine: str | None
-    """The software that executes the layout, instead of the software that the files are for."""
+    """The engine to price, instead of the software of the files."""
     define: Mapping[str, str] | Iterable[str] | None
-    """Variables that a script gets from outside, as a mapping or as `NAME=VALUE`."""
+    """Variables that a script gets from its environment, as a mapping or as `NAME=VALUE`."""
 
 
 @keywords(CheckKeywords)
 def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeywords]) -> Check:
-    """Judge the configuration that `files` hold, and plan the same job anew. Nothing in them is run.
+    """Judge the configuration in `files`, and plan the same job anew.
 
-    `world_size`, `local_world_size` and `device` say what the files leave open, `define` the variables that a
-    script gets from outside. Raises `InputError` for files that cannot be read or that start no job.
+    Nothing in the files is run. `world_size`, `local_world_size` and `device` give facts that the files leave
+    open. `define` gives the variables that a script gets from its environment. Raises `InputError` for files
+    that cannot be read or that start no job.
     """
     several = [files] if isinstance(files, (str, Path)) else list(files)
     reading = read_files(
@@ -194,7 +197,7 @@ def _answer(
 
 
 def name_what_is_missing(reading: Reading, problems: Problems) -> None:
-    """Say what is not known of a job where its reader has not."""
+    """Add problems for unknown facts of a job that its reader has not named."""
     if problems.fatal:
         return
     places = _places(reading)
@@ -210,7 +213,7 @@ def name_what_is_missing(reading: Reading, problems: Problems) -> None:
 
 
 def _rests_on_nothing(reading: Reading, problems: Problems) -> bool:
-    """Return whether a fact is missing that prices and the best plan depend on."""
+    """Return whether a fact is missing on which prices and the best plan depend."""
     batches = reading.global_batch_size, reading.max_global_batch_size
     return (
         any(problem.severity == "unknown" and not problem.of_price for problem in problems.found)
@@ -220,7 +223,7 @@ def _rests_on_nothing(reading: Reading, problems: Problems) -> bool:
 
 
 def problem_of_reading(reading: Reading, given: CheckKeywords) -> tuple[Problem, list[str]]:
-    """The job of a configuration as a problem of the search, and what was assumed for it."""
+    """The job of a configuration as a problem of the search, and the assumptions made for it."""
     assert reading.model is not None and reading.world_size is not None
     assumed = []
     device = given.get("device") or reading.device
@@ -251,7 +254,7 @@ def problem_of_reading(reading: Reading, given: CheckKeywords) -> tuple[Problem,
 
 
 def engine_of(reading: Reading) -> Engine | str:
-    """The engine of a configuration, with what its files decide of it."""
+    """The engine of a configuration, with the constants that its files decide."""
     if not reading.engine_constants:
         return reading.engine
     return load_engine(reading.engine).with_constants(reading.engine_constants)
@@ -264,7 +267,7 @@ def usual_device(reading: Reading) -> str:
 
 
 def _kept(layout: Layout | None) -> dict[str, object]:
-    """Fields of the layout that change numerical results, not speed alone, and so stay as they are."""
+    """Fields of the layout that change numerical results, not speed alone, and so are not changed."""
     if layout is None:
         return {}
     return {
@@ -277,7 +280,7 @@ def _kept(layout: Layout | None) -> dict[str, object]:
 
 
 def breaks_rules(reading: Reading, layout: Layout, problem: Problem, problems: Problems) -> bool:
-    """Return whether a configuration is illegal; the rules that it breaks are added to `problems`."""
+    """Return whether a configuration is illegal; broken rules are added to `problems`."""
     model, degrees = problem.model, LayoutTable.one(layout)
     places = _places(reading)
     broken = False
@@ -298,7 +301,7 @@ def breaks_rules(reading: Reading, layout: Layout, problem: Problem, problems: P
 
 
 def plan_as_it_stands(reading: Reading, layout: Layout, problem: Problem, problems: Problems) -> Plan | None:
-    """The configuration as a plan; None, and the rules that it breaks as problems, where it is illegal."""
+    """The configuration as a plan; for an illegal one None, with the broken rules as problems."""
     if breaks_rules(reading, layout, problem, problems):
         return None
     places = _places(reading)
@@ -344,15 +347,16 @@ _LARGEST_PART = {
     "gradients": "tensor_parallel",
     "optimizer": "zero_stage",
 }
-"""Degrees that what fills most of the memory depends on."""
+"""The degrees that the largest part of the memory depends on, by part."""
 
 
 def _best(
     problem: Problem, plan: Plan | None, problems: Problems
 ) -> tuple[Plan | None, tuple[Proposal, ...]]:
-    """The best plan for the same job, and where none fits what would; None, and why, where there is none.
+    """The best plan for the same job, or None with the reason; where nothing fits, also the changes that
+    would fit.
 
-    It is the one that `planner suggest` names, unless the configuration fits and no plan is faster.
+    It is the plan of `planner suggest`, unless the configuration fits and no plan is faster.
     """
     own = plan if plan is not None and plan.fits else None
     try:
@@ -371,7 +375,7 @@ def _best(
 
 
 def _writer(reading: Reading) -> Callable[[Plan], Mapping[str, str]] | None:
-    """The function that writes a plan's layout in the words of the software; None where there is none."""
+    """The function that writes a plan's layout as flags or keys of the software; None where there is none."""
     if reading.framework == "nemo":
         return lambda plan: keys_of_flags(TARGETS["megatron"](plan).layout_flags)
     if reading.framework == "mindformers-dynamic":
@@ -383,7 +387,7 @@ def _writer(reading: Reading) -> Callable[[Plan], Mapping[str, str]] | None:
 
 
 def _in_words(flags: Mapping[str, str], words: Mapping[str, str]) -> dict[str, str]:
-    """Flags in the words of a file; a switch is a key that is true there."""
+    """Flags as keys of a file; a switch is a key with the value true."""
     found = {}
     for flag, text in flags.items():
         name = words.get(flag, flag)
@@ -392,7 +396,7 @@ def _in_words(flags: Mapping[str, str], words: Mapping[str, str]) -> dict[str, s
 
 
 def _changes(reading: Reading, plan: Plan | None, best: Plan | None) -> tuple[FlagChange, ...]:
-    """The flags or keys of the layout that differ, in the order of the new ones."""
+    """The flags or keys of the layout that differ, in the order of the new layout's flags."""
     write = _writer(reading)
     if best is None or write is None:
         return ()
@@ -415,9 +419,9 @@ def _changes(reading: Reading, plan: Plan | None, best: Plan | None) -> tuple[Fl
 
 
 def _stands(name: str, before: Mapping[str, str], after: Mapping[str, str], texts: Mapping[str, str]) -> bool:
-    """Return whether a file already has a flag of the new value that has no effect on its present layout.
+    """Return whether a file already has the new value of a flag, without effect on the present layout.
 
-    Such a flag is `--use-distributed-optimizer` with a single replica.
+    An example is `--use-distributed-optimizer` with a single replica.
     """
     return name not in before and name in texts and texts[name] == after[name]
 

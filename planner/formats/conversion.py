@@ -1,4 +1,4 @@
-"""Configurations of one software as those of another: read, and written."""
+"""Conversion of configurations of one software to another."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ class Conversion:
 
     reading: Reading
     plan: Plan
-    """The job as it was read."""
+    """The job of the files as a plan."""
     export: Export
-    """The plan in the words of the other software."""
+    """The plan as flags or a file of the other software."""
     text: str
-    """The text of the new file: the export, with the flags of training that the software has words for."""
+    """The text of the new file: the export, with the flags of training that the software supports."""
     unconverted: tuple[str, ...]
-    """Flags of training and data that the text lacks, as flags of Megatron-LM."""
+    """Flags of training and data that the new text lacks, as flags of Megatron-LM."""
 
 
 @keywords(CheckKeywords)
 def convert_config(
     files: Sequence[str | Path] | str | Path, *, to: str, **given: Unpack[CheckKeywords]
 ) -> Conversion:
-    """The job that `files` describe in the words of other software. Nothing in them is run.
+    """Convert the job in `files` to flags or a file of other software. Nothing in them is run.
 
-    Keyword arguments are those of `planner.check`. Raises `InputError` for files that cannot be read, that
-    do not say a layout or say an illegal one, and for a software that plans are not written for.
+    Keyword arguments are those of `planner.check`. Raises `InputError` for files that cannot be read, for
+    files without a layout or with an illegal one, and for software that is not supported.
     """
     several = [files] if isinstance(files, (str, Path)) else list(files)
     reading = read_files(
@@ -71,7 +71,7 @@ def convert_config(
 
 
 def plan_of_reading(reading: Reading, given: CheckKeywords) -> Plan:
-    """The job of a reading as a plan; raises `InputError`, with all reasons, where it is none."""
+    """The job of a reading as a plan; raises `InputError`, with all reasons, where it cannot be a plan."""
     problems = Problems(reading.file, list(reading.problems))
     name_what_is_missing(reading, problems)
     plan = None

@@ -1,4 +1,4 @@
-"""Files of other software: what kind each is, and the job that they describe together."""
+"""Files of other software: the kind of each, and the job that they describe together."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from planner.formats.torchtitan import registry
 from planner.inputs.model import resolve_model
 
 LARGEST = MIB // 4
-"""Bytes of a configuration."""
+"""Most bytes of a configuration."""
 
 EXPECTED = (
     "expected a script or arguments of Megatron-LM, MindSpeed or PAI's llmacc, "
@@ -54,7 +54,7 @@ Reader = Callable[[Source, Surroundings], Reading]
 
 @dataclass(frozen=True)
 class Kind:
-    """A software whose configurations are files of keys."""
+    """Software whose configurations are files of keys."""
 
     framework: str
     recognises: Callable[[Entries], bool]
@@ -91,31 +91,31 @@ KINDS = (
         lambda source, around: hugging_face.read_hugging_face(None, None, source, around),
     ),
 )
-"""The first that recognises the keys of a file reads it."""
+"""Kinds of files; the first kind that recognises a file's keys reads the file."""
 
 RECIPES = Kind("recipes", lambda entries: False, nemo.read_recipe)
-"""Python files of Megatron-Bridge and NeMo."""
+"""The kind of Python files of Megatron-Bridge and NeMo."""
 
 REGISTRY = Kind("registry", lambda entries: False, registry.read_registry)
-"""Python files of torchtitan."""
+"""The kind of Python files of torchtitan."""
 
 TORCHTITAN_COMMAND = Kind("torchtitan", lambda entries: False, torchtitan.read_torchtitan)
-"""Scripts and lists of arguments that start torchtitan."""
+"""The kind of scripts and lists of arguments that start torchtitan."""
 
 OVERRIDES = Kind("overrides", lambda entries: False, nemo.read_overrides)
-"""Scripts that give keys of NeMo or Megatron-Bridge to a program."""
+"""The kind of scripts that pass keys of NeMo or Megatron-Bridge to a program."""
 
 SWIFT = Kind("ms-swift", lambda entries: False, swift.read_swift)
-"""Scripts with ms-swift's commands for Megatron-LM."""
+"""The kind of scripts with ms-swift's commands for Megatron-LM."""
 
 WITH_VARIABLES = ("primus", "functional-test")
-"""Files of keys that take variables from outside, and whose keys stand for flags."""
+"""Kinds of files of keys that use environment variables, and whose keys are read as flags."""
 
 SLIME = Kind("slime", lambda entries: False, slime.read_slime)
-"""Scripts that start slime."""
+"""The kind of scripts that start slime."""
 
 BESIDE_SCRIPTS = ("accelerate", "deepspeed", *trainer_files.SOFTWARE)
-"""Files that the trainer of a script reads."""
+"""Kinds of files that a script's trainer reads."""
 
 
 def read_files(
@@ -128,9 +128,9 @@ def read_files(
 ) -> Reading:
     """The job that `files` describe together: one that starts it, and files that describe its model.
 
-    Nothing is run. `define` gives variables that a script gets from outside, or keys in place of a file's,
-    as a mapping or as `NAME=VALUE`; `model` names the model where no file describes it. Raises `InputError`
-    for files that cannot be read, and where none or several start a job.
+    Nothing is run. `define` gives environment variables of a script, or keys that replace those of a file, as
+    a mapping or as `NAME=VALUE`; `model` names the model where no file describes it. Raises `InputError` for
+    files that cannot be read, and where none or several start a job.
     """
     defined = parse_definitions(define)
     texts = {str(file): _text(file) for file in files}
@@ -176,9 +176,9 @@ _SOURCE = re.compile(r"^[ \t]*(?:source|\.)[ \t]+[\"']?([^\s;&|\"']+)", re.MULTI
 
 
 def _beside(texts: Mapping[str, str]) -> dict[str, str]:
-    """Texts of the files that others read, by their names without folders.
+    """Texts of the files that other files read, by name without folders.
 
-    Scripts read commands (`source env.sh`), and files of keys start from others (`extends: base.yaml`).
+    Scripts source commands (`source env.sh`), and files of keys inherit (`extends: base.yaml`).
     """
     found: dict[str, str] = {}
     for file, text in texts.items():
@@ -198,7 +198,7 @@ class _Part:
 
     source: Source
     kind: Kind | None
-    """None for a script."""
+    """The kind of the file; None for a script."""
     other_values: tuple[ConfigProblem, ...] = ()
 
 
@@ -207,7 +207,7 @@ def _is_program(part: _Part) -> bool:
 
 
 def _known_names(parts: Sequence[_Part], reading: Reading) -> set[str]:
-    """All flags and keys that files of these kinds have, written there or not."""
+    """All flags and keys that exist in files of these kinds."""
     found = {path for part in parts for path in part.source.entries} | {flag.name for flag in reading.flags}
     found.add(DEFINED)
     for part in parts:
@@ -232,7 +232,7 @@ def _known_names(parts: Sequence[_Part], reading: Reading) -> set[str]:
 
 
 def _joined(parts: list[_Part]) -> list[_Part]:
-    """Programs that are given together as one: a recipe may start from those of another file."""
+    """Program files joined into one part, as a recipe may use recipes of another file."""
     programs = [part for part in parts if part.kind in (RECIPES, REGISTRY)]
     if len({id(part.kind) for part in programs}) != 1 or len(programs) < 2:
         return parts
@@ -244,7 +244,7 @@ def _joined(parts: list[_Part]) -> list[_Part]:
 
 
 def _of_gpt_neox(own: Sequence[str], texts: Mapping[str, str]) -> _Part | None:
-    """Several YAML files of one job of GPT-NeoX, which has its keys in as many; None for other files."""
+    """Several YAML files of one GPT-NeoX job joined into one part; None for other files."""
     if len(own) < 2 or not all(file.lower().endswith((".yml", ".yaml")) for file in own):
         return None
     found = {file: PARSERS[Path(file).suffix.lower()](texts[file], f"file {file}") for file in own}
@@ -257,7 +257,7 @@ def _of_gpt_neox(own: Sequence[str], texts: Mapping[str, str]) -> _Part | None:
 
 
 def _part(file: str, text: str, around: Surroundings) -> _Part:
-    """A file and its kind; raises `InputError` where nothing in it is known."""
+    """A file and its kind; raises `InputError` where nothing in the file is known."""
     if Path(file).suffix.lower() == ".py":
         if registry.has_configurations(file, text):
             return _Part(Source(file, text), REGISTRY)
@@ -303,7 +303,7 @@ def _starts_job(text: str, around: Surroundings) -> bool:
 
 
 def _together(parts: Sequence[_Part], around: Surroundings, described: str | None) -> Reading:
-    """The one job that several files describe: a script beside the files that its trainer reads."""
+    """The job that several files describe: a script with the files that its trainer reads."""
     by_name = {part.kind.framework if part.kind else "": part.source for part in parts}
     if len(parts) == 2 and set(by_name) == {OVERRIDES.framework, "nemo"}:
         # A script, and the file whose keys it changes.
@@ -342,7 +342,7 @@ def _together(parts: Sequence[_Part], around: Surroundings, described: str | Non
 
 
 def _named_by(command: Source, named: _Part, around: Surroundings) -> Reading | None:
-    """The job of a command of torchtitan with the configuration that it names; None for another file."""
+    """The job of a torchtitan command with its named configuration; None for another file."""
     world = around.world_size or command.world_size
     local = around.local_world_size or command.local_world_size
     around = dataclasses.replace(around, world_size=world, local_world_size=local)
@@ -376,7 +376,7 @@ def _kind_of(entries: Entries) -> Kind | None:
 
 
 def _page(file: str, text: str) -> _Part | None:
-    """The first configuration on a page: in a code block, or in text that lost its lines."""
+    """The first configuration on a page: in a code block, or in text without its line breaks."""
     for entries in block_entries(text, file):
         kind = _kind_of(entries)
         if kind is not None:
@@ -396,7 +396,7 @@ def _page(file: str, text: str) -> _Part | None:
 
 
 FEWEST_KEYS = 5
-"""Known keys of a page that has a configuration on it."""
+"""Least number of known keys of a page with a configuration."""
 
 
 def _other_values(file: str, entries: Entries, others: Mapping[str, list[int]]) -> Iterator[ConfigProblem]:

@@ -1,4 +1,4 @@
-"""The job that a software runs instead of a plan that it does not support, and what that job costs."""
+"""The nearest job that a software supports instead of a plan, and the price of that job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUFFIXES = {"megatron": "sh", "mindspeed": "sh", "torchtitan": "sh", "deepspeed"
 
 
 class Inexpressible(InputError):
-    """A plan that a software does not support. Exit code 5."""
+    """Error: a software does not support a plan. Exit code 5."""
 
     exit_code = 5
 
@@ -39,7 +39,8 @@ class Nearest:
 
 
 def check_expressible(export: Export, nearest: bool) -> None:
-    """Raise `Inexpressible` where a part of a plan has no words there, unless `nearest` allows it."""
+    """Raise `Inexpressible` where a software does not support a part of a plan, unless `nearest` allows
+    it."""
     if export.inexpressible and not nearest:
         parts = "; ".join(export.inexpressible)
         raise Inexpressible(
@@ -48,10 +49,10 @@ def check_expressible(export: Export, nearest: bool) -> None:
 
 
 def nearest_job(plan: Plan, export: Export) -> Nearest:
-    """The job that an export says, as this package reads it, priced as the plan is.
+    """The job of an export, read back by this package and priced like the plan.
 
-    What the training script says in any case is as in the plan. Raises `InputError` where the export says no
-    job that is consistent.
+    Values that the training script decides are taken from the plan. Raises `InputError` where the export is
+    contradictory.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"config.{SUFFIXES.get(export.target, 'yaml')}")
@@ -75,7 +76,7 @@ def nearest_job(plan: Plan, export: Export) -> Nearest:
 
 
 def _model(plan: Plan, export: Export, read: ModelSpec) -> ModelSpec:
-    """The plan's model where nothing of it is lost, and as it was read otherwise."""
+    """The plan's model if the export expresses it fully; otherwise the model read back."""
     lost = export.named - {text.partition("=")[0] for text in export.in_script}
     parts = {name.partition(".")[0] for name in model_parts(plan.model)} | {"mtp", "lora"}
     if not {name.partition(".")[0] for name in lost} & parts:

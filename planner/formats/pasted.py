@@ -1,4 +1,5 @@
-"""Commands that take a pasted training command: flags of Megatron-LM's internals are set aside, and named."""
+"""Commands that accept a pasted training command: flags of Megatron-LM's internals are ignored, with a
+note."""
 
 from __future__ import annotations
 
@@ -24,38 +25,38 @@ INTERNAL = (
     r"|(load|save)-rng|moe-permute-fusion|moe-router-fusion|moe-grouped-gemm|use-mcore-models|use-cpu-initialization"
     r")"
 )
-"""Flags about how Megatron-LM does its work, which change neither what is learned nor what is saved."""
+"""Flags of Megatron-LM's internals, which change neither training nor saved files."""
 
 SAMPLES = {
     "--train-samples": "--train-iters",
     "--lr-decay-samples": "--lr-decay-iters",
     "--lr-warmup-samples": "--lr-warmup-iters",
 }
-"""Flags that count sequences, by those that count steps."""
+"""Flags in samples, by the equivalent flags in steps."""
 
 
 class Pasted(NamedTuple):
-    """The words of a command, sorted."""
+    """The words of a command, sorted by use."""
 
     words: list[str]
-    """Words that the command itself knows, and words that nobody knows."""
+    """Words that the command itself knows, and unknown words."""
     aside: list[str]
     """Flags of Megatron-LM's internals."""
     turned: list[str]
-    """Samples as steps: each flag with its value, and what stands in its place."""
+    """Flags in samples that were converted to steps: each flag with its value, and its replacement."""
 
 
 class PastedCommand(Command):
-    """A command that trains: it sets aside what is about Megatron-LM's inside alone."""
+    """A training command: it ignores only flags of Megatron-LM's internals."""
 
     turns_samples = True
 
     def sets_aside(self, flag: KnownFlag) -> bool:
-        """Return whether the command may ignore a flag: only where no result depends on it."""
+        """Return whether the command may ignore a flag, as no result depends on the flag."""
         return flag.role in ("harmless", "unpriced") and bool(re.match(INTERNAL, flag.name))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Name what is set aside; the rest is parsed as ever."""
+        """Print a note on ignored flags, and parse the rest as usual."""
         if not ctx.resilient_parsing:
             following = {
                 name: 0 if getattr(param, "is_flag", False) else param.nargs
@@ -70,12 +71,13 @@ class PastedCommand(Command):
 
 
 class PlanningCommand(PastedCommand):
-    """A command that plans: what is learned does not matter to it, either."""
+    """A planning command: it also ignores flags that only affect learning."""
 
     turns_samples = False
 
     def sets_aside(self, flag: KnownFlag) -> bool:
-        """Return whether a flag affects neither time nor memory, for frameworks whose commands are pasted."""
+        """Return whether a flag affects neither time nor memory, for flags of frameworks whose commands are
+        pasted."""
         return flag.role in ("harmless", "training") and flag.framework in ("megatron", "mindspeed")
 
 
@@ -95,12 +97,12 @@ def sort_words(
     sets_aside: Callable[[KnownFlag], bool],
     turns_samples: bool = True,
 ) -> Pasted:
-    """The words of a command without those flags of Megatron-LM and MindSpeed that it need not know.
+    """The words of a command, without flags of Megatron-LM and MindSpeed that it may ignore.
 
     Args:
         following: number of words that follow each flag of the command.
         sets_aside: test of whether the command may ignore a flag that it lacks.
-        turns_samples: write `--train-samples` as steps of the `--global-batch-size` that is given.
+        turns_samples: convert `--train-samples` to steps of the given `--global-batch-size`.
     """
     names = {word.partition("=")[0] for word in words}
     if not any(name.startswith("--") and name not in following for name in names):
@@ -144,7 +146,7 @@ def sort_words(
 
 
 def _end(words: Sequence[str], at: int, flag: KnownFlag) -> int:
-    """Index after the values of a flag whose name stands before `at`."""
+    """Index after the values of a flag whose name is before `at`."""
     most = {"": 0, "1": 1}.get(flag.words, len(words))
     end = at
     while end < len(words) and end - at < most and not words[end].startswith("--"):

@@ -1,4 +1,4 @@
-"""Software whose files are known by marks of their own, and not read: named in one line."""
+"""Software whose files are recognised but not read; the error names the software in one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from costmodels.errors import InputError
 
 
 class NotReadError(InputError):
-    """A file of software that is known and not read."""
+    """Error: a file of software that is recognised but not read."""
 
     def __init__(self, line: str, software: str = "") -> None:
         super().__init__(line)
@@ -18,13 +18,13 @@ class NotReadError(InputError):
 
 
 class Mark(NamedTuple):
-    """Keys and texts that only the files of one software have."""
+    """Keys and texts that only occur in files of one software."""
 
     software: str
     keys: tuple[frozenset[str], ...] = ()
-    """Alternative sets of keys that stand in its files together; `name.` stands for a section."""
+    """Alternative sets of keys that occur together in its files; `name.` is a section."""
     text: str = ""
-    """A pattern that its programs and commands match."""
+    """A pattern that matches its programs and commands."""
 
 
 MARKS = (
@@ -78,11 +78,11 @@ MARKS = (
 
 
 def refuse_recognised(file: str, keys: Collection[str], text: str = "") -> None:
-    """Raise `InputError` for a file of software that is known and not read.
+    """Raise `InputError` for a file of software that is recognised but not read.
 
     Args:
-        keys: its keys, where it is made of keys.
-        text: the file, where it is a script or a program.
+        keys: the file's keys, if it has keys.
+        text: the file's text, if it is a script or a program.
     """
     for mark in MARKS:
         hit = any(all(_has(keys, name) for name in names) for names in mark.keys)

@@ -1,4 +1,4 @@
-"""A job in small, in the form of a large one: its layers, widths, sequences and ranks shrunk."""
+"""A small job of the same form as a large one, with fewer layers, widths, tokens and ranks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 
 HEAD_DIM = 16
-"""Elements of a head."""
+"""Elements of an attention head in small jobs."""
 
 MOST_TOKENS, MOST_VOCAB, MOST_EXPERTS = 128, 512, 4
-"""Tokens of a sequence, entries of the vocabulary and experts, at most (more where ranks want them)."""
+"""Most tokens of a sequence, entries of the vocabulary and experts (more where ranks need them)."""
 
 DEGREES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel")
-"""Degrees in the order in which they get ranks."""
+"""Degrees in the order in which ranks are assigned to them."""
 
 
 @dataclass(frozen=True)
 class SmallJob:
-    """A job in small."""
+    """A small version of a job."""
 
     model: ModelSpec
     layout: Layout
@@ -30,10 +30,10 @@ class SmallJob:
 
 
 def scaled_down(model: ModelSpec, layout: Layout, ranks: int) -> SmallJob:
-    """A job of the same form on `ranks` ranks at most: what is split there is split here, in two.
+    """A job of the same form on at most `ranks` ranks, with the same splits in two.
 
-    Degrees above 1 become 2, in the order tensor, pipeline, context, data, as far as the ranks reach;
-    recomputation, offload, ZeRO, schedule, and which stages have more layers than others stay as they are.
+    Degrees above 1 become 2, in the order tensor, pipeline, context, data, as far as ranks suffice.
+    Recomputation, offload, ZeRO, schedule, and the choice of larger stages are unchanged.
     """
     degrees = _degrees(layout, ranks)
     small = _model(model, layout, degrees)
@@ -58,7 +58,7 @@ def _degrees(layout: Layout, ranks: int) -> dict[str, int]:
 
 
 def _stage_layers(layout: Layout, degrees: dict[str, int]) -> tuple[int, ...]:
-    """One layer in each stage, and two where the large job has more than its smallest stage."""
+    """Layers of each stage: one, or two where the large job's stage has more than its smallest stage."""
     chunks = min(layout.virtual_pipeline_parallel, 2) if degrees["pipeline_parallel"] > 1 else 1
     stages = degrees["pipeline_parallel"] * chunks
     least, listed = min(layout.layers_per_stage), layout.layers_per_stage
@@ -77,7 +77,7 @@ def _model(model: ModelSpec, layout: Layout, degrees: dict[str, int]) -> ModelSp
     hidden = heads * HEAD_DIM
 
     def narrow(width: int) -> int:
-        """A width that is to `hidden` as it was, in multiples that ranks share."""
+        """A width with the original ratio to `hidden`, in multiples that ranks can divide."""
         unit = 8 * tp
         return max(unit, round(width / model.hidden * hidden / unit) * unit)
 

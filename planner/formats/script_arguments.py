@@ -1,4 +1,4 @@
-"""Arguments of training scripts for a plan and for flags of training: flags, or a file that a flag names."""
+"""Arguments of training scripts for a plan and for flags of training: flags, or a flag with a file name."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from planner.formats.facts.flag_catalogue import known_flags
 
 @dataclass(frozen=True)
 class ScriptStart:
-    """The arguments with which the training script of a software starts."""
+    """The form of the arguments of a software's training script."""
 
     target: str
-    """The format to which plans are exported."""
+    """The name of the format to which plans are exported."""
     file_flag: str = ""
     """The flag that names the exported file; empty where the export is flags."""
     suffix: str = ""
-    """Ending of that file's name."""
+    """Suffix of that file's name."""
     training_flags: bool = False
-    """The script takes Megatron-LM's flags of training and data."""
+    """True if the script accepts Megatron-LM's flags of training and data."""
 
 
 SCRIPT_STARTS = {
@@ -30,14 +30,14 @@ SCRIPT_STARTS = {
     "deepspeed": ScriptStart("deepspeed", "--deepspeed_config", ".json"),
     "nanotron": ScriptStart("nanotron", "--config-file", ".yaml"),
 }
-"""Programs by the name of the engine: those whose ranks torchrun or a scheduler starts."""
+"""Programs by engine name, for engines whose ranks torchrun or a scheduler starts."""
 
 SAVE_INTERVAL = 1000
-"""Steps between checkpoints where nobody says: Megatron-LM has no default, and wants one."""
+"""Default steps between checkpoints, as Megatron-LM requires a value and has no default."""
 
 
 def passed_on(words: Sequence[str], start: ScriptStart) -> tuple[list[str], list[str]]:
-    """Flags of training, data and output: those that a script takes, and the others, with their values."""
+    """Flags of training, data and output with their values: those that a script accepts, and the others."""
     known = known_flags()
     passed, kept = list[str](), list[str]()
     taken = False
@@ -49,7 +49,7 @@ def passed_on(words: Sequence[str], start: ScriptStart) -> tuple[list[str], list
 
 
 def resuming_flags(words: Sequence[str], start: ScriptStart) -> tuple[list[str], list[str]]:
-    """Flags by which a script of Megatron-LM saves on SIGTERM and goes on when started again, and notes.
+    """Flags that make a Megatron-LM script save on SIGTERM and resume when started again, and notes.
 
     megatron/training/training.py: `--exit-signal-handler` saves after the running step, `--load` of an empty
     folder begins anew, and `--save` wants `--save-interval`.

@@ -1,4 +1,4 @@
-"""Software that plans can be written for."""
+"""Software for which plans can be written."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from planner.plan import Plan
 
 
 def _overlaps(plan: Plan) -> bool:
-    """Return whether the price of a plan assumes that data-parallel communication hides behind passes."""
+    """Return whether the price of a plan assumes overlap of data-parallel communication."""
     return plan.engine.overlap.data_parallel > 0
 
 
 def _exchange(plan: Plan) -> dict[str, str]:
-    """Flags of Megatron-Core for the exchange of experts that the price of a plan rests on."""
+    """Flags of Megatron-Core for dispatch that the price of a plan assumes."""
     return dispatch_flags(plan.model, plan.layout, plan.engine.for_device(plan.cluster.device))
 
 
@@ -53,25 +53,25 @@ WORDS_OF = {
     "mindformers-dynamic": "mindformers",
     "mindformers-flash": "mindformers",
 }
-"""The software in whose words plans of an engine are written, where its name is another one or has none."""
+"""The export target of an engine, if it differs from the engine's name."""
 
 
 def target_of(engine: str) -> str | None:
-    """The software in whose words plans of an engine are written; None for an engine that nobody knows."""
+    """The export target for plans of an engine; None for an unknown engine."""
     target = WORDS_OF.get(engine, engine)
     return target if target in TARGETS else None
 
 
 MTP_WORDS = ("--mtp-num-layers", "mtp_num_layers")
-"""The number of MTP modules, as a flag and as a field."""
+"""Names of the number of MTP modules: a flag and a field."""
 
 
 def export(plan: Plan | str | Path, *, to: str) -> Export:
-    """A plan, or the file of one, in the words of another software.
+    """A plan, or a plan file, as flags or a file of other software.
 
-    `Export.text` is what it takes. `Export.inexpressible` names each part of the plan that it does not
-    support, and `Export.in_script` what its training script says in any case. Raises `InputError` for a
-    software that is not in `TARGETS`, and for a file that is no plan.
+    `Export.text` has the flags or the file. `Export.inexpressible` names each part of the plan that the
+    software does not support. `Export.in_script` names parts that its training script decides. Raises
+    `InputError` for a software that is not in `TARGETS`, and for a file that is not a plan.
     """
     if to not in TARGETS:
         raise InputError(f"export to {to!r}: {nearest(to, TARGETS) or 'expected ' + ', '.join(TARGETS)}")

@@ -1,1 +1,1 @@
-"""Measurements of jobs on this user's machines, beside the predictions for them."""
+"""Measurements of jobs on this user's machines, with the predictions for these jobs."""

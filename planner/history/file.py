@@ -1,6 +1,6 @@
 """The history of a user: a file of one JSON object a line, for each job that has measured its steps.
 
-A line is written whole or not at all, and by one process at a time; what is no line of a history is left out.
+A line is written whole or not at all, and by one process at a time; other lines are ignored.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class PastRun(Record):
     model: ModelSpec
     layout: Layout
     cluster: Cluster
-    """The cluster as it was planned with."""
+    """The cluster that the plan was made for."""
     engine: Name
     compiled: bool
-    """The layers were compiled."""
+    """True if the layers were compiled."""
     records: Count
-    """Log lines whose step times the median is of."""
+    """Number of log lines whose step times give the median."""
     step_time_s: Positive
     """Median of the steps after the warm-up."""
     peak_memory_bytes: Positive
@@ -53,8 +53,7 @@ class PastRun(Record):
     predicted_peak_bytes: Positive
     predicted: StepParts
     parts: StepParts | None = None
-    """Parts of the step that the profiler saw on the first rank, scaled to the step time; None where it did
-    not run."""
+    """Profiled parts of the step on the first rank, scaled to the step time; None without a profile."""
 
 
 def history_file() -> Path:
@@ -63,7 +62,7 @@ def history_file() -> Path:
 
 
 def append(run: PastRun, path: Path | None = None) -> None:
-    """Add a line; `OSError` where that fails, and the file is as it was."""
+    """Add a line; raises `OSError` and leaves the file unchanged where this fails."""
     path = path or history_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     line = run.model_dump_json(exclude_defaults=True).encode() + b"\n"
@@ -95,7 +94,8 @@ def _alone(descriptor: int) -> Iterator[None]:
 
 
 def past_runs(path: Path | None = None) -> tuple[list[PastRun], int]:
-    """The runs of a history in their order, and how many lines are none; nothing where there is no file.
+    """The runs of a history in order, and the number of lines that are not runs; empty where there is no
+    file.
 
     Raises `InputError` for a file that cannot be read.
     """

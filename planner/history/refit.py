@@ -1,4 +1,4 @@
-"""Constants of a machine from what jobs have measured on it, and how far off others are with them."""
+"""Constants of a machine from measurements of its jobs, and their errors for jobs that were left out."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from planner.inputs.device import resolve_device
 from planner.inputs.engine import DEFAULT_ENGINE
 
 FEWEST_LAYOUTS = 4
-"""Models and layouts that must have run: fewer would be fitted by the constants whatever they are."""
+"""Least number of models and layouts that must have run; fewer could be fitted by any constants."""
 
 SMALLEST = 0.02
-"""Share of a step from which on a term says how fast the machine is at it."""
+"""Least share of a step with which a term is used to fit the machine's speed."""
 
 FOLDS = 8
-"""Fits at most that each leave a part of the runs out."""
+"""Most fits of the cross-validation, each without a part of the runs."""
 
 
 class Seen(NamedTuple):
@@ -42,7 +42,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Refit:
-    """Constants of a machine's devices with so many ranks, fitted to the history."""
+    """Constants of a machine's devices for a number of ranks, fitted to the history."""
 
     ranks: int
     device: Device
@@ -51,19 +51,19 @@ class Refit:
     steps: tuple[StepTime, ...]
     """The median step of each model and layout."""
     before: tuple[float, ...]
-    """Predicted over measured time of each of `steps`, by the constants of now."""
+    """Predicted over measured time of each of `steps`, by the present constants."""
     left_out: tuple[float, ...]
-    """Predicted over measured time of each of `steps`, by constants from the runs of the others."""
+    """Predicted over measured time of each of `steps`, by constants fitted without it."""
     after: tuple[float, ...]
-    """Predicted over measured time of each of `steps`, by constants that have seen it."""
+    """Predicted over measured time of each of `steps`, by constants fitted with it."""
 
     @property
     def is_better(self) -> bool:
-        """Steps that the constants have not seen are nearer than they were."""
+        """True if left-out steps have smaller errors than with the present constants."""
         return median_error(self.left_out) < median_error(self.before)
 
     def as_json(self) -> dict[str, Any]:
-        """The figures as JSON has them; errors in per cent."""
+        """The figures for JSON; errors in per cent."""
         return {
             "ranks": self.ranks,
             "device": self.device.name,
@@ -88,10 +88,10 @@ def refits(runs: Sequence[PastRun], torch: str, machine: Machine | None = None) 
 
     Args:
         runs: runs of the whole history.
-        torch: version of PyTorch that is installed; runs of other versions do not count.
+        torch: installed version of PyTorch; runs of other versions do not count.
 
     Raises:
-        InputError: no number of ranks has enough runs; it says what is missing.
+        InputError: no number of ranks has enough runs; the message names the missing runs.
     """
     machine = machine or Machine.here()
     here = [run for run in runs if run.machine == machine]
@@ -114,7 +114,7 @@ def _missing(
     found: dict[tuple[str, int], list[Seen]],
     torch: str,
 ) -> str:
-    """The reason why the history has too few runs, and the commands that add some."""
+    """The reason why the history has too few runs, and the commands that add runs."""
     more = f"planner sweep, or planner launch --try {FEWEST_LAYOUTS}, measures several"
     if not runs:
         return f"the history holds no run; {more}"
@@ -168,13 +168,13 @@ def _refit(name: str, ranks: int, runs: Sequence[PastRun], seen: list[Seen]) -> 
 
 
 def _fitted(device: Device, engine: Engine, ranks: int, seen: Sequence[Seen]) -> Device:
-    """A device whose constants fit whole steps, from where the parts of steps say that they start."""
+    """A device whose constants fit whole steps; the fit starts from the parts of steps."""
     start = _started(device, engine, ranks, seen)
     return refitted_device(start, engine, ranks, [one.step for one in seen])
 
 
 def _started(device: Device, engine: Engine, ranks: int, seen: Sequence[Seen]) -> Device:
-    """The device as fast at each term as the parts of steps were; without any, as whole steps were."""
+    """The device with the speed of each term from parts of steps; without parts, from whole steps."""
     logs: dict[str, list[float]] = {name: [] for name in TERMS}
     whole = []
     for step, parts in seen:
@@ -194,7 +194,7 @@ def _started(device: Device, engine: Engine, ranks: int, seen: Sequence[Seen]) -
 
 
 def _with_pace(device: Device, engine: Engine, pace: Mapping[str, float]) -> Device:
-    """The device so many times as fast at each term."""
+    """The device with the speed of each term multiplied."""
     own = engine.for_device(device)
     products = own.gemm.efficiency if own.gemm.fp32_efficiency is None else own.gemm.fp32_efficiency
     constants = {
@@ -224,6 +224,6 @@ def ratios(steps: Sequence[StepTime], device: Device, engine: Engine, ranks: int
 
 
 def _is_of(run: PastRun, torch: str) -> bool:
-    """Return whether a run is of the bundled engine and of a release of PyTorch, whatever its build."""
+    """Return whether a run used the bundled engine and a given release of PyTorch, of any build."""
     theirs = run.software.get("torch", "").partition("+")[0]
     return run.engine == DEFAULT_ENGINE and theirs == torch.partition("+")[0]

@@ -12,15 +12,15 @@ class StepParts(Record):
     """Seconds of the parts of one step on one rank; they add up to the step."""
 
     products: NonNegative = 0.0
-    """GEMMs."""
+    """Seconds of GEMMs."""
     attention: NonNegative = 0.0
     elementwise: NonNegative = 0.0
-    """All other kernels: norms, activations, copies, the loss."""
+    """Seconds of all other kernels: norms, activations, copies, the loss."""
     optimizer: NonNegative = 0.0
     host_gaps: NonNegative = 0.0
-    """Seconds that a device idles while the host launches. On a CPU: Python between operators."""
+    """Seconds that a device idles while the host launches. On a CPU, seconds of Python between operators."""
     collectives: dict[Name, NonNegative] = Field(default_factory=dict)
-    """Waits for other ranks that no kernel hides, by the kind of collective."""
+    """Seconds of communication that no kernel hides, by the kind of collective."""
 
     @property
     def communication(self) -> float:
@@ -66,7 +66,7 @@ _WAITS = (
 def predicted_parts(time: StepTime) -> dict[str, float]:
     """The seconds of an estimate by the name in `TERMS`, as a profiler would see them.
 
-    What is computed again is of the kinds that layers compute.
+    Recomputation is divided among the kinds of work in layers.
     """
     kinds = {"products": time.compute, "attention": time.attention, "elementwise": time.elementwise}
     layers = sum(kinds.values())

@@ -1,1 +1,1 @@
-"""Inputs of callers for a model, a cluster, a batch or a degree, resolved into the vocabulary."""
+"""Callers' inputs for a model, a cluster, a batch or a degree, resolved into records of `costmodels.spec`."""

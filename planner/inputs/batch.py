@@ -7,8 +7,8 @@ from costmodels.errors import InputError
 from planner.inputs.numbers import whole_number
 
 MOST_SEQUENCES = 2**20
-"""Sequences of a step: ten times the largest batches that anyone trains with. Layouts of more take minutes to
-list."""
+"""Most sequences of a step: ten times the largest published batches. Listing layouts of larger batches takes
+minutes."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Batch:
 
 
 def resolve_batch(global_batch_size: int | None, max_global_batch_size: int | None) -> Batch:
-    """The sequences of one step; exactly one of the two must be given."""
+    """The sequences of one step; exactly one of the two arguments must be given."""
     if global_batch_size is not None and max_global_batch_size is not None:
         raise InputError(
             f"global_batch_size {global_batch_size} and max_global_batch_size {max_global_batch_size}: "

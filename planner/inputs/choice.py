@@ -1,4 +1,5 @@
-"""`Choice`: some of the values of a degree of freedom, such as `2..8`, `1,2,4` or all but those forbidden."""
+"""`Choice`: some of the values of a degree of freedom, such as `2..8`, `1,2,4` or all except forbidden
+ones."""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ class Span:
 
 
 Values = Span | tuple[Value, ...]
-"""Values of which a degree may have any."""
+"""A set of values that a degree may have."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The values that pins and what is forbidden leave to a degree."""
+    """The values that pins and bans leave for a degree."""
 
     wanted: Values | None = None
-    """Any if None."""
+    """The wanted values; any if None."""
     forbidden: tuple[Values, ...] = ()
 
     def __contains__(self, value: object) -> bool:
@@ -47,9 +48,9 @@ class Choice:
         return wanted and not any(value in group for group in self.forbidden)
 
     def of(self, name: str, values: Iterable[AnyValue]) -> Sequence[AnyValue]:
-        """The values that it leaves of `values`, which are all that the job has for degree `name`.
+        """The allowed ones of `values`, which are all values of degree `name` in the job.
 
-        Raises `InputError` when none may.
+        Raises `InputError` when none is allowed.
         """
         every = list(values)
         left = [value for value in every if value in self]
@@ -65,11 +66,11 @@ class Choice:
 
 
 MOST_SHOWN = 32
-"""Values of a degree that a message lists."""
+"""Most values of a degree that a message lists."""
 
 
 def allowed_values(pins: Mapping[str, Any], name: str, values: Sequence[Any]) -> Sequence[Any]:
-    """The values that a pin of degree `name` leaves of `values`: its own, the ones of its `Choice`, or all.
+    """The ones of `values` that a pin of degree `name` allows: the pinned value, those of a `Choice`, or all.
 
     Raises `InputError` when a `Choice` leaves none.
     """
@@ -84,7 +85,7 @@ def _words(group: Values) -> str:
 
 
 def span(text: str) -> Span | None:
-    """The range that `text` is, None where it is none.
+    """The range that `text` describes; None where it describes none.
 
     Examples:
         >>> span("2..8")

@@ -1,4 +1,4 @@
-"""A cluster as callers write it: a device, or nodes of two kinds, and what joins them."""
+"""A cluster from callers' inputs: a device, or nodes of two kinds, and their links."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ Cards are sold by GB and hold GiB (an "80 GB" A100 has 80 GiB of HBM), so the nu
 """
 
 MOST_OVERSUBSCRIPTION = 1e3
-"""Beyond what anyone builds; sums of seconds overflow far beyond it."""
+"""Largest oversubscription; far above real networks, and far below overflow of sums of seconds."""
 
 LEAST_GBPS, MOST_GBPS = 0.1, 1e5
-"""Gigabits per second that a link may have: a tenth of an office network, and ten times NVLink 5."""
+"""Bounds of the gigabits per second of a link: a tenth of an office network, and ten times NVLink 5."""
 
 
 MOST_DEVICES = 2**20
-"""Beyond what anyone builds; layouts of more take minutes to list."""
+"""Most devices; above any real cluster, and listing layouts of more devices takes minutes."""
 
 
 class NetworkKeywords(TypedDict, total=False):
-    """The links that join the devices, where they are not as the catalogue says."""
+    """Keywords for links between devices that differ from the catalogue."""
 
     intra_node_gbps: float | None
     """Gigabits (10^9 bits, an eighth of gigabytes) per second and direction of one device's fast link."""
     inter_node_gbps: float | None
-    """Gbit/s between nodes: of one network card where `nics_per_node` is given, otherwise of one device's
-    share of the cards."""
+    """Gigabits per second between nodes: of one network card if `nics_per_node` is given, otherwise of one
+    device's share of the cards."""
     island: int | None
     """Devices of one fast-link domain, such as NVLink."""
     nics_per_node: int | None
@@ -61,7 +61,7 @@ class NetworkKeywords(TypedDict, total=False):
 
 
 class ClusterKeywords(NetworkKeywords, total=False):
-    """The memory and the links of a cluster, where they are not as the catalogue says of its devices."""
+    """Keywords for the memory and the links of a cluster that differ from the catalogue."""
 
     device_memory_gib: float | None
     """GiB of a device, instead of the memory in the catalogue."""
@@ -78,11 +78,11 @@ def resolve_cluster(
 ) -> Cluster:
     """The cluster of `world_size` devices, `local_world_size` in each node.
 
-    A node holds as many as the device's usual server when that is not given. Memory is the device's
-    own, unless `device_memory_gib` or the environment's `DEVICE_MEMORY_GB` replaces it; what is set aside of
-    it beside tensors is as device and engine have it, unless `memory_margin_gib` says so. Links are the
-    device's own as far as `NetworkKeywords` do not replace them. `a100-80g:4,v100-32g:4` are nodes of two
-    kinds, whose devices are `world_size` together.
+    If `local_world_size` is not given, a node is the device's usual server. Memory is the device's own,
+    unless `device_memory_gib` or the environment's `DEVICE_MEMORY_GB` replaces it. The memory set aside
+    beside tensors follows from device and engine, unless `memory_margin_gib` gives it. Links are the device's
+    own where `NetworkKeywords` do not replace them. `a100-80g:4,v100-32g:4` are nodes of two kinds with
+    `world_size` devices together.
     """
     world_size = whole_number("world_size", world_size, MOST_DEVICES)
     if local_world_size is not None:
@@ -118,11 +118,11 @@ def resolve_cluster(
 
 
 ONE_KIND = ("intra_node_gbps", "island", "network_table")
-"""Options of a network of nodes of one kind."""
+"""Network keywords that only work for nodes of one kind."""
 
 
 def _of_kinds(text: str, world_size: int, local_world_size: int | None, keywords: ClusterKeywords) -> Cluster:
-    """The cluster of nodes of two kinds, in the order in which they are written."""
+    """The cluster of nodes of two kinds, in the given order."""
     given = keywords.get("device_memory_gib")
     if _memory_gib(given) is not None:
         name = MEMORY_VARIABLE if given is None else "device_memory_gib"
@@ -144,12 +144,12 @@ def _of_kinds(text: str, world_size: int, local_world_size: int | None, keywords
 
 
 def world_size_of_kinds(device: str, local_world_size: int | None = None) -> int:
-    """The number of devices of nodes of two kinds, which their numbers of nodes tell."""
+    """The number of devices of nodes of two kinds, from their numbers of nodes."""
     return sum(count * (local_world_size or kind.devices_per_node) for kind, count in parse_kinds(device))
 
 
 def _network(device: Device, network: NetworkKeywords) -> dict[str, object]:
-    """The fields of `Cluster` that say how devices are joined."""
+    """The fields of `Cluster` that describe the links."""
     counts = {
         "island": network.get("island"),
         "nics_per_node": network.get("nics_per_node"),

@@ -1,4 +1,4 @@
-"""The device that a caller names, as it was measured on this machine where it was."""
+"""The device that a caller names, with this machine's measured constants if there are any."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from planner.inputs.engine import DEFAULT_ENGINE
 
 
 def resolve_device(name: str, ranks: int = 1) -> Device:
-    """The device of a name or file; what `planner calibrate` has measured of it here comes first.
+    """The device of a name or file; measurements of `planner calibrate` on this machine come first.
 
     Args:
         ranks: ranks that share the machine, where the device is its CPU.
 
     Raises:
-        InputError: the name is unknown, or a file of measurements is not to be trusted.
+        InputError: the name is unknown, or a file of measurements is damaged.
     """
     if is_device_file(name):
         return _measured(name, ranks, here=False)
@@ -40,12 +40,12 @@ def _measured(path: str, ranks: int, here: bool) -> Device:
 
 
 def is_cpu(name: str | None) -> bool:
-    """Return whether a caller names the CPU of the machine that asks, or a file of one that was measured."""
+    """Return whether a caller names this machine's CPU, or a file with a measured CPU."""
     if name is None or not is_device_file(name):
         return name == HOST
     return any(device.kind == "cpu" for device in read_devices(name).devices.values())
 
 
 def measured_notes(device: Device) -> list[str]:
-    """A note that the device is as it was measured, for the list of assumptions."""
+    """A note for the list of assumptions that the device has measured constants."""
     return [f"{device.name} is {device.source}"] if device.constants else []

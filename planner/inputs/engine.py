@@ -14,14 +14,14 @@ DEFAULT_ENGINE = "bundled"
 
 
 def resolve_engine(engine: Engine | str | None, device: Device | None = None) -> Engine:
-    """An engine from itself, its name or file; where none is named, the first that runs on `device`."""
+    """The engine of an `Engine`, a name or a file; if None, the first engine that runs on `device`."""
     if engine is None:
         engine = DEFAULT_ENGINE if device is None else next(engines_on(device), DEFAULT_ENGINE)
     return engine if isinstance(engine, Engine) else load_engine(engine)
 
 
 def engines_on(device: Device) -> Iterator[str]:
-    """Names of the catalogue's engines that have run on `device`: the bundled one first, where it has."""
+    """Names of the catalogue's engines that have run on `device`, the bundled engine first if it has."""
     return (name for name in engine_names() if device.kind in load_engine(name).runs.devices)
 
 

@@ -14,11 +14,11 @@ from costmodels.paths import expanded
 from costmodels.spec.model_parts import ExpertLoad
 
 LARGEST_METRICS = 1024 * MIB
-"""A line has some 100 KB for 58 layers of 256 experts."""
+"""Most bytes of a metrics file; a line has some 100 KB for 58 layers of 256 experts."""
 
 
 def expert_loads(text: str, flag: str) -> tuple[ExpertLoad, ...]:
-    """The loads that `text` says: a number of at least 1, or the metrics.jsonl of a run.
+    """The loads that `text` gives: a number of at least 1, or the metrics.jsonl of a run.
 
     Raises `InputError`, which names `flag`, where it is neither.
     """
@@ -34,7 +34,8 @@ def expert_loads(text: str, flag: str) -> tuple[ExpertLoad, ...]:
 
 
 def _measured(file: Path, flag: str) -> tuple[ExpertLoad, ...]:
-    """Loads by number of ranks that share out the experts in order, of the steps of a run."""
+    """Loads measured in the steps of a run, by the number of ranks over which the experts are divided in
+    order."""
     try:
         steps = list(_steps(read_text(file, LARGEST_METRICS)))
     except (OSError, UnicodeDecodeError) as error:

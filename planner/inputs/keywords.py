@@ -1,4 +1,4 @@
-"""Keyword arguments that several functions take: described once, and the nearest one to what nobody knows."""
+"""Keyword arguments of several functions: described once, and suggested for misspelled ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Result = TypeVar("Result")
 def keywords(
     group: type,
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Spell out a function's `**` keywords in its signature, and let it name the nearest to an unknown one.
+    """Spell out a function's `**` keywords in its signature, and suggest the nearest keyword for an unknown
+    one.
 
     Args:
-        group: the `TypedDict` of these keywords; None stands for one that is left out.
+        group: the `TypedDict` of these keywords; None stands for an omitted keyword.
 
     For an unknown one the function raises `TypeError`, as Python does.
     """
@@ -50,5 +51,5 @@ def keywords(
 
 
 def _text(hint: object) -> str:
-    """An annotation as it was written."""
+    """The source text of an annotation."""
     return str(getattr(hint, "__forward_arg__", hint))

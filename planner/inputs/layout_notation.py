@@ -1,4 +1,4 @@
-"""Layouts as they are printed, `tp=4+sp pp=8 mbs=1 x 4`: the degrees that such a text names."""
+"""The notation of layouts, such as `tp=4+sp pp=8 mbs=1 x 4`: reading the degrees in such a text."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import re
 from collections.abc import Iterator
 
 SWITCHES = ("expert_halves", "cuda_graphs", "fp8_param_gather")
-"""Degrees that are printed as a word alone where they are true."""
+"""Degrees that are printed as a single word when they are true."""
 
 _MORE = re.compile(rf"[\s,]+(?=[A-Za-z_-]+=|(?:{'|'.join(SWITCHES)})\b)")
-"""Between two degrees: blanks or commas, after which a name follows."""
+"""Pattern of the separator between two degrees: blanks or commas before a name."""
 
 _MICRO_BATCHES = re.compile(r"\bmbs=[0-9]+ x ([0-9]+)\b")
 
 
 def degrees_in(text: str) -> Iterator[str]:
-    """The degrees in a text, as `name=value` each; what is no degree comes back as it is.
+    """The degrees in a text, each as `name=value`; other words are returned unchanged.
 
     Examples:
         >>> list(degrees_in("tp=4+sp pp=8 mbs=1 x 4 recompute=full/block:2"))[:4]
@@ -34,7 +34,7 @@ def micro_batches_in(text: str) -> int | None:
 
 
 def _spelled(word: str) -> Iterator[str]:
-    """The degrees that one word holds."""
+    """The degrees in one word."""
     name, _, value = word.partition("=")
     if name == "tp" and value.endswith("+sp"):
         yield from (f"tp={value.removesuffix('+sp')}", "sp=true")
@@ -57,7 +57,8 @@ def _spelled(word: str) -> Iterator[str]:
 
 
 def _every_stage(text: str) -> Iterator[str]:
-    """The layers of each stage of a sum, in which `9*2` are two stages; what is no such sum as it is."""
+    """The layers of each stage from a sum such as `9*2+5`, where `9*2` are two stages; other texts are
+    returned unchanged."""
     for part in re.split(r"[+,]", text):
         run = re.fullmatch(r"\s*([0-9]+)\s*\*\s*([1-9][0-9]{0,3})\s*", part)
         yield from [run[1]] * int(run[2]) if run else [part]

@@ -1,4 +1,4 @@
-"""A model as callers write it: a record, a catalogue name, a file, or an id of Hugging Face's Hub."""
+"""A model from callers' inputs: a record, a catalogue name, a file, or an id of Hugging Face's Hub."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from costmodels.spec.model_parts import Lora, MultiTokenPrediction
 
 
 def resolve_model(model: ModelSpec | str | Path, seq: int | None = None) -> ModelSpec:
-    """A model from itself, a catalogue name, a YAML file, or a Hugging Face config.json, its folder or id.
+    """The model of a `ModelSpec`, a catalogue name, a YAML file, or a Hugging Face config.json, its folder or
+    id.
 
-    The config.json of an id such as `Qwen/Qwen3-8B` is that of Hugging Face's cache, or else of the Hub.
+    The config.json of an id such as `Qwen/Qwen3-8B` comes from Hugging Face's cache, or else from the Hub.
     `seq`, in tokens, replaces the sequence length; a model whose positions end earlier is extended.
     """
     if isinstance(model, ModelSpec):
@@ -56,7 +57,7 @@ def _of_config(path: str | Path, seq: int | None) -> ModelSpec:
 
 
 def with_seq(model: ModelSpec, seq: int | None) -> ModelSpec:
-    """`model` trained on sequences of `seq` tokens; its positions grow where they were fewer."""
+    """`model` trained on sequences of `seq` tokens; its positions are extended where they are fewer."""
     if seq is None or seq == model.seq:
         return model
     values = model.model_dump() | {"seq": seq, "max_positions": max(seq, model.max_positions)}

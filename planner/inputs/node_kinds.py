@@ -1,4 +1,4 @@
-"""Nodes of two kinds, as callers write them."""
+"""Nodes of two kinds, from callers' inputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def is_of_kinds(device: Device | str | None) -> bool:
 
 
 def parse_kinds(text: str) -> list[tuple[Device, int]]:
-    """The devices of `a100-80g:4,v100-32g:4`, and how many nodes there are of each.
+    """The devices of `a100-80g:4,v100-32g:4`, and the number of nodes of each.
 
     Raises:
-        InputError: not two kinds with their nodes, or kinds that cannot train together.
+        InputError: the text does not give two kinds with their nodes, or the kinds cannot train together.
     """
     items = [item.strip() for item in text.split(",")]
     if len(items) != 2:

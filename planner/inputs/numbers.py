@@ -1,4 +1,4 @@
-"""Numbers that callers give, within their limits."""
+"""Checks of callers' numbers against their limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def whole_number(name: str, value: SupportsIndex, most: int) -> int:
 
 
 def real_number(name: str, value: float, least: float, most: float, expected: str) -> float:
-    """`value` as a float from `least` to `most`; raises `InputError`, which says what was `expected`."""
+    """`value` as a float from `least` to `most`; raises `InputError`, with the `expected` values."""
     if not isinstance(value, Real) or not least <= value <= most:
         shown = f"{value:g}" if isinstance(value, float) else reprlib.repr(value)
         raise InputError(f"{name} {shown}: expected {expected}, from {least:g} to {most:g}")

@@ -1,4 +1,4 @@
-"""Pins and degrees in words, and which pins go together."""
+"""Pins and degrees in words, and groups of pins that depend on each other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from planner.inputs.choice import Choice
 from planner.inputs.pins import Pins, WherePossible, full_name
 
 TOGETHER = (("recompute", "recompute_modules", "recompute_method", "recompute_num_layers"),)
-"""Pins of which one alone says something else than beside the others, or nothing legal."""
+"""Groups of pins that must be removed together, as one alone has another meaning or is illegal."""
 
 
 def value_text(value: object) -> str:
-    """A value of a degree, as flags and pins take it."""
+    """A value of a degree, in the form of flags and pins."""
     if isinstance(value, WherePossible):
         return f"{value_text(value.value)} where possible"
     if isinstance(value, tuple):
@@ -27,12 +27,12 @@ def pin_text(name: str, value: object) -> str:
 
 
 def pins_text(pins: Mapping[str, object]) -> str:
-    """All of `pins`, in order."""
+    """The text of all `pins`, in order."""
     return " ".join(pin_text(name, value) for name, value in pins.items())
 
 
 def pin_groups(pins: Pins) -> list[Pins]:
-    """The pins, those that go together in one group, in the order of the first of each."""
+    """The pins in groups that belong together, in the order of the first pin of each group."""
     found: dict[tuple[str, ...], Pins] = {}
     for name, value in pins.items():
         group = next((names for names in TOGETHER if name in names), (name,))
@@ -41,9 +41,9 @@ def pin_groups(pins: Pins) -> list[Pins]:
 
 
 def without_pins(pins: Pins, names: Iterable[str]) -> Pins:
-    """The pins but for those of degrees `names`, and what goes together with them.
+    """The pins without those of degrees `names`, and without pins that belong together with them.
 
-    Raises `InputError` for what is no degree.
+    Raises `InputError` for unknown degrees.
     """
     left_out = {full_name(name, "unpin") for name in names}
     for group in pin_groups(pins):
@@ -53,7 +53,8 @@ def without_pins(pins: Pins, names: Iterable[str]) -> Pins:
 
 
 def pins_without_one(pins: Pins) -> Iterator[tuple[str, Pins]]:
-    """The pins without each group of those that go together, and what was left out, in words."""
+    """The pins without one group of pins that belong together, and that group in words; one result for each
+    group."""
     for group in pin_groups(pins):
         others = {name: value for name, value in pins.items() if name not in group}
         yield f"without the pin{'s' * (len(group) > 1)} {pins_text(group)}", others

@@ -32,7 +32,7 @@ from planner.inputs.layout_notation import degrees_in
 
 @dataclass(frozen=True)
 class WherePossible:
-    """A value that holds wherever the group it needs has two ranks at least; elsewhere the default."""
+    """A value that holds where its group has at least two ranks; elsewhere the default holds."""
 
     value: int | bool | str
 
@@ -42,10 +42,10 @@ class WherePossible:
 
 PinValue = int | bool | str | tuple[int, ...] | tuple[str, ...] | WherePossible | Choice
 Pins = dict[str, PinValue]
-"""Values by the full name of a field of `Layout`, validated."""
+"""Validated values by the full name of a field of `Layout`."""
 
 PinInput = Mapping[str, object] | Iterable[str] | str | None
-"""Pins as callers give them: a mapping, or strings `name=value`; names full or short.
+"""Pins from callers: a mapping, or strings `name=value`, with full or short names.
 
 A string may name several degrees, as layouts are printed (`tp=4+sp pp=8`).
 A value may be a range (`2..8`, `..4`, `2..`) or a list (`2,4`, or a Python list) where the search varies it.
@@ -75,7 +75,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 _SYNONYMS = {("optimizer", "adamw"): "adam"}
-"""Other words for a choice: weight decay is decoupled either way."""
+"""Other names of a choice; for example, weight decay is decoupled in both."""
 
 SYNONYMS = {
     "fsdp": "zero=3",
@@ -91,17 +91,17 @@ SYNONYMS = {
     "dualpipe": "schedule=dualpipev",
     **{f"zero{stage}": f"zero={stage}" for stage in range(4)},
 }
-"""Names that other software has for a value of a degree, and the pin for each."""
+"""Other software's names for a value of a degree, and the pin for each."""
 
 _SWITCHES = (*BOOLEANS, "fp8_param_gather")
 
 ZERO_STAGES = (0, 1, 2, 3)
 
 LARGEST = 2**20
-"""The largest value of a degree: as many as there are devices, sequences of a step and layers at most."""
+"""The largest value of a degree; bounded by the most devices, sequences of a step and layers."""
 
 GROUP_DEGREES = ("sequence_parallel", "zero_stage", "context_parallel_form")
-"""Degrees that need a group of ranks: the tensor-, the data- and the context-parallel one."""
+"""Degrees that need a group of ranks, and the degree of their group: tensor, data or context parallelism."""
 
 RANGE_DEGREES = (
     "tensor_parallel",
@@ -117,7 +117,7 @@ RANGE_DEGREES = (
 """Numbers that the search varies: ranges and lists of them may be given."""
 
 WORD_DEGREES = ("recompute", "schedule", "context_parallel_form")
-"""Degrees of words that the search varies."""
+"""Degrees with words as values that the search varies."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ GivenPins = PinInput | Iterable[str | tuple[str, object]]
 def parse_pins(pin: GivenPins, forbid: PinInput = None) -> Pins:
     """Validated pins by full name: the values of `pin` without those of `forbid`.
 
-    Raises `InputError` for an unknown name, a value of the wrong kind, two values for one name, and for what
-    is both pinned and forbidden.
+    Raises `InputError` for an unknown name, a value of the wrong kind, two values for one name, and a value
+    that is both pinned and forbidden.
     """
     pins: Pins = {}
     for item in _items(pin, "pin"):
@@ -193,7 +193,7 @@ def _group(item: _Item) -> Values:
 
 
 def _known(name: str) -> tuple[Value, ...]:
-    """All values of a degree that has a few: of one that is not searched, two."""
+    """All values of a degree with few values; of a degree that is not searched, two."""
     if name in _SWITCHES:
         return False, True
     if name == "zero_stage":
@@ -218,7 +218,7 @@ def degree_words() -> Iterator[str]:
 
 
 def pin_words() -> Iterator[str]:
-    """Completions for a pin: short and full names, and the values of a degree that has a few."""
+    """Completions for a pin: short and full names, and values of degrees with few values."""
     full = dict.fromkeys(Layout.model_fields)
     for short, name in [*SHORT_NAMES.items(), *zip(full, full, strict=True)]:
         values = _known(name) or ("",)
@@ -226,7 +226,7 @@ def pin_words() -> Iterator[str]:
 
 
 def _check_together(pins: Pins) -> None:
-    """Refuse pins that no layout can hold at the same time, whatever the job."""
+    """Refuse pins that no layout of any job can have together."""
     chunks, schedule = pins.get("virtual_pipeline_parallel"), pins.get("schedule")
     for kind in get_args(Schedule):
         if kind == schedule and chunks is not None and not schedule_takes(kind, int(str(chunks))):
@@ -256,7 +256,8 @@ def _check_together(pins: Pins) -> None:
 
 
 def with_pin(pins: Pins, name: str, value: int) -> Pins:
-    """`pins` and one more number. Raises `InputError` when they pin another value, or exclude this one."""
+    """`pins` with one more number pinned. Raises `InputError` when `pins` have another value, or exclude this
+    one."""
     pinned = pins.get(name, value)
     if isinstance(pinned, Choice) and pinned.wanted is None:
         if value not in pinned:
@@ -270,7 +271,7 @@ def with_pin(pins: Pins, name: str, value: int) -> Pins:
 
 
 def where_possible(pins: Pins, name: str, value: int | bool | str) -> Pins:
-    """`pins` and `name` (of `GROUP_DEGREES`), fixed wherever its group allows; a strict pin of `value` stays.
+    """`pins` with `name` (of `GROUP_DEGREES`) fixed where its group allows; a strict pin of `value` stays.
 
     Raises `InputError` when another value is pinned.
     """
@@ -315,7 +316,7 @@ def _items_of_text(given: str, verb: str) -> Iterator[_Item]:
 
 
 def full_name(name: str, verb: str) -> str:
-    """The full name of a degree; raises `InputError`, which begins with `verb`, for what is none."""
+    """The full name of a degree; raises `InputError`, which begins with `verb`, for an unknown name."""
     if not name:
         raise InputError(f"{verb} without a name before its value; expected name=value, such as tp=8")
     plain = _plain(name)
@@ -351,7 +352,7 @@ def _value(item: _Item) -> PinValue:
 
 
 def _several(item: _Item) -> Values | None:
-    """The range or the list that an item is; None where it is one value."""
+    """The range or the list in an item; None where it is one value."""
     given = item.value
     if isinstance(given, (list, tuple)):
         words = [str(word) for word in given]
@@ -394,7 +395,7 @@ def _single(item: _Item) -> PinValue:
 
 
 def _near_choice(name: str, text: str) -> str:
-    """The choice that somebody may have meant, to be appended to all of them."""
+    """A suggestion of the nearest choice, to be appended to a list of all choices."""
     pin = SYNONYMS.get(_plain(text), "")
     near = near_names(text, _CHOICES[name], cutoff=0.7)
     if pin and full_name(pin.partition("=")[0], "") == name:

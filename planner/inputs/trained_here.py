@@ -1,4 +1,4 @@
-"""Models that the runtime of this package can train, as far as a question can name others."""
+"""A check that this package's runtime can train a model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.untrained import untrained_parts
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "mxfp8")
-"""Number formats that the runtime computes in."""
+"""Number formats in which the runtime computes."""
 
 
 def check_model(spec: ModelSpec) -> None:
-    """Raise `InputError` when `spec` needs what the runtime does not build."""
+    """Raise `InputError` when `spec` has a feature that the runtime does not support."""
     missing = untrained_parts(spec)
     if missing:
         raise InputError(

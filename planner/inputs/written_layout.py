@@ -1,4 +1,4 @@
-"""A whole layout from its text: degrees that are not named are as in a layout that names them neither."""
+"""A whole layout from its text; degrees that are not named have the values that the notation omits."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def written_fields(
 ) -> dict[str, Any]:
     """The fields of a layout that a text such as `tp=4+sp pp=2 dp=8 mbs=1 x 4` describes.
 
-    Devices that the other degrees leave are replicas where `dp` is not named. Raises `InputError` where the
-    text is no layout, and where neither it nor `global_batch_size` says how many sequences a step has.
+    If `dp` is not named, the other degrees' remaining devices are replicas. Raises `InputError` where the
+    text is no layout, and where neither it nor `global_batch_size` gives the sequences of a step.
     """
     fields: dict[str, Any] = dict(_degrees(text))
     for name, value in fields.items():
@@ -77,7 +77,8 @@ def _degrees(text: str) -> Pins:
 
 
 def _replicas(text: str, fields: Mapping[str, Any], world_size: int | None) -> int:
-    """The data parallelism of a layout that does not name it: what its other degrees leave of the devices."""
+    """The data parallelism of a layout that does not name it: the devices over the product of the other
+    degrees."""
     others: int = math.prod(fields.get(f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "context"))
     if world_size is None:
         raise InputError(f"layout {text}: its other degrees take {others} devices: give world_size or dp")
@@ -107,11 +108,12 @@ UNNAMED: dict[str, Any] = {
     "expert_halves": False,
     "cuda_graphs": False,
 }
-"""Values of degrees in a written layout that does not name them."""
+"""Values of degrees that a written layout does not name."""
 
 
 def whole_layout_pins(text: str) -> list[str]:
-    """Pins of the degrees that the text of a whole layout leaves out, because they are as usual."""
+    """Pins of the degrees that the text of a whole layout leaves out, because they have their usual
+    values."""
     named = _degrees(text)
     chunks = named.get("virtual_pipeline_parallel", 1)
     usual = UNNAMED | {"schedule": "1f1b" if chunks == 1 else "interleaved"}
@@ -124,7 +126,8 @@ def whole_layout_pins(text: str) -> list[str]:
 
 
 def layout_of_fields(text: str, fields: dict[str, Any]) -> Layout:
-    """The layout of some fields; `InputError` in one line, which says the text, where they make none."""
+    """The layout with the given fields; raises `InputError`, in one line with the text, where they are not a
+    layout."""
     try:
         return Layout.model_validate(fields)
     except ValidationError as error:

@@ -1,1 +1,2 @@
-"""Inputs of a user: flags, pins, models, devices and batches, resolved into the vocabulary."""
+"""Inputs of a user (flags, pins, models, devices, batches), resolved into the records of
+`costmodels.spec`."""

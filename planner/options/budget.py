@@ -86,7 +86,8 @@ class BudgetOptions:
         ]
 
     def goal(self) -> Goal:
-        """The deadline and the budget; raises `InputError` for what is none, or lacks tokens or a price."""
+        """The deadline and the budget; raises `InputError` for a wrong value, or where tokens or a price are
+        missing."""
         return parse_goal(self.deadline_days, self.budget, self.tokens, parse_price(self.price_per_hour))
 
     def question(self) -> RunQuestion | None:
@@ -95,7 +96,8 @@ class BudgetOptions:
         return run_question(tokens, parse_price(self.price_per_hour), self.goal(), self.failures())
 
     def failures(self) -> Failures | None:
-        """Failures and pauses of the job, where asked for; raises `InputError` for impossible values."""
+        """Failures and pauses of the job, if a flag asks for them; raises `InputError` for impossible
+        values."""
         asked = Failures(
             self.mtbf_hours,
             self.checkpoint_gbps,

@@ -13,7 +13,7 @@ from planner.options.flags import flag
 from planner.options.limits import Bounds
 
 COUNT = Bounds(f"a whole number from 1 to {MOST_DEVICES}", 1, MOST_DEVICES)
-"""Numbers of devices, of nodes and of cards that somebody builds."""
+"""Bounds for plausible numbers of devices, nodes and network cards."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class HardwareOptions:
     )
 
     def network(self) -> NetworkKeywords:
-        """The links between the devices, as far as flags give them."""
+        """The links between the devices that flags give."""
         names = NetworkKeywords.__annotations__
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return cast(NetworkKeywords, given)
 
     def device_count(self) -> int | None:
-        """Devices of nodes of two kinds, of which `device` tells the number; None for one kind."""
+        """The number of devices that `device` gives for nodes of two kinds; None for one kind."""
         if self.device is None or not is_of_kinds(self.device):
             return None
         return world_size_of_kinds(self.device, self.local_world_size)
@@ -83,12 +83,13 @@ class HardwareOptions:
 
 @dataclass(frozen=True)
 class ClusterOptions(HardwareOptions):
-    """The devices of a job of one size."""
+    """The flags of the devices of a job of one size."""
 
     world_size: int | None = flag(None, "Devices of the job.")
 
     def required_world_size(self) -> int:
-        """The world size, which nodes of two kinds tell; raises `InputError` when none is given."""
+        """The world size, given by its flag or by nodes of two kinds; raises `InputError` when none is
+        given."""
         if self.world_size is None:
             counted = self.device_count()
             if counted is not None:

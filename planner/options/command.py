@@ -1,4 +1,4 @@
-"""A command of the command line: help in sections, and one message for all flags that it does not know."""
+"""A command of the command line: help in sections, and one message that names all unknown flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 """Context settings of every app."""
 
 WIDTH = 78
-"""Columns of what help prints as it is, beside an indentation."""
+"""Columns of unwrapped help text, beside an indentation."""
 
 _NUMBER = re.compile(r"-[\d.]")
 
@@ -39,7 +39,8 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options under the headings of their sections, in the order of their first ones."""
+        """Write the options under the headings of their sections; sections are in the order of their first
+        options."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -59,7 +60,8 @@ class Command(TyperCommand):
 
 
 def _leave_absent(param: Any) -> None:
-    """Let a flag that is not given be None at once: a validator for each takes a twentieth of a question."""
+    """Make a flag that is not given None without a validator; validators take a twentieth of a question's
+    time."""
     process = param.process_value
     if param.required or param.callback or param.multiple or param.nargs != 1:
         return
@@ -82,7 +84,7 @@ def add(
 
 
 def _folded(names: str) -> str:
-    """Spellings of a flag, in two lines where one would be too long."""
+    """The spellings of a flag, on two lines where one line would be too long."""
     if len(names) <= WIDTH:
         return names
     middle = names.index(", ") + 1
@@ -90,17 +92,17 @@ def _folded(names: str) -> str:
 
 
 def epilog_section(title: str, text: str) -> str:
-    """A part of the end of a help: a heading, and lines below it."""
+    """A section at the end of the help: a heading, and lines below it."""
     return f"{title}:\n{textwrap.indent(text, '  ')}"
 
 
 def name_list(names: Iterable[str]) -> str:
-    """Names with commas between them, in lines; none is broken."""
+    """Lines of names with commas between them; no name is broken."""
     return textwrap.fill(", ".join(names), WIDTH, break_on_hyphens=False, break_long_words=False)
 
 
 def check_flags(params: Sequence[Any], words: Sequence[str], command: str) -> None:
-    """Raise `InputError`, which names every flag among `words` that is none of `params`, and what comes near.
+    """Raise `InputError` that names every flag of `words` that is not in `params`, with similar flags.
 
     Args:
         params: parameters of the command.
@@ -125,7 +127,7 @@ def check_flags(params: Sequence[Any], words: Sequence[str], command: str) -> No
 
 
 def _unknown(following: dict[str, int], words: Sequence[str]) -> Iterator[str]:
-    """Words that are written as flags and name none; `following` says how many words a flag takes."""
+    """Words that look like flags but are unknown; `following` gives the number of words that a flag takes."""
     rest = iter(words)
     for word in rest:
         if word == "--":

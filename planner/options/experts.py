@@ -1,4 +1,4 @@
-"""Changes of a model by the flags of experts and of latent attention."""
+"""Changes to a model by the flags of experts and of latent attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.options.flags import flag, flag_names
 from planner.options.limits import MOST, POSITIVE, Bounds
 
 MOST_LAYERS = 100_000
-"""Length of a pattern of layers beyond which it is refused before it is written out."""
+"""Most layers of a pattern of layers; a longer one is refused before it is expanded."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _check_ranges(flags: ExpertFlags, experts: int, top_k: int) -> None:
 
 
 EARLY = "early"
-"""Word for the load of experts whose router has not learned to balance."""
+"""Value of `--moe-load-imbalance` for a router that has not learned to balance."""
 
 
 def _given(group: type, flags: object) -> list[str]:
@@ -207,7 +207,7 @@ def _score_changes(flags: ExpertFlags, usual: Router, top_k: int) -> dict[str, A
 
 
 def _groups(flags: ExpertFlags, base: ModelSpec | None, top_k: int) -> dict[str, Any]:
-    """Group-limited routing: a group counts as much as its `top_k / group_topk` best experts together."""
+    """Group-limited routing: the score of a group is the sum of its `top_k / group_topk` best experts."""
     groups, chosen = flags.moe_router_num_groups, flags.moe_router_group_topk
     if groups is None and chosen is None:
         if base is None or base.router.groups == 1 or flags.moe_router_topk is None:
@@ -231,8 +231,7 @@ def _groups(flags: ExpertFlags, base: ModelSpec | None, top_k: int) -> dict[str,
 
 
 def _group_score(top_k: int, chosen: int) -> str | None:
-    """The score of a group of experts in Megatron-LM, as `Router.group_score`; None where it is neither
-    kind."""
+    """Megatron-LM's score of a group of experts, as `Router.group_score`; None for any other score."""
     return {1: "max", 2: "top2"}.get(top_k // chosen)
 
 
@@ -251,9 +250,9 @@ def _leading_dense(text: str, layers: int) -> int:
 
 
 def list_of_layers(text: str) -> list[int] | None:
-    """The list that an expression of lists of whole numbers, + and * makes; None for anything else.
+    """The list that an expression of whole-number lists, + and * gives; None for anything else.
 
-    A list of a YAML file comes as its numbers with blanks between them.
+    A list of a YAML file arrives as numbers with blanks between them.
     """
     if re.fullmatch(r"\s*[0-9]{1,9}(\s+[0-9]{1,9})+\s*", text):
         return [int(word) for word in text.split()]

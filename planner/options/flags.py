@@ -1,7 +1,6 @@
 """Command-line flags from dataclasses: one field, one flag, whose help is the field's own.
 
-The command line of `planner` and of `runtime.pretrain` are both made this way, so that a flag is
-described once.
+The command lines of `planner` and `runtime.pretrain` are made this way, so each flag is described once.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ def flag(
 ) -> Any:
     """A dataclass field that becomes a flag: `names`, or `--field-name` when none is given.
 
-    A `hidden` one is accepted and left out of the help. `degree` is the field of `Layout` that it sets, where
-    that has another name; `values` are those that a shell may complete. A number lies `within` its bounds,
-    in whatever command takes it; one that has none is checked where it is used.
+    A `hidden` one is accepted and left out of the help. `degree` is the field of `Layout` that the flag sets,
+    where it has another name. `values` are offered by shell completion. A number must lie `within` its bounds
+    in every command; a number without bounds is checked where it is used.
     """
     metadata = {
         "help": help,
@@ -56,7 +55,7 @@ def flag(
 
 
 def argument(help: str, metavar: str) -> Any:
-    """A dataclass field that takes the words of a command that belong to no flag; at least one is needed."""
+    """A dataclass field that takes a command's words that belong to no flag; at least one word is needed."""
     return dataclasses.field(metadata={"help": help, "metavar": metavar, "positional": True})
 
 
@@ -77,7 +76,7 @@ def _number(kind: type[int] | type[float], what: str) -> Callable[[str], int | f
 
 
 _PARSERS = {int: _number(int, "a whole number"), float: _number(float, "a number")}
-"""Typer's own conversions do not name the value that they refuse."""
+"""Conversions of flag values by type; unlike Typer's, their errors name the refused value."""
 
 
 def _parser(hint: Any) -> Callable[[str], int | float] | None:
@@ -96,9 +95,9 @@ def _completion(values: Callable[[], Iterable[str]] | None) -> Callable[[str], l
 
 
 def sections_of(group: type) -> dict[str, str]:
-    """Under which heading of a help each field of a group stands.
+    """The help heading of each field of a group of flags.
 
-    `SECTIONS` of the group and of its bases names the first field of each run of fields and their heading.
+    `SECTIONS` of the group and of its bases gives the heading of each run of fields, by the first field.
     """
     starts: dict[str, str] = {}
     for base in group.__mro__:
@@ -157,7 +156,8 @@ def _parameters(group: type, named: Container[str] | None) -> list[inspect.Param
 
 
 def hidden_flags(*groups: type, but: type | tuple[type, ...]) -> type:
-    """A dataclass of the flags of `groups`, hidden and None unless given, save those that `but` has too.
+    """A dataclass of the flags of `groups`, hidden and None unless given; flags that `but` has too are left
+    out.
 
     A command that takes it accepts the flags of other commands; `arguments` of an instance names them.
     """
@@ -181,12 +181,12 @@ def _unset(field: dataclasses.Field[Any]) -> Any:
 
 
 def groups_of(record: Any, but: Container[str] = ()) -> dict[str, Any]:
-    """The groups of flags of a record whose fields are such groups, by name, but for those in `but`."""
+    """The groups of flags that are the fields of a record, by name, except those in `but`."""
     return {one.name: one.default_factory for one in dataclasses.fields(record) if one.name not in but}
 
 
 Late = Callable[[], type]
-"""A function that makes the dataclass of a group of hidden flags, which most runs have no use for."""
+"""A function that makes the dataclass of a group of hidden flags; most runs do not need it."""
 
 
 def flag_groups(
@@ -195,9 +195,9 @@ def flag_groups(
     """Give a command the flags of `groups` (dataclasses); it is called with one instance of each.
 
     Groups that have a `help_note` add it to the end of the command's help, after `notes`. A command with
-    `late` groups is what `for_words` makes of it: it gets None for these groups unless words name flags of
-    theirs, and where words name its own flags alone, only those are declared. To declare a hundred takes some
-    20 ms.
+    `late` groups goes through `for_words`. It gets None for a late group unless the words name a flag of that
+    group. If the words name only the command's own flags, only those flags are declared. Declaring a hundred
+    flags takes about 20 ms.
 
     Examples:
         >>> @flag_groups(model=ModelOptions, data=DataOptions)  # doctest: +SKIP
@@ -224,7 +224,7 @@ def flag_groups(
 
 
 def for_words(command: Callable[..., None], words: Iterable[str]) -> Callable[..., None]:
-    """A command that knows the flags among `words`, as far as it takes them."""
+    """A command that declares only those of its flags that `words` name."""
     found: Callable[..., None] = command.for_words(words) if hasattr(command, "for_words") else command
     return found
 
@@ -235,7 +235,7 @@ def _spellings(group: type) -> Iterator[str]:
 
 
 def _names(field: dataclasses.Field[Any]) -> Iterator[str]:
-    """All words that give a flag, those that turn it off too."""
+    """All spellings of a flag, including those that turn it off."""
     for name in flag_names(field):
         yield from name.split("/")
 
@@ -247,10 +247,11 @@ def _command(
     notes: tuple[str, ...],
     named: Container[str] | None = None,
 ) -> Callable[..., None]:
-    """`function` with the flags of `groups` as its parameters, and given `others` as they are.
+    """`function` with the flags of `groups` as its parameters; `others` are passed on unchanged.
 
     Args:
-        named: spellings of the flags to declare, all unless given; the others have their defaults.
+        named: spellings of the flags to declare, all unless given; flags that are not declared have their
+            defaults.
     """
 
     def command(**values: Any) -> None:
@@ -306,30 +307,30 @@ def arguments(group: Any) -> list[str]:
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error on a single line, in the words of the command line."""
+    """The message of an error on a single line, with names spelled as on the command line."""
     words = error if isinstance(error, ValidationError) else InputError(command_message(str(error)))
     return on_one_line(words)
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a stream that takes no more."""
+"""Error codes of a stream that accepts no more output."""
 
 
 REFUSED = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT),
     *(errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE),
 )
-"""Errors by which a system refuses a file that a program is right to ask for."""
+"""Error codes with which a system refuses to open or to write a file."""
 
 
 def _drop_output() -> None:
-    """Let nothing that is buffered for standard output be written at exit, which would fail again."""
+    """Discard buffered standard output, which could not be written at exit either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def while_read() -> Iterator[None]:
-    """Exit with code 141 and no line, as `run` does, where the reader of standard output goes away."""
+    """Exit with code 141 and no message if the reader of standard output goes away, as `run` does."""
     try:
         yield
         sys.stdout.flush()
@@ -341,7 +342,7 @@ def while_read() -> Iterator[None]:
 def run(app: typer.Typer, name: str, quiet: bool = False) -> None:
     """Run a typer app and exit: wrong input ends in one line on stderr, never a traceback.
 
-    A `quiet` one exits with the same code and leaves the line to another process.
+    With `quiet` the exit code is the same, and another process prints the line.
     """
     command = typer.main.get_command(app)
     try:

@@ -1,4 +1,4 @@
-"""The flag of a layout that is written as plans are printed."""
+"""The flag that gives a layout in the notation of printed plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from planner.options.parallel import ParallelOptions
 
 @dataclass(frozen=True)
 class GivenLayout:
-    """A layout that is written as this command prints them."""
+    """The flag of a layout in the notation of printed plans."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"layout": "Pins"}
 
@@ -28,7 +28,7 @@ class GivenLayout:
     )
 
     def pinned(self, parallel: ParallelOptions) -> ParallelOptions:
-        """The flags of degrees with those of the layout."""
+        """The flags of degrees, with the degrees of the given layout added."""
         if self.layout is None:
             return parallel
         is_whole = micro_batches_in(self.layout) is not None
@@ -36,7 +36,7 @@ class GivenLayout:
         return replace(parallel, pin=[*parallel.pin, self.layout, *(left_out if is_whole else ())])
 
     def of_its_batch(self, batch: BatchOptions, world_size: int | str) -> BatchOptions:
-        """The flags of the batch, with that of a layout which names all of it."""
+        """The flags of the batch, with the global batch of a layout that fully determines it."""
         if self.layout is None or batch.global_batch_size or batch.max_global_batch_size:
             return batch
         size = written_batch(self.layout, world_size if isinstance(world_size, int) else None)

@@ -1,4 +1,4 @@
-"""The numbers that flags may have: declared with the flag, and checked by one function for every command."""
+"""Bounds of the numbers of flags: declared with the flag, and checked by one function for every command."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 
 MOST = 10**15
-"""Numbers beyond it are slips of the keyboard, and too near to what 64 bits hold."""
+"""Upper bound of any number; larger ones are typing errors, and too close to the 64-bit limit."""
 
 MOST_STEPS = 10**8
-"""Iterations: a hundred times what anyone trains for."""
+"""Upper bound of iterations: a hundred times the longest training."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Numbers from `least` to `most`, and what they are in words; never NaN or infinite."""
+    """Numbers from `least` to `most` and their description; never NaN or infinite."""
 
     words: str
     least: float

@@ -19,7 +19,7 @@ GROUPS: dict[str, tuple[LoraTarget, ...]] = {
     "attention": ("query", "key", "value", "output"),
     "mlp": ("up", "gate", "down"),
 }
-"""Words for several targets."""
+"""Words that name several targets at once."""
 
 THEIR_NAMES: dict[str, LoraTarget] = {
     "q_proj": "query",
@@ -37,7 +37,7 @@ FORMATS: tuple[BaseFormat, ...] = get_args(BaseFormat)
 
 @dataclass(frozen=True)
 class LoraFlags:
-    """Adapters that are trained in the place of the model."""
+    """Flags of adapters that are trained instead of the model."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"lora_rank": "Fine-tuning"}
 

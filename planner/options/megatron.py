@@ -1,7 +1,7 @@
-"""Flags of Megatron-LM and MindSpeed scripts that say what this runtime does anyway.
+"""Flags of Megatron-LM and MindSpeed scripts that are always on in this runtime.
 
-They are data: what each means here, and the values that mean it. They change no result; a value that would
-mean something else is refused.
+They are data: the meaning of each flag here, and the accepted values. They change no result; a value with
+another meaning is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from planner.options.flags import flag, flag_names
 
 
 def _same(meaning: str, *values: str, instead: str = "") -> Any:
-    """A switch, or a flag that takes one of `values`."""
+    """A flag that is accepted and ignored: a switch, or a flag that takes one of `values`."""
     field = flag(None if values else False, meaning, hidden=True)
     return dataclasses.field(
         default=field.default, metadata={**field.metadata, "accepted": values, "instead": instead}
@@ -24,12 +24,12 @@ def _same(meaning: str, *values: str, instead: str = "") -> Any:
 
 
 WHOLE = "#"
-"""Stands for any whole number."""
+"""Marker for any whole number."""
 
 
 @dataclass(frozen=True)
 class AcceptedFlags:
-    """One field for each flag."""
+    """The accepted and ignored flags, one field for each."""
 
     use_mcore_models: bool = _same("there is one model")
     transformer_impl: str | None = _same("PyTorch's own operators", "local", "transformer_engine")
@@ -110,7 +110,7 @@ class AcceptedFlags:
         return [flag_names(field)[0] for field in ACCEPTED if getattr(self, field.name) != field.default]
 
     def check_accepted(self) -> None:
-        """Raise `InputError` for a value that means something else than what happens."""
+        """Raise `InputError` for a value that differs from this runtime's behaviour."""
         for field in ACCEPTED:
             values, given = field.metadata["accepted"], getattr(self, field.name)
             if values and given is not None and not _is_one_of(given, values):
@@ -126,5 +126,5 @@ ACCEPTED = dataclasses.fields(AcceptedFlags)
 
 
 def accepted_names() -> set[str]:
-    """The spellings of the flags."""
+    """The spellings of all accepted and ignored flags."""
     return {name for field in ACCEPTED for name in flag_names(field)}

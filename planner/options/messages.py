@@ -1,7 +1,7 @@
 """Messages in the words of a command line: `global_batch_size` becomes `--global-batch-size`.
 
-What is below the command line speaks of arguments and degrees by their Python names, which whoever gave a
-flag has never seen.
+Code below the command line names arguments and degrees in Python's spelling. A user who gave a flag does not
+know these names.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Spelling:
     """Spellings that names in messages have on one command line."""
 
     flags: Mapping[str, str]
-    """Flags by the argument that they give."""
+    """The flag of each argument, by the argument's name."""
     typed: Mapping[str, str]
-    """The typed word that fixes a degree, by the degree: a flag, or the name in a pin."""
+    """The typed word that fixes each degree, by the degree: a flag, or the name in a pin."""
     begins: Mapping[str, str]
-    """Flags by the beginning of a message that is about their value, where their names are English words."""
+    """Flags whose names are English words, by the beginning of messages about their values."""
     switches: frozenset[str]
     """Flags of `typed` that are given without a value."""
 
     def of(self, message: str) -> str:
-        """`message` with the names as the command line spells them."""
+        """`message` with the names in the command line's spelling."""
         if _OF_A_FILE.match(message):
             return message
         for begin, flag in self.begins.items():
@@ -69,7 +69,8 @@ class Spelling:
 
 
 def _alone(name: str, after: str = r"(?![\w=(/'\"-]|\.\w)") -> str:
-    """An expression for a name that is no part of another, of a path, of a quotation or of a flag to add."""
+    """A regular expression for a name that stands alone: not in another name, a path, a quotation or a
+    suggested flag."""
     return rf"(?<![\w.\-'\"/])(?<!{UNPIN_FLAG} ){name}{after}"
 
 
@@ -106,7 +107,7 @@ def spelling(fields: Sequence[tuple[str, tuple[str, ...], str | None]], words: S
 
 
 def _pinned(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Full names of what is pinned, and as they were typed."""
+    """Full names of pinned degrees, and the names as typed."""
     for before, word in zip(["", *words], words, strict=False):
         flag, _, rest = word.partition("=")
         text = rest if flag in PIN_FLAGS else word if before in PIN_FLAGS else ""
@@ -121,7 +122,7 @@ _NOW: ContextVar[Spelling | None] = ContextVar("spoken", default=None)
 
 @contextmanager
 def message_spelling(names: Spelling) -> Iterator[None]:
-    """Within it, `command_message` uses `names`."""
+    """Within this context `command_message` uses `names`."""
     token = _NOW.set(names)
     try:
         yield
@@ -130,6 +131,6 @@ def message_spelling(names: Spelling) -> Iterator[None]:
 
 
 def command_message(message: str) -> str:
-    """`message` with the names of the command that runs; as it is where none does."""
+    """`message` with the names of the running command; unchanged where no command runs."""
     names = _NOW.get()
     return message if names is None else names.of(message)

@@ -102,12 +102,11 @@ class ModelOptions(LoraFlags, MtpFlags, LatentFlags, ExpertFlags, Dimensions):
         return self._changed(base, changes) if changes else base
 
     def named_model(self, name: str, seq: int | None) -> ModelSpec:
-        """The model of a name or file, with sequences of `seq` tokens where that is given."""
+        """The model of a name or file, with sequences of `seq` tokens if `seq` is given."""
         return resolve_model(name, seq)
 
     def is_described(self, name: str) -> bool:
-        """Return whether a model comes from a description, which does not say how long the training samples
-        are."""
+        """Return whether a model comes from a description without the length of training samples."""
         return is_file_name(name) or is_hf_config(name) or is_hub_id(name)
 
     def notes(self) -> list[str]:
@@ -200,7 +199,7 @@ class ModelOptions(LoraFlags, MtpFlags, LatentFlags, ExpertFlags, Dimensions):
         return self._built({"name": name} | changes, "model")
 
     def _changed(self, base: ModelSpec, changes: dict[str, Any]) -> ModelSpec:
-        """`base` with the fields that flags set; what followed from a changed width follows again."""
+        """`base` with the fields that flags set; sizes that depend on a changed width are derived again."""
         values = base.model_dump(exclude={"published_parameters", "source"}) | _widths(base, changes)
         resized = {"hidden", "heads"} & changes.keys() and base.latent_attention is None
         if resized and "head_dim" not in changes:
@@ -219,7 +218,7 @@ class ModelOptions(LoraFlags, MtpFlags, LatentFlags, ExpertFlags, Dimensions):
         return self._built(values | changes | {"name": name}, f"model {name}")
 
     def _built(self, values: dict[str, Any], origin: str) -> ModelSpec:
-        """The model of `values`, with the defaults that the flags of experts promise."""
+        """The model of `values`, with the documented defaults of the flags of experts."""
         if values.get("experts"):
             values = {"top_k": 2, "expert_ffn": values["ffn"]} | values
         if values.get("latent_attention"):
@@ -240,9 +239,9 @@ class ModelOptions(LoraFlags, MtpFlags, LatentFlags, ExpertFlags, Dimensions):
 
 
 def _widths(base: ModelSpec, changes: dict[str, Any]) -> dict[str, Any]:
-    """Inner widths of `base` that follow from those in `changes`, or from other changed sizes.
+    """Inner widths of `base` that depend on `changes`.
 
-    Raises `InputError` where none follows, and where no layer has the width that is given.
+    Raises `InputError` where a width cannot be derived, and where no layer has the given width.
     """
     hidden, gated = changes.get("hidden", base.hidden), changes.get("gated", base.gated)
     # Experts as wide as the dense MLP stay so; where all layers have others, nothing is that wide.
@@ -271,14 +270,14 @@ def _widths(base: ModelSpec, changes: dict[str, Any]) -> dict[str, Any]:
 def _usual_ffn(hidden: int, gated: bool) -> int:
     """Width of the MLP that Megatron-LM assumes (arguments.py `validate_args`).
 
-    Four times the residual; of a gated MLP two thirds of that, rounded down to a multiple of 64, so that
-    three matrices hold what two did.
+    It is four times the residual width. A gated MLP has two thirds of that, rounded down to a multiple of 64,
+    so its three matrices hold as much as two.
     """
     return int((4 * hidden * 2 / 3) / 64) * 64 if gated else 4 * hidden
 
 
 def choice(name: str, value: str | None, choices: dict[str, str]) -> str | None:
-    """The meaning of a flag's word, None where the flag was not given."""
+    """The value that a flag's word stands for; None where the flag was not given."""
     if value is None:
         return None
     if value not in choices:

@@ -42,7 +42,7 @@ class MtpFlags:
 
 
 def mtp_note(spec: ModelSpec) -> str:
-    """The parameters that train besides a model, in words."""
+    """A note on the parameters of MTP modules, which train besides the model."""
     assert spec.mtp is not None
     modules = "MTP module" if spec.mtp.depths == 1 else "MTP modules"
     return (

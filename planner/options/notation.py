@@ -1,4 +1,4 @@
-"""The notation of plans, for people who see one for the first time."""
+"""An explanation of the notation of plans, for people who see a plan for the first time."""
 
 NOTATION = """\
 tp=4+sp           4 ranks share each matrix; +sp: norms split the sequence

@@ -1,4 +1,4 @@
-"""Flags of other tools' scripts that nothing here takes, and what does the same here."""
+"""Flags of other tools' scripts that are unknown here, and the flags that replace them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ SUBSTITUTES = {
     "--num-devices": "use --world-size",
     "--batch-size": "use --global-batch-size or --micro-batch-size",
 }
-"""Substitutes by the flag, spelled with dashes."""
+"""Replacements by the other tool's flag, spelled with dashes."""
 
 
 def substitute(name: str, known: Container[str]) -> str:
     """The advice for an unknown flag: a flag to give instead; empty where there is none.
 
     Args:
-        known: flags of the command: it is told of no others.
+        known: flags of the command; the advice names no other flags.
     """
     spelled = name.lower().replace("_", "-")
     said = SUBSTITUTES.get(spelled, "")

@@ -1,4 +1,4 @@
-"""The flags of degrees and of who executes a layout, in Megatron-LM's spelling where it has one."""
+"""The flags of degrees and of the engine, in Megatron-LM's spelling where it has one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ _MODULES = {
 
 
 def check_alone(*groups: object, beside: str = "--plan") -> None:
-    """Raise `InputError` when `groups` give flags beside a plan, or files, that say all that they would."""
+    """Raise `InputError` when flags of `groups` are given beside a plan, or files, that already decide
+    them."""
     for group in groups:
         if isinstance(group, AcceptedFlags):
             group.check_accepted()
@@ -72,7 +73,7 @@ def _degree(name: str, megatron: str, short: str) -> Any:
 
 @dataclass(frozen=True)
 class ParallelOptions(AcceptedFlags):
-    """Degrees of freedom that are fixed instead of searched, and who executes the layout."""
+    """Degrees of freedom that are fixed instead of searched, and the engine."""
 
     SECTIONS: ClassVar[dict[str, str]] = {
         "pin": "Pins",
@@ -234,7 +235,7 @@ class ParallelOptions(AcceptedFlags):
         return without_pins(pins, self.unpin)
 
     def _given(self) -> Iterator[tuple[str, object]]:
-        """Degrees that flags fix, with their values: the degree of a `flag`, or the name of its field."""
+        """Values of the degrees that flags fix, by the `degree` of the flag or by the name of its field."""
         swaps = self._swaps_first_layers
         instead: dict[str, object] = {
             "grad_reduce_in_bf16": self.grad_reduce_in_bf16 and "bf16",
@@ -254,7 +255,7 @@ class ParallelOptions(AcceptedFlags):
         yield from (("precision", kind) for kind in self._precisions())
 
     def _precisions(self) -> list[str]:
-        """The formats that are asked for; scripts of Megatron-LM say bf16 beside those of fewer bits."""
+        """The requested number formats; scripts of Megatron-LM give bf16 beside formats of fewer bits."""
         given = [kind for kind in get_args(Precision) if getattr(self, kind, False)]
         if self.fp8_recipe == "mxfp8":
             # Megatron-LM's spelling: a recipe of its formats in 8 bits.
@@ -309,7 +310,8 @@ class ParallelOptions(AcceptedFlags):
         ]
 
     def _check_recompute(self) -> None:
-        """Megatron-LM's rules: only full recomputation chooses layers, and how many needs a method.
+        """Raise `InputError` by Megatron-LM's rules: only full recomputation chooses layers, and a number of
+        layers needs a method.
 
         Scripts of MindSpeed name a number of layers beside swapped attention or activation functions.
         """

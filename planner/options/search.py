@@ -25,7 +25,7 @@ def search_keywords(
 ) -> SearchKeywords:
     """Keyword arguments of `planner.search`, `explain` and `sizes`, all but the model and the world size.
 
-    `rules` are what flags of training rule out for the runtime of this package, which other engines are not.
+    `rules` follow from flags of training; they hold for this package's runtime only.
     """
     here = parallel.engine in (None, DEFAULT_ENGINE)
     job: SearchKeywords = {
@@ -64,7 +64,7 @@ def announced_devices(cluster: Cluster) -> list[str]:
 
 
 def assumed_loads(plan: Plan | None) -> list[str]:
-    """A note on the load of experts that the price of a plan takes for granted; none where it is given."""
+    """A note on the load of experts that a plan's price assumes; none where the load is given."""
     text = plan.load_assumed if plan is not None else ""
     return [f"{text} (--moe-load-imbalance 1 for forced balance)"] if text else []
 

@@ -16,7 +16,7 @@ from planner.proposals.proposal import Changed, Proposal
 from planner.space.rule import divisors
 
 MOST_TIMES = 64
-"""The largest factor by which the number of devices is tried before more devices are given up."""
+"""The largest factor by which the number of devices is increased in a search for one that fits."""
 
 
 def with_world_size(problem: Problem, world_size: int) -> Problem:
@@ -35,7 +35,7 @@ def with_world_size(problem: Problem, world_size: int) -> Problem:
 
 
 def larger_sizes(problem: Problem) -> list[int]:
-    """More devices than a question has, ascending: divisors of a node, and then whole nodes.
+    """Numbers of devices above that of the question, ascending: divisors of a node, then whole nodes.
 
     The number of nodes is a power of two, or three times one.
     """
@@ -49,7 +49,7 @@ def larger_sizes(problem: Problem) -> list[int]:
 
 
 def device_counts(problem: Problem, budget: Budget) -> list[Proposal]:
-    """The fewest devices with a plan; where that one offloads, the fewest that need not, too."""
+    """The fewest devices with a plan; if that plan offloads, also the fewest that need no offloading."""
     if problem.cluster.device.kind == "cpu" or problem.cluster.parts:
         return []  # More ranks share the same memory; of two kinds of nodes nobody knows which to add.
     changed = [_on_devices(problem, size) for size in larger_sizes(problem)]

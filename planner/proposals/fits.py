@@ -1,4 +1,4 @@
-"""A test of whether a changed question may fit, and the first plan of one."""
+"""A test if a changed question may have a plan that fits, and the first plan of a changed question."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ LEAST: Pins = {
     "virtual_pipeline_parallel": 1,
     "schedule": "1f1b",
 }
-"""Degrees of the layouts that usually need least memory."""
+"""Degrees of the layouts that usually need the least memory."""
 
 LITTLE: Pins = {"recompute": "full", "schedule": Choice(("1f1b", "interleaved"))}
 """Degrees of other layouts that may need less memory.
 
-Short chunks accumulate gradients of few layers at a time, and a step of one microbatch accumulates none."""
+Short chunks accumulate gradients of few layers at a time; a step of one microbatch accumulates none."""
 
 MOST_LEAST = 3000
-"""Layouts with the degrees of `LEAST` up to which those of `LITTLE` are looked at: forty times as many."""
+"""Most layouts with the degrees of `LEAST` with which those of `LITTLE`, forty times as many, are examined
+too."""
 
 
 @dataclass()
 class Budget:
-    """Legal layouts that may still be looked at."""
+    """The number of legal layouts that may still be examined."""
 
     rows: int
 
@@ -58,7 +59,7 @@ def may_fit(problem: Problem, offload: bool = True) -> bool:
 
 
 def _has_fitting(problem: Problem, space: Space, offload: bool) -> bool:
-    """Return whether a layout of the space fits, or one that is solved from it."""
+    """Return whether a layout of the space fits, or a layout solved from one."""
     if fit_of(problem, space).rows.any():
         return True
     # Under a maximum a step may have fewer microbatches, and other recomputation than all layers is solved.
@@ -78,7 +79,7 @@ def _space(problem: Problem) -> Space | None:
 
 
 def first_that_fits(some: Iterable[Changed], budget: Budget, offload: bool = True) -> list[Proposal]:
-    """The first of some changed questions with a plan, searched; none where none has one."""
+    """The first of some changed questions that has a plan, with that plan; None where none has one."""
     for changed in some:
         if may_fit(changed.problem, offload):
             found = _searched(changed, budget)
@@ -88,7 +89,8 @@ def first_that_fits(some: Iterable[Changed], budget: Budget, offload: bool = Tru
 
 
 def _searched(changed: Changed, budget: Budget) -> Proposal | None:
-    """The changed question with its first plan, or with that of the layouts that need least memory."""
+    """The changed question with its first plan, or with the first plan of the layouts that need the least
+    memory."""
     problem, is_first = changed.problem, True
     space = _space(problem)
     if space is None:

@@ -1,4 +1,4 @@
-"""Changes of one kind that make a given layout fit, all else of the layout as it is."""
+"""Changes of one kind that make a given layout fit, with the rest of the layout unchanged."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SAVERS: Mapping[str, tuple[str, ...]] = {
     "microbatches": ("micro_batch_size",),
     "sequence parallelism": ("sequence_parallel",),
 }
-"""Degrees that save bytes and move no device, by what they are called."""
+"""Degrees that save bytes without moving devices, by their names in proposals."""
 
 ROWS = 100_000
-"""Legal layouts that are looked at at most; those of one mesh are a few hundred."""
+"""Most legal layouts that are examined; one mesh has a few hundred."""
 
 
 def own_layout_proposals(problem: Problem, layout: Layout) -> list[Proposal]:
-    """The layout with other degrees of one of `SAVERS`, for each with which it fits."""
+    """Proposals that change one of `SAVERS` in the layout, one for each of them that makes it fit."""
     budget = Budget(ROWS)
     found: list[Proposal] = []
     whole = {**problem.pins, **degrees_of(layout)}

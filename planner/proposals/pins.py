@@ -1,4 +1,4 @@
-"""Pins that hold back what would fit."""
+"""Pins that exclude layouts that would fit."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ BYTES_FIRST = (
     *("recompute", "zero_stage", "zero_replicas", "offload_activations", "offload_optimizer"),
     *("micro_batch_size", "sequence_parallel"),
 )
-"""Pins that keep bytes on a device and cost no devices; the first is asked for first."""
+"""Pins whose removal saves bytes and needs no more devices, in the order of trial."""
 
 MOST_PINS = 3
-"""Pins of which one alone is in the way that are priced."""
+"""Most pins that are priced among those whose removal alone is enough."""
 
 SHORT = {name: short for short, name in SHORT_NAMES.items()}
 """Short names of degrees."""
 
 
 def pin_proposals(problem: Problem, budget: Budget) -> list[Proposal]:
-    """Pins of which one alone is in the way, at most `MOST_PINS`; else as few as have to go together."""
+    """Proposals to remove one pin, at most `MOST_PINS`; if no single pin is enough, the fewest pins
+    together."""
     groups = sorted(pin_groups(problem.pins), key=_is_of_bytes)
     alone = [_without(problem, [group]) for group in groups]
     found: list[Proposal] = []
@@ -64,7 +65,7 @@ def _without(problem: Problem, groups: Sequence[Pins]) -> Changed:
 
 
 def keywords_of_pins(problem: Problem, pins: Pins) -> dict[str, Any]:
-    """Keywords that pin nothing but `pins`, and keep what else could be pinned."""
+    """Keywords that pin only `pins`, and keep all other keywords."""
     batch = problem.batch
     return {
         "pin": pins,

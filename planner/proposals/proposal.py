@@ -1,4 +1,4 @@
-"""`Proposal`: a change of a question of which nothing fits, with the plan that fits then."""
+"""`Proposal`: a change to a question where nothing fits, with a plan that fits after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = Literal["pin", "optimizer", "adapters", "devices", "sequence", "precision
 
 @dataclass(frozen=True)
 class Proposal:
-    """A change of a question of which nothing fits, and the plan that fits then."""
+    """A change to a question where nothing fits, and a plan that fits after it."""
 
     kind: Kind
     what: str
@@ -23,7 +23,7 @@ class Proposal:
     flags: tuple[str, ...]
     """Words to add to the command for this change."""
     keywords: Mapping[str, Any]
-    """The proposal as keywords of `planner.suggest`, in the place of those that were given."""
+    """The proposal as keywords of `planner.suggest` that replace the given ones."""
     plan: Plan
     """The first plan of the changed question."""
     is_first: bool = True
@@ -40,7 +40,7 @@ class Proposal:
         return f"{self.what} ({' '.join(self.flags)})"
 
     def lines(self) -> Iterator[str]:
-        """The change, its price, the flags that make it, and its layout, for people."""
+        """Lines for people: the change, its price, its flags, and its layout."""
         yield f"  {self.what}: {self.price}; add {' '.join(self.flags)}"
         yield f"      {self.plan.layout.describe()}"
 
@@ -71,7 +71,7 @@ class Changed:
 
 
 def proposal_lines(found: Sequence[Proposal]) -> Iterator[str]:
-    """Lines on changes that fit, one or two lines each; none without any."""
+    """Lines on proposals, one or two lines each; empty without proposals."""
     if found:
         yield "changes that would fit, the smallest of each kind:"
     for one in found:

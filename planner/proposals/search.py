@@ -1,9 +1,9 @@
-"""The proposals of a question of which nothing fits, in the order in which an engineer would take them.
+"""The proposals for a question where nothing fits, in the order in which an engineer would try them.
 
-Fewer bytes come first: pins that hold recomputation, ZeRO or offload back, and an optimizer of fewer bytes.
-Then adapters in the place of the model, more devices, shorter sequences, a number format of fewer bits, and
-devices with more memory. Whether a change may fit is asked of the layouts that need least memory. What may is
-searched as every question is, so that the price is that of the plan which the changed question gives.
+Savings of bytes come first: removal of pins of recomputation, ZeRO or offload, and an optimizer of fewer
+bytes. Then adapters instead of the full model, more devices, shorter sequences, a number format of fewer
+bits, and devices with more memory. A change is first tested on the layouts that need the least memory. If one
+of them fits, the changed question is searched as a whole, so the price is that of its own best plan.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from planner.proposals.training import adapters, optimizers, precisions, sequenc
 from planner.ranking.result import SearchResult
 
 SEARCHES = 5
-"""Searches of the question that the proposals take as long as, about."""
+"""Legal layouts that all proposals may examine, as a multiple of those of the question."""
 
 FEWEST_ROWS = 200_000
-"""Legal layouts that are looked at for all proposals at least: a few seconds."""
+"""Least number of legal layouts that are examined for all proposals; it takes a few seconds."""
 
 
 def proposals(result: SearchResult) -> tuple[Proposal, ...]:
-    """The smallest change of each kind with which the question of `result`, now without a plan, has one."""
+    """The smallest change of each kind that gives the question of `result`, now without a plan, a plan that
+    fits."""
     problem = result.problem
     budget = Budget(max(SEARCHES * result.legal, FEWEST_ROWS))
     found: list[Proposal] = []

@@ -1,4 +1,4 @@
-"""Other training that needs fewer bytes: optimizers, adapters, shorter sequences, number formats."""
+"""Changes of training that need fewer bytes: optimizers, adapters, shorter sequences, number formats."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ BITS: dict[Precision, int] = {
     "mxfp8": 8,
     "nvfp4": 4,
 }
-"""Bits of an element of GEMMs."""
+"""Bits of an element in GEMMs, by number format."""
 
 SHORTEST = 256
-"""Tokens of the shortest sequence that is proposed."""
+"""Tokens of the shortest sequence in a proposal."""
 
 RANK = 16
-"""Rank of the adapters that are proposed."""
+"""Rank of the adapters in a proposal."""
 
 
 def optimizers(problem: Problem) -> Iterator[Changed]:
-    """Adam with states of 8 bits, where the engine has it."""
+    """A change to Adam with 8-bit states, if the engine has it."""
     pins: Pins = {**problem.pins, "optimizer": "adam8bit"}
     if "optimizer" in problem.pins or problem.model.lora is not None or not _is_legal_pin(problem, pins):
         return
@@ -60,7 +60,7 @@ def _is_legal_pin(problem: Problem, pins: Pins) -> bool:
 
 
 def adapters(problem: Problem) -> Iterator[Changed]:
-    """Adapters in the place of the model, and beside a base in 4 bits."""
+    """Changes to adapters, with the frozen model in full precision and in 4 bits."""
     old = problem.model.lora
     usual = Lora(rank=RANK, alpha=2.0 * RANK, targets=LORA_TARGETS) if old is None else old
     flags = ("--lora-rank", str(RANK)) if old is None else ()
@@ -83,7 +83,8 @@ def _with_adapters(problem: Problem, lora: Lora, what: str, flags: tuple[str, ..
 
 
 def sequences(problem: Problem) -> Iterator[Changed]:
-    """Shorter sequences, the longest first: halves, and halves of three quarters."""
+    """Changes to shorter sequences, the longest first: the given length over powers of two, and three
+    quarters of these."""
     seq = problem.model.seq
     lengths = {seq * part // (4 << power) for part in (2, 3) for power in range(seq.bit_length())}
     wanted = sorted((one for one in lengths if SHORTEST <= one < seq and one % 64 == 0), reverse=True)
@@ -103,7 +104,7 @@ def _of_length(problem: Problem, length: int) -> Changed:
 
 
 def precisions(problem: Problem) -> Iterator[Changed]:
-    """Number formats of fewer bits that device and engine have, the widest first."""
+    """Changes to number formats of fewer bits that device and engine support, the widest first."""
     device, bits = problem.cluster.device, BITS[problem.precision]
     usual = resolve_precision(None, device, problem.engine)
     if BITS[usual] < bits:

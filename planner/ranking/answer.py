@@ -1,4 +1,4 @@
-"""The answer to a problem: how all questions are searched, so that all name the same plan."""
+"""The answer to a problem: all questions use this one search, so all name the same plan."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from planner.space.grid import Space
 
 
 def answer(problem: Problem, space: Space | None = None, started: float | None = None) -> SearchResult | None:
-    """The ranked legal layouts of `problem`, whether or not one fits; None where no layout is legal.
+    """The ranked legal layouts of `problem`, even if none fits; None where no layout is legal.
 
     Args:
-        space: its legal layouts, where somebody has laid them out already.
-        started: the reading of `time.perf_counter` from which the seconds of the search count.
+        space: the problem's legal layouts, if they were enumerated before.
+        started: the reading of `time.perf_counter` at the start of the search.
 
     Raises `InputError` when pins do not divide the world size.
     """

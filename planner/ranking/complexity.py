@@ -29,7 +29,7 @@ def points_of(known: Complexity, table: LayoutTable, cluster: Cluster, engine: E
     """Points of each row, [n].
 
     Args:
-        engine: any that has the name of the one that runs the layouts.
+        engine: any engine with the name of the one that runs the layouts.
     """
     points = np.zeros(len(table))
     for name, each in known.kinds.items():
@@ -76,5 +76,5 @@ def _is_power_of_two(column: Ints) -> Bools:
 
 
 def _is_moved(split: tuple[int, ...]) -> bool:
-    """Return whether stages differ by more layers than they must."""
+    """Return whether stages have less even numbers of layers than they could."""
     return max(split) - min(split) > 1

@@ -1,6 +1,6 @@
 """The layouts to price: those that could be among the first, by a lower bound of their step time.
 
-The others are ordered only where somebody looks so far down the ranking.
+The other layouts are ordered only when a place so far down the ranking is asked for.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ PLACES = 128
 """Places of the ranking that are priced unless more are asked for."""
 
 SAMPLE = 2048
-"""Rows with the lowest floors that are priced first; then as many again as were priced so far."""
+"""Number of rows with the lowest floors that are priced first; each further round doubles the priced rows."""
 
 FEW = 4096
-"""Rows that are all priced: to choose among them takes longer."""
+"""Number of rows up to which all are priced, as choosing among them takes longer."""
 
 ROUNDING = 1e-6
-"""Relative difference that hides no rounding error of sums."""
+"""Relative difference that is larger than any rounding error of sums."""
 
 
 @dataclass(frozen=True)
 class Tail:
-    """Layouts that fit and lie behind all places of a ranking, not priced yet."""
+    """Layouts that fit and rank behind all places of a ranking; they are not priced yet."""
 
     table: LayoutTable
     """The layouts of a space."""
@@ -44,11 +44,11 @@ class Tail:
 
 
 def contenders(problem: Problem, space: Space, rows: Ints, floor: Floor) -> tuple[Ints, Prices]:
-    """The rows of `rows` that could take one of the first `PLACES`, whatever their replicas exchange, and
-    their prices.
+    """The rows of `rows` that could take one of the first `PLACES`, whatever their replicas exchange, and the
+    prices of these rows.
 
-    Rows with the lowest floors are priced first, ever more of them at a time, until all others have floors
-    above the last of the places.
+    Rows with the lowest floors are priced first, in growing rounds, until the floors of all others are above
+    the last place.
     """
     where = problem.model, problem.cluster, problem.constants
     if problem.objective == "memory" or problem.cluster.parts or len(rows) <= FEW:
@@ -78,7 +78,7 @@ def _lowest(least: Floats, count: int) -> Bools:
 
 
 def _bound(paces: Floats, movable: Bools) -> float:
-    """The highest floor of a row that could be among the first `PLACES`, or of one whose layers are moved.
+    """The highest floor with which a row could be among the first `PLACES`, also after its layers are moved.
 
     Args:
         paces: paces of the rows that are priced, [n].
@@ -90,12 +90,12 @@ def _bound(paces: Floats, movable: Bools) -> float:
 
 
 def _place(paces: Floats, place: int) -> float:
-    """The pace at a place, from 1; infinite where there are fewer."""
+    """The pace at a place, from 1; infinite where there are fewer places."""
     return float(np.partition(paces, place - 1)[place - 1]) if len(paces) >= place else np.inf
 
 
 def first_prices(objective: Objective, prices: Prices) -> Bools:
-    """The contenders that take the first `PLACES`, with all that are as good as the last of them, [n]."""
+    """The contenders that take the first `PLACES`, and all that equal the last of them, [n]."""
     if len(prices) <= PLACES:
         return np.ones(len(prices), dtype=bool)
     scores = logarithms(objective, prices)[0].round(SCORE_DIGITS)

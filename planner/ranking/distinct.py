@@ -15,7 +15,7 @@ from planner.ranking.twins import SAME, other_form
 
 @dataclass(frozen=True)
 class DistinctPlan:
-    """A plan at a place of the ranking that stands for its twins too."""
+    """A plan at a place of the ranking that also represents its twins."""
 
     place: int
     """The place in the ranking, from 1; the plan's twins have the next ones."""
@@ -35,7 +35,7 @@ class DistinctPlan:
 
 
 def distinct_plans(result: SearchResult, top: int) -> list[DistinctPlan]:
-    """The best `top` plans that are twins of no better one."""
+    """The best `top` plans, without twins of better plans."""
     count = top + 1
     while True:
         found = _grouped(result, min(count, result.feasible))
@@ -46,7 +46,7 @@ def distinct_plans(result: SearchResult, top: int) -> list[DistinctPlan]:
 
 
 def _grouped(result: SearchResult, count: int) -> list[DistinctPlan]:
-    """The first `count` places, twins with the first of them."""
+    """The first `count` places, grouped so that twins are together."""
     found: list[DistinctPlan] = []
     alike = 0
     """Plans at the end of `found` that are as fast as the last one."""

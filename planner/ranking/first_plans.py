@@ -1,6 +1,6 @@
 """The first plans of a ranking, whose pipelines are simulated.
 
-Closed forms rank all layouts. Those at the top are put in the order of their simulated pipelines.
+Closed forms rank all layouts. The plans at the top are then ordered by their simulated pipelines.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from planner.solve.concatenation import concatenate_prices
 from planner.solve.played_splits import has_even_stages, played_moves, played_passes
 
 FEWEST, MOST = 10, 20
-"""Plans at the top of the ranking whose pipelines are simulated, however long they take, and at most."""
+"""Least and largest number of plans at the top of the ranking whose pipelines are simulated."""
 
 MOST_PASSES = 20_000
-"""Passes of the pipelines after the first `FEWEST` that are simulated."""
+"""Most passes that are simulated for the pipelines after the first `FEWEST`."""
 
 SHOWN = 10
 """Plans that are shown unless more are asked for."""
@@ -30,7 +30,7 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Ranking:
-    """Plans that fit, in their order."""
+    """Plans that fit, in ranking order."""
 
     objective: Objective
     prices: Prices
@@ -38,13 +38,13 @@ class Ranking:
     places: Ints
     """Rows of `prices`, best first."""
     tail: Tail | None = None
-    """Layouts that fit and lie behind all places."""
+    """Layouts that fit and rank behind all places."""
 
     def __len__(self) -> int:
         return len(self.places) + (0 if self.tail is None else len(self.tail))
 
     def reaching(self, count: int) -> Ranking:
-        """The ranking with `count` places at least, as far as there are so many."""
+        """The ranking with at least `count` places, or with all if there are fewer."""
         if self.tail is None or count <= len(self.places):
             return self
         prices, table = self.prices, self.tail.table.take(self.tail.rows)
@@ -60,21 +60,21 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A ranking, and which of the legal layouts it has at which row."""
+    """A ranking, and the legal layout of each of its rows."""
 
     ranking: Ranking
     rows: Ints
-    """The row of the legal layouts for each row of `ranking.prices`, and then for each row of its tail."""
+    """The row among the legal layouts of each row of `ranking.prices`, then of each row of its tail."""
     legal: int
     """The number of legal layouts."""
     added: tuple[Prices, ...] = ()
-    """The last legal layouts, which nobody had listed before."""
+    """Legal layouts that were added at the end of the enumerated ones."""
 
     def beside(self, more: Prices) -> tuple[Ranked, Ints]:
-        """The ranking with further layouts behind all its prices, and their rows there, [n].
+        """The ranking with further layouts behind all its prices, and the rows of these layouts there, [n].
 
-        Layouts that it has already stay where they are, and their pipelines are simulated. None of them may
-        be in its tail.
+        Layouts that the ranking already has stay in place, and their pipelines are simulated. No further
+        layout may be in the tail.
         """
         prices = self.ranking.prices
         known = np.array(
@@ -98,14 +98,14 @@ class Ranked:
 
 
 def _row_of(table: LayoutTable, one: LayoutTable) -> int:
-    """The row of a table that a table of one row is; -1 for none."""
+    """The row of a table that equals a table of one row; -1 for none."""
     rows = np.flatnonzero(equal_but_for(("split",), one, table))
     split = one.splits[int(one.split[0])]
     return next((row for row in rows.tolist() if table.splits[int(table.split[row])] == split), -1)
 
 
 def equal_but_for(names: tuple[str, ...], one: LayoutTable, table: LayoutTable) -> Bools:
-    """Rows that differ from a table of one row in no other column, [n]; splits are not compared."""
+    """Rows that differ from a table of one row only in the given columns, [n]; splits are not compared."""
     same = np.ones(len(table), dtype=np.bool_)
     for name in ARRAY_FIELDS:
         if name not in names and name != "split":
@@ -114,7 +114,7 @@ def equal_but_for(names: tuple[str, ...], one: LayoutTable, table: LayoutTable) 
 
 
 def with_moved_layers(problem: Problem, ranked: Ranked) -> Ranked:
-    """The ranking with layers of its first plans moved where that makes their simulated pipelines shorter."""
+    """The ranking after moves of layers that shorten the simulated pipelines of its first plans."""
     ranking = ranked.ranking
     if problem.objective == "memory" or not len(ranking):
         return ranked
@@ -131,7 +131,7 @@ def with_moved_layers(problem: Problem, ranked: Ranked) -> Ranked:
 
 
 def simulated(ranking: Ranking) -> Ranking:
-    """The ranking with simulated pipelines at the top, in their order."""
+    """The ranking with simulated pipelines at the top, ordered by their simulated times."""
     ranking = ranking.reaching(MOST)
     prices, places = ranking.prices, ranking.places
     count = _count(prices.table.take(places[:MOST]))
@@ -150,7 +150,8 @@ def _count(table: LayoutTable) -> int:
 
 
 def order(table: LayoutTable, rows: Ints, *scores: Floats) -> Ints:
-    """Places in `rows` by their scores, logarithms of what is to be least; ties to the simplest layout."""
+    """Places in `rows` by their scores (logarithms of the figures to minimise); among equals the simplest
+    layout first."""
     table = table.take(rows)
     kinds = (
         (table.tensor_parallel > 1).astype(np.int64)

@@ -4,10 +4,10 @@ A measured step is its prediction times a factor. The logarithm of that factor i
 
 - a part that is common to all plans on a machine;
 - a part for each term of the step, in proportion to the term's share of it;
-- a part that layouts share which are alike;
+- a part that similar layouts share;
 - noise.
 
-So measured plans tell the others' factors, and how sure they are, in closed form (Rasmussen and Williams,
+So measured plans give the factors of the others and their uncertainty in closed form (Rasmussen and Williams,
 Gaussian Processes for Machine Learning, 2006, equations 2.23 and 2.24).
 """
 
@@ -25,26 +25,27 @@ from costmodels.spec.table import Floats
 from planner.plan import Plan
 
 COMMON = 3.0
-"""Standard deviation of the part that all plans share: a machine may well be ten times as slow."""
+"""Standard deviation of the part that all plans share; a machine may be ten times as slow as predicted."""
 
 OF_TERM = 0.4
-"""Standard deviation of each term of the step by itself."""
+"""Standard deviation of the part of each term of the step."""
 
 OF_LAYOUT = 0.4
-"""Standard deviation of a layout, shared by layouts that are alike, over that of its prediction: the range of
-its estimate is narrow on devices that were measured, and wide where nobody has."""
+"""Standard deviation of the part that similar layouts share, over the standard deviation of the prediction.
+The range of an estimate is narrow on measured devices and wide on others."""
 
 NOISE = 0.015
-"""Standard deviation of a median of a few steps."""
+"""Standard deviation of the measured median of a few steps."""
 
 REACH = 2.0
-"""Doublings of degrees, and other choices that differ, at which two layouts share e^-1 of it."""
+"""Number of doublings of degrees and of other different choices at which two layouts share e^-1 of that
+part."""
 
 SURE = 1.6449
-"""Standard deviations below the mean that 19 of 20 are above."""
+"""Number of standard deviations below the mean that 19 of 20 values exceed."""
 
 OF_RANGE = 1.2816
-"""Half of an 80 % prediction interval, in standard deviations."""
+"""Half the width of an 80 % prediction interval, in standard deviations."""
 
 _DEGREES = (
     "tensor_parallel",
@@ -61,16 +62,16 @@ _CHOICES = ("schedule", "zero_stage", "recompute", "sequence_parallel", "context
 
 @dataclass(frozen=True)
 class Expected:
-    """The seconds of a step that measurements of other plans make likely."""
+    """Expected seconds of a plan's step, given measurements of other plans."""
 
     step_time_s: float
     low_s: float
-    """19 of 20 such plans take longer."""
+    """Seconds that 19 of 20 such plans exceed."""
     high_s: float
 
 
 def expected_steps(plans: Sequence[Plan], measured: Mapping[int, float]) -> list[Expected]:
-    """The step of each plan after the steps of some were measured, by their place in `plans`, in seconds."""
+    """Expected seconds of each plan's step, given measured steps of some plans by their place in `plans`."""
     predicted = np.log([plan.estimate.step_time_s for plan in plans])
     together = _covariance(plans)
     known = np.array(sorted(measured), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Nodes of two kinds: which kind comes first, and whether one kind alone would do better."""
+"""Nodes of two kinds: the better order of the two kinds, and a comparison with one kind alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner.space.grid import Space
 
 
 def rank_orders(problem: Problem, space: Space, started: float) -> SearchResult:
-    """`rank` with either kind in front, of which the better one is returned.
+    """Rank with each kind in front, and return the better of the two results.
 
     The kind in front runs the first stages, which hold most microbatches and the embedding; the other runs
     the head.
@@ -37,7 +37,8 @@ def _orders(cluster: Cluster) -> list[Cluster]:
 
 
 def _score(result: SearchResult) -> tuple[bool, float]:
-    """Larger for the better one of two searches; equal ones keep the order that was asked for."""
+    """A score of a search, larger for the better one; equal searches keep the order of kinds that was asked
+    for."""
     if result.best is None:
         return False, -result.closest()[0].estimate.peak_memory_bytes
     objective = result.problem.objective
@@ -58,7 +59,7 @@ def _notes(result: SearchResult) -> tuple[str, ...]:
 
 
 def _alone(result: SearchResult) -> str | None:
-    """The speed of the better kind alone, in words; None where nothing fits on either, or on both
+    """A text on the speed of the better kind alone; None where nothing fits on either kind, or on both
     together."""
     if result.best is None or result.problem.objective == "memory":
         return None

@@ -1,13 +1,13 @@
-"""The plan that is first: the simplest one within the estimate's error of the fastest.
+"""The choice of the first plan: the simplest one within the estimate's error of the fastest.
 
-A plan that leaves as much memory as one should comes before all that do not. Points of complexity
-(`planner.preference`), what a layout holds, and how far it may lie behind the fastest one follow from its
-degrees, so that all layouts are looked at at once. Of those that could be first few are priced, the simplest
-at first, until one of them is not told apart from the fastest.
+Plans that leave the wanted headroom come before all others. Three quantities follow from a layout's degrees,
+so they are computed for all layouts at once: points of complexity (`planner.preference`), bytes, and the
+largest lag with which it could tie with the fastest plan. Only a few of the possible first plans are priced,
+from the simplest on, until one ties with the fastest.
 
-The more two layouts differ, the less their order is sure. So a layout may not be told apart from the fastest
-while others are, which are as fast and simpler. Hence whatever is as fast as the simplest one is looked at
-once more, and the simplest of these is first.
+The more two layouts differ, the less sure is their order. So one layout may tie with the fastest, while a
+simpler one of the same speed, which differs less, does not. Therefore all layouts as fast as the chosen one
+are compared again, and the simplest of these is first.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from planner.solve.solutions import balanced
 from planner.space.grid import Space
 
 AT_ONCE = 2048
-"""Layouts that are priced together, the simplest at first."""
+"""Number of layouts that are priced together, the simplest first."""
 
 SIMULATED = 4
-"""Pipelines that are simulated together."""
+"""Number of pipelines that are simulated together."""
 
 PLAIN = SCHEDULES.index("1f1b")
 
 SHORT = 1e9
-"""Points of a plan that leaves too little memory: more than all others together."""
+"""Points of a plan that leaves too little memory; more than all other points together."""
 
 
 def preferred_first(problem: Problem, space: Space, found: Fit, floor: Floor, ranked: Ranked) -> Ranked:
-    """The ranking with the plan to prefer at its first place; the others keep their order.
+    """The ranking with the preferred plan at its first place; the other plans keep their order.
 
     Args:
         found: layouts of the space that fit.
@@ -86,9 +86,9 @@ def _simplest_of_all(choice: _Choice, ranked: Ranked) -> tuple[Ranked, int, floa
 
 
 def _simplest(choice: _Choice, ranked: Ranked) -> tuple[Ranked, int, float]:
-    """The simplest layout of a ranking and of its tail: its place and its points.
+    """The place and the points of the simplest layout of a ranking and its tail.
 
-    The ranking comes back with what was added and simulated.
+    The ranking is returned too, with added layouts and simulated pipelines.
     """
     priced = choice.simplest(ranked.ranking.prices, ranked.ranking.places)
     assert priced is not None  # The fastest is not told apart from itself.
@@ -105,7 +105,7 @@ def _simplest(choice: _Choice, ranked: Ranked) -> tuple[Ranked, int, float]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The inputs of the choice of the preferred plan."""
+    """Inputs for choosing the preferred plan."""
 
     problem: Problem
     space: Space
@@ -118,11 +118,11 @@ class _Choice:
 
     @cached_property
     def reach(self) -> float:
-        """Widths by which a plan that is not told apart from the fastest lies behind it at most."""
+        """The largest lag of a plan that ties with the fastest, in widths."""
         return apart_at(order_widths().told_apart)
 
     def points(self, table: LayoutTable, peaks: Floats) -> Floats:
-        """Points of each row, [n]: least is best."""
+        """Points of each row, [n]; the fewest are best."""
         cluster, preference = self.problem.cluster, self.problem.preference
         short = peaks > cluster.memory_bytes - preference.headroom_bytes(cluster.memory_bytes)
         found = np.where(short, SHORT, 0.0)
@@ -131,7 +131,7 @@ class _Choice:
         return found
 
     def tied(self, prices: Prices) -> Bools:
-        """Rows that are not told apart from the fastest, [n]."""
+        """Rows that tie with the fastest, [n]."""
         score, best = (logarithms(self.problem.objective, each)[0] for each in (prices, self.fastest))
         result: Bools = score - best < self.reach * order_width(self.fastest, prices)
         return result | (score - best <= self.behind)
@@ -163,8 +163,8 @@ class _Choice:
     def simplest(self, prices: Prices, rows: Ints) -> tuple[Prices, int, float] | None:
         """The simplest of some rows of `prices`, with its points; None where none ties.
 
-        Of equally simple ones the fastest. The prices come back with the pipelines simulated of what was
-        looked at: closed forms say who could be it, and the simulated ones must agree.
+        Among equally simple ones it is the fastest. The prices are returned too, with simulated pipelines of
+        the compared rows: closed forms find candidates, and the simulation must confirm them.
         """
         some = prices.take(rows)
         order = self._in_order(some, np.flatnonzero(self.tied(some)))
@@ -208,7 +208,7 @@ class _Choice:
         return None
 
     def _could_be(self, rows: Ints, last: Floats) -> Bools:
-        """Rows of the space that may be as fast as `last`, by what they take at least, [n]."""
+        """Rows of the space that may be as fast as `last` by their lower bounds, [n]."""
         could = self.floor.of(rows) <= last
         if self.problem.cluster.parts or not could.any():
             return could
@@ -219,8 +219,8 @@ class _Choice:
         return could
 
     def solved(self, most: float) -> Prices | None:
-        """A layout that ties, has fewer points than `most`, and fits with a part of its modules or layers, or
-        with other layers on its stages."""
+        """A layout that ties, has fewer points than `most`, and fits with recomputation in a part of its
+        modules or layers, or with other layers on its stages."""
         problem = self.problem
         if problem.cluster.parts:
             return None
@@ -239,11 +239,11 @@ class _Choice:
         return best[0].take(np.array([best[1]]))
 
     def _recomputing(self, smaller: Problem, within: Fit, most: float) -> Prices | None:
-        """Layouts that may tie with fewer points than `most`, and fit with recomputation that is solved.
+        """Layouts that may tie with fewer points than `most`, and fit with solved recomputation.
 
         Args:
-            smaller: the problem on devices without the memory to leave.
-            within: which layouts fit there.
+            smaller: the problem on devices whose memory is less by the headroom.
+            within: layouts that fit there.
         """
         problem, table = self.problem, self.space.table
         kinds = recompute_kinds(problem.pins, problem.engine)
@@ -299,7 +299,7 @@ class _Choice:
         return chosen
 
     def moved(self, preferred: Prices, most: float) -> Prices | None:
-        """The preferred plan with layers moved that make it faster, and that leave it as simple.
+        """The preferred plan after moves of layers that make it faster and keep it as simple.
 
         Args:
             most: points of the plan.
@@ -314,7 +314,7 @@ class _Choice:
 
 
 def _widest(table: LayoutTable) -> Floats:
-    """Differences of two rows of a table at most, [kinds, 1]."""
+    """The largest differences between two rows of a table, [kinds, 1]."""
     found = []
     for end in (np.min, np.max):
         columns: dict[str, Any] = {name: np.array([end(getattr(table, name))]) for name in ARRAY_FIELDS}
@@ -323,7 +323,7 @@ def _widest(table: LayoutTable) -> Floats:
 
 
 def _blocks(points: Floats) -> Iterator[slice]:
-    """Parts of rows in the order of their points, those with the same points in one part."""
+    """Rows grouped by points, in the order of the points."""
     start = 0
     while start < len(points):
         last = points[min(start + AT_ONCE, len(points)) - 1]
@@ -333,9 +333,9 @@ def _blocks(points: Floats) -> Iterator[slice]:
 
 
 def _with_row(ranked: Ranked, row: int) -> tuple[Ranked, int]:
-    """The ranking with a row of its tail, and the rows that are its twins, among its prices.
+    """The ranking with one row of the tail and its twins moved to the prices.
 
-    Also the place of the prices of that row.
+    Also the place of that row in the prices.
     """
     ranking, rows = ranked.ranking, ranked.rows
     assert ranking.tail is not None
@@ -361,14 +361,14 @@ def _with_row(ranked: Ranked, row: int) -> tuple[Ranked, int]:
 
 
 def _equal_figures(prices: Prices, one: Prices) -> Bools:
-    """Rows that take as long as `one`, and hold as much, [n]."""
+    """Rows with the same time and bytes as `one`, [n]."""
     result: Bools = np.isclose(prices.step_time_s, one.step_time_s[0], rtol=SAME, atol=0.0)
     result &= np.isclose(prices.peak_memory_bytes, one.peak_memory_bytes[0], rtol=SAME, atol=0.0)
     return result
 
 
 def _differ_in_form(one: LayoutTable, others: LayoutTable) -> Bools:
-    """Rows that differ from `one` in nothing but the forms of twins, [n]."""
+    """Rows that differ from `one` only in the forms of twins, [n]."""
     same = equal_but_for(tuple(FORMS), one, others)
     if same.any():
         split = one.splits[int(one.split[0])]

@@ -36,8 +36,8 @@ def rank(
     offload: bool = False,
     known: Listed | None = None,
 ) -> SearchResult:
-    """Price and order the legal layouts of a problem, of which there must be one at least: the first ones at
-    once, those far behind when they are asked for (`planner.ranking.contenders`).
+    """Price and order the legal layouts of a problem. The first ones are priced at once, those far behind
+    when they are asked for (`planner.ranking.contenders`). At least one layout must be legal.
 
     `started` is the reading of `time.perf_counter` from which `elapsed_s` counts. With `offload`, layouts
     that offload activations or the optimizer are searched too where nothing fits without. `known` are the
@@ -61,11 +61,11 @@ def _ranked(
     known: Listed | None = None,
     overfull: Space | None = None,
 ) -> SearchResult:
-    """`rank` of the layouts of one space.
+    """Rank the layouts of one space.
 
     Args:
-        pinned: the problem, or the same with what is offloaded pinned: whose layouts those of `space` are.
-        overfull: layouts that would have to recompute to leave enough of the host's memory.
+        pinned: the problem that `space` enumerates: the original one, or the same with offloading pinned.
+        overfull: layouts that fit into host memory only if they recompute.
     """
     model, cluster, engine = problem.model, problem.cluster, problem.constants
     found = fit_of(problem, space, None if known is None else known.peaks)
@@ -108,7 +108,7 @@ def _ranked(
 
 
 def _with_graphs(problem: Problem, started: float) -> list[Prices]:
-    """Prices of layouts whose CUDA graphs are worth it (`planner.solve.graphs`), by a search of their own."""
+    """Prices of layouts that gain from CUDA graphs (`planner.solve.graphs`), found by a separate search."""
     pinned = graph_problem(problem)
     if pinned is None:
         return []
@@ -124,8 +124,8 @@ def _with_graphs(problem: Problem, started: float) -> list[Prices]:
 
 
 def _further(problem: Problem, listed: Space, found: Fit, known: list[Prices]) -> list[Prices]:
-    """Prices of layouts that `listed` does not have (`planner.solve.further`), of those that fit and could be
-    among the first, and of what is solved for them.
+    """Prices of layouts that `listed` does not have (`planner.solve.further`), if they fit and could be among
+    the first, and of layouts solved from them.
 
     Args:
         found: the listed layouts that fit.
@@ -177,7 +177,7 @@ def _promising(problem: Problem, space: Space, floor: Floor, worth: Worth) -> tu
 
 
 def _recomputing(problem: Problem, overfull: Space, known: list[Prices], plain_alone: bool) -> list[Prices]:
-    """Prices of what is solved for layouts that keep too much on the host unless they recompute.
+    """Prices of solved layouts whose offloaded bytes fit into host memory only with recomputation.
 
     Args:
         known: prices of layouts that fit.

@@ -27,11 +27,11 @@ PARTS = {
     "accumulation": "gradient accumulation",
     "optimizer": "optimizer step",
 }
-"""Parts of a step in the field's words, where those of `StepTime` need more."""
+"""Names of the parts of a step that are clearer than the field names of `StepTime`."""
 
 
 def lead_reason(objective: Objective, winner: Candidate, runner_up: Candidate) -> str:
-    """The reason why the first of a ranking leads the second."""
+    """The reason why the first plan of a ranking leads the second."""
     rival = runner_up[0].describe()
     lead = _difference(objective, winner, runner_up)
     if lead is not None:
@@ -54,7 +54,7 @@ def lag_reason(objective: Objective, candidate: Candidate, best: Candidate) -> s
 
 
 def preferred_reason(objective: Objective, winner: Candidate, fastest: Candidate, room: Room) -> str:
-    """The reason why the first of a ranking is before one that is faster by the estimate."""
+    """The reason why the first plan is ranked before a plan with a faster estimate."""
     what = f"the fastest, {fastest[0].describe()}"
     lead = f"{lead_share(objective, fastest[1], winner[1])} faster"
     if room.lacks(fastest[1]) and not room.lacks(winner[1]):
@@ -66,7 +66,7 @@ def preferred_reason(objective: Objective, winner: Candidate, fastest: Candidate
 
 
 def ahead_reason(objective: Objective, candidate: Candidate, best: Candidate, room: Room) -> str:
-    """The reason why a plan that is faster by the estimate than the first of a ranking is not before it."""
+    """The reason why a plan with a faster estimate than the first plan is not ranked before it."""
     lead = f"{lead_share(objective, candidate[1], best[1])} faster than the first by the estimate"
     if room.lacks(candidate[1]) and not room.lacks(best[1]):
         return f"{lead}, and leaves {room.left_gib(candidate[1]):.1f} GiB of memory"
@@ -85,7 +85,7 @@ class Room(NamedTuple):
     headroom_bytes: float
 
     def left_gib(self, estimate: Estimate) -> float:
-        """GiB that a plan leaves."""
+        """GiB that a plan leaves free."""
         return (self.memory_bytes - estimate.peak_memory_bytes) / GIB
 
     def lacks(self, estimate: Estimate) -> bool:
@@ -120,7 +120,7 @@ def gain_text(objective: Objective, value: float, before: float) -> str:
 
 
 def lead_text(objective: Objective, one: Estimate, other: Estimate) -> str:
-    """The lead of the first plan, which ranks no lower, over the second."""
+    """The lead of the first plan over the second, which must not rank higher."""
     mine, theirs = metric(objective, one), metric(objective, other)
     better = gain(objective, mine, theirs) - 1
     equal = better < EQUAL
@@ -137,7 +137,7 @@ def lead_text(objective: Objective, one: Estimate, other: Estimate) -> str:
 
 
 def _difference(objective: Objective, one: Candidate, other: Candidate) -> str | None:
-    """The difference of two plans in the objective; None where their tokens per second decide."""
+    """The difference of two plans in the objective; None where tokens per second decide their order."""
     if objective == "memory":
         held, rival = one[1].peak_memory_bytes, other[1].peak_memory_bytes
         if equal_peak(held) == equal_peak(rival):
@@ -164,7 +164,7 @@ def _percent(share: float) -> str:
 
 
 def _trade(estimate: Estimate, rival: Estimate) -> str:
-    """The parts that differ most, for the tokens of one step of `estimate`."""
+    """The parts of the step that differ most, normalised to one step of `estimate`."""
     tokens = estimate.tokens_per_s * estimate.step_time_s
     scale = tokens / (rival.tokens_per_s * rival.step_time_s)
     saved = {

@@ -1,4 +1,4 @@
-"""`SearchResult`: the answer of a search, whose plans are made from its rows on demand."""
+"""`SearchResult`: the answer of a search; its plans are made from rows on demand."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Listed:
-    """The enumerated layouts of a search and what they need, for other searches of the same ones."""
+    """The enumerated layouts of a search and their peaks of memory, for other searches of the same
+    layouts."""
 
     space: Space
     peaks: Floats
-    """`planner.solve.fit.Fit.peaks`, [n]."""
+    """Bytes of the fullest device, as in `planner.solve.fit.Fit.peaks`, [n]."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Other processes are told what was found, and list layouts themselves: that takes no longer.
@@ -59,11 +60,11 @@ class SearchResult:
 
     problem: Problem
     considered: int
-    """Layouts of the whole product: `legal` plus those that a rule removed."""
+    """Number of all layouts: `legal` plus those that a rule removed."""
     legal: int
-    """Layouts that break no rule."""
+    """Number of layouts that break no rule."""
     illegal: dict[str, int]
-    """Layouts by the rule that removed them before any was priced."""
+    """Numbers of layouts by the rule that removed them before pricing."""
     elapsed_s: float
     """Seconds of the search itself, without imports and input."""
     tables: tuple[LayoutTable, ...]
@@ -71,19 +72,19 @@ class SearchResult:
     ranking: Ranking
     """The layouts that fit, best first.
 
-    The first ones are ordered by their simulated pipelines, those behind them by closed forms: of a large
-    space when somebody asks for them.
+    The first ones are ordered by their simulated pipelines, the others by closed forms. In a large space the
+    others are ordered only when they are asked for.
     """
     rows: Ints
     """The row of `table` for each row of `ranking.prices`, and then for each row of its tail."""
     solutions: int = 0
-    """Layouts with solved degrees, which the counts and the table have besides the enumerated ones."""
+    """Number of layouts with solved degrees; the counts and the table include them."""
     offloads: bool = False
-    """Nothing fits without offloading."""
+    """True if nothing fits without offloading."""
     listed: Listed | None = field(default=None, compare=False)
-    """Further knowledge of the enumerated layouts."""
+    """Facts about the enumerated layouts, for other searches."""
     notes: tuple[str, ...] = ()
-    """The ranks of each kind of node, and what one kind alone would do, if nodes are of two kinds."""
+    """Notes for nodes of two kinds: the ranks of each kind, and the speed of one kind alone."""
 
     def __repr__(self) -> str:
         problem, cluster = self.problem, self.problem.cluster
@@ -99,7 +100,8 @@ class SearchResult:
         return html_table(repr(self).strip("<>"), COLUMNS, rows)
 
     def to_pandas(self, top: int = 100) -> pandas.DataFrame:
-        """The first `top` plans, best first, a row each: all fields of the layout, seconds, bytes and rates.
+        """One row for each of the first `top` plans, best first: all fields of the layout, seconds, bytes and
+        rates.
 
         Raises `InputError` where pandas is not installed.
         """
@@ -120,7 +122,7 @@ class SearchResult:
         return self._whole.places
 
     def first(self, count: int) -> Prices:
-        """The prices of the first `count` places, best first, as far as there are so many."""
+        """The prices of the first `count` places, best first, or of all places if there are fewer."""
         ranking = self.ranking.reaching(count)
         return ranking.prices.take(ranking.places[:count])
 
@@ -131,12 +133,12 @@ class SearchResult:
 
     @property
     def feasible(self) -> int:
-        """The number of legal layouts that fit: places of the ranking."""
+        """The number of legal layouts that fit, which is the number of places in the ranking."""
         return len(self.ranking)
 
     @property
     def rejected(self) -> dict[str, int]:
-        """Layouts by the rule that removed them, `device_memory` included."""
+        """Numbers of layouts by the rule that removed them, including `device_memory`."""
         too_big = self.legal - self.feasible
         return self.illegal | ({DEVICE_MEMORY: too_big} if too_big else {})
 
@@ -188,7 +190,7 @@ class SearchResult:
 
     @cached_property
     def _candidates(self) -> dict[int, tuple[Layout, Estimate]]:
-        """The plans that were asked for, kept: a plan is compared with others, which cost some time each."""
+        """Cached plans, as making a plan takes time and comparisons use plans repeatedly."""
         return {}
 
     def _candidate(self, rank: int) -> tuple[Layout, Estimate]:
@@ -230,7 +232,7 @@ class SearchResult:
 
     @property
     def room(self) -> reasons.Room:
-        """The memory that plans should leave."""
+        """The memory that plans should leave free."""
         memory = self.problem.cluster.memory_bytes
         return reasons.Room(memory, self.problem.preference.headroom_bytes(memory))
 
@@ -250,7 +252,7 @@ class SearchResult:
 
     @property
     def fastest(self) -> Plan | None:
-        """The plan that is best by what the objective wants alone; None where none fits."""
+        """The plan that is best by the objective alone; None where none fits."""
         return self.plan(self.first_faster) if self.feasible else None
 
     @property

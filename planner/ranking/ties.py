@@ -1,6 +1,6 @@
 """The plans at the top of a ranking that are within the estimate's error of the first.
 
-`costmodels.order` says how sure the order of two estimates is, as far as published sweeps tell.
+`costmodels.order` gives the certainty of the order of two estimates, fitted to published sweeps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST = 20
 
 
 def chance_to_be_faster(first: Prices, others: Prices, whole_step: bool = False) -> Floats:
-    """The chance of each of `others` to be faster than `first`, [n], 0 to 1: for a token, or a step.
+    """The chance of each of `others` to be faster than `first` per token, or per step; [n], 0 to 1.
 
     Args:
         first: one layout.
@@ -40,9 +40,10 @@ def are_told_apart(first: Prices, others: Prices) -> bool:
 
 
 def chances(result: SearchResult) -> tuple[float, ...]:
-    """The chance of each of the first `MOST` plans to be faster than the first; of itself, one half.
+    """The chance of each of the first `MOST` plans to be faster than the first plan; for the first plan
+    itself one half.
 
-    None where nothing fits, and where plans are ranked by their peaks of memory: of these no chance is known.
+    None where nothing fits, and where plans are ranked by peaks of memory, for which no chance is known.
     """
     objective = result.problem.objective
     if not result.feasible or objective == "memory":
@@ -55,8 +56,8 @@ def chances(result: SearchResult) -> tuple[float, ...]:
 def indistinguishable(result: SearchResult) -> tuple[int, ...]:
     """Places, from 1, of the plans within the estimate's error of the first, itself included.
 
-    Of the first `MOST`; none where nothing fits. Peaks of memory have no range: plans that are ranked by them
-    are all told apart.
+    Only the first `MOST` places are compared; the result is empty where nothing fits. Peaks of memory have no
+    range, so plans that are ranked by them never tie.
     """
     if not result.feasible:
         return ()

@@ -1,4 +1,4 @@
-"""Twins: layouts that differ in form only, and in no estimate."""
+"""Twins: layouts that differ in their notation, but have the same estimates."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from costmodels.spec.estimate import Estimate
 from costmodels.spec.layout import Layout
 
 FORMS = {"zero_stage": "zero", "context_parallel_form": "cp_form"}
-"""Degrees in which twins may differ, as plans are written."""
+"""Degrees in which twins may differ, by their names in the notation of plans."""
 
 SAME = 1e-9
-"""Relative difference of estimates that rounding errors make."""
+"""Largest relative difference of estimates that rounding errors cause."""
 
 
 def other_form(one: tuple[Layout, Estimate], other: tuple[Layout, Estimate]) -> str | None:

@@ -1,4 +1,4 @@
-"""A plan, and a run of it, as one page to look at. `planner.report(plan)` writes the page."""
+"""A report page on a plan and on a run of it. `planner.report(plan)` writes the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def report(plan: Plan | str | Path, out: str | Path = "report.html") -> Path:
-    """Write the page about a plan, or about the file of one: ranking, time, memory, pipeline, devices.
+    """Write the page about a plan, or about a plan file: ranking, time, memory, pipeline, devices.
 
     The page is one file that needs no network; its path is returned. Raises `InputError` where plotly is
     missing or the page cannot be written.
@@ -26,7 +26,7 @@ def report(plan: Plan | str | Path, out: str | Path = "report.html") -> Path:
 
 
 class _Function(ModuleType):
-    """The package, which can be called: `planner.report` is its name, and the name of the function."""
+    """The package as a callable module: `planner.report` names both the package and the function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Path:
         return report(*args, **kwargs)

@@ -30,22 +30,23 @@ from planner.report.measured import profiled_parts
 from planner.world_sizes import Size, marked_front, own_run, planned_size, size_run
 
 RIVALS = 10
-"""Plans of the ranking that are shown."""
+"""Number of plans of the ranking that are shown."""
 
 MOST_DEVICES_A_SEQUENCE = 64
-"""Devices for each sequence of a step, above which no more of them are looked at."""
+"""Devices for each sequence of a step above which larger numbers of devices are not compared."""
 
 MOST_POINTS = 3000
-"""Layouts of the chart of time against memory; of more, every n-th."""
+"""Most layouts in the chart of time against memory; of more layouts, every n-th is drawn."""
 
 MOST_PASSES = 20_000
-"""Passes that a browser draws without delay; of a longer pipeline the first and the last microbatches."""
+"""Most passes that a browser draws without delay; of a longer pipeline only the first and the last
+microbatches are drawn."""
 
 
 @dataclass(frozen=True)
 class Cloud:
-    """Layouts that fit: tokens a second of a device, bytes of the fullest device, and those that no other one
-    beats in both."""
+    """Layouts that fit: tokens per second of a device, bytes of the fullest device, and the Pareto-optimal
+    layouts."""
 
     tokens_per_s: np.ndarray
     peak_bytes: np.ndarray
@@ -56,28 +57,28 @@ class Cloud:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that a page shows."""
+    """All contents of a page."""
 
     plan: Plan
     rows: tuple[DistinctPlan, ...]
-    """The first plans of the same question without their twins, best first."""
+    """The first plans of the same question, without twins, best first."""
     comparison: Comparison | None
-    """The plan against the best other one."""
+    """The comparison of the plan with the best other plan."""
     cloud: Cloud
     timeline: Timeline | None
-    """None where the schedule cannot be simulated, or has too many passes."""
+    """The simulated timeline; None where the schedule cannot be simulated, or has too many passes."""
     no_timeline: str
     """The reason why there is no timeline."""
     asked: RunQuestion
-    """The question about the whole run, with the sizes that were compared; for a question of one size, half
-    and twice as many devices beside it."""
+    """The question about the whole run, with the compared sizes; for a single size, half and twice as many
+    devices are added."""
     run: Run | None
     """The run of the plan, where one was asked for."""
     records: tuple[dict[str, Any], ...]
     """The records that a run of the plan has logged; empty before a run."""
     parts: StepParts | None
-    """Parts of the step that a profiler saw on the run's first rank, scaled to the median step; None without
-    a profile."""
+    """Profiled parts of the step on the run's first rank, scaled to the median step; None without a
+    profile."""
 
     @property
     def rivals(self) -> tuple[Plan, ...]:
@@ -86,7 +87,8 @@ class Contents:
 
 
 def gather(plan: Plan, records: Sequence[dict[str, Any]] = ()) -> Contents:
-    """The contents of a page on a plan: the search for its batch is run again, and its pipeline simulated."""
+    """The contents of a page on a plan: the search for the plan's batch is run again, and the plan's pipeline
+    is simulated."""
     # Twins, which every estimate has equal, stand for each other: a runner-up has something else.
     result = search_problem(problem_of(plan))
     rows = distinct_plans(result, RIVALS)
@@ -114,7 +116,7 @@ def _timeline(plan: Plan) -> tuple[Timeline | None, str]:
 
 
 def _cloud(result: SearchResult) -> Cloud:
-    """The layouts that fit, at most `MOST_POINTS` and all of the front."""
+    """At most `MOST_POINTS` layouts that fit, and all of the Pareto front."""
     prices = result.prices
     if not len(prices.table):
         return Cloud(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.bool_), ())
@@ -132,7 +134,7 @@ def _cloud(result: SearchResult) -> Cloud:
 
 
 def _asked(plan: Plan, result: SearchResult) -> RunQuestion:
-    """The question about the run; where it was of one size, with half and twice as many devices."""
+    """The question about the run; for a single size, with half and twice as many devices added."""
     asked = plan.asked or RunQuestion(tokens=None)
     if asked.sizes or plan.cluster.parts:
         return asked

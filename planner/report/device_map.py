@@ -1,4 +1,4 @@
-"""The map of a cluster: which device is which rank, and what it holds."""
+"""The map of a cluster: the rank of each device, and its part of the model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MOST_DEVICES = 32_768
 """Devices of the largest map that is drawn."""
 
 MOST_NUMBERED = 256
-"""Devices whose rank is written into their cell; of more, the pointer names it."""
+"""Most devices with the rank written into each cell; with more, hovering shows the rank."""
 
 ACROSS = 32, 96
-"""Cells of a row of a small and of a large map."""
+"""Cells in a row of a small map and of a large map."""
 
 
 def coordinates(plan: Plan) -> dict[str, np.ndarray]:
@@ -38,8 +38,8 @@ def coordinates(plan: Plan) -> dict[str, np.ndarray]:
 
 
 def device_map(plan: Plan) -> Figure | None:
-    """A map of ranks on nodes: each cell is a device, coloured by the coordinate that decides its layers or
-    its part."""
+    """A map of ranks on nodes: each cell is a device, coloured by the coordinate that decides its part of the
+    model."""
     world, each = plan.cluster.world_size, min(plan.cluster.devices_per_node, plan.cluster.world_size)
     if world > MOST_DEVICES or world % each:
         return None
@@ -99,7 +99,7 @@ def _row_name(first: int, last: int) -> str:
 
 
 def _coloured(plan: Plan) -> tuple[str, str]:
-    """The dimension by which devices hold different things, and its name."""
+    """The dimension in which devices hold different parts of the model, and its name."""
     layout = plan.layout
     if layout.pipeline_parallel > 1:
         return "pp", "pipeline rank"

@@ -9,10 +9,10 @@ COLOURS = (
     *("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#882255", "#44aa99", "#999933"),
     *("#ddaa33", "#6699cc", "#997700", "#bbbbbb", "#ee8866"),
 )
-"""Paul Tol's qualitative colours, which are told apart without red or green (personal.sron.nl/~pault)."""
+"""Paul Tol's qualitative colours, which colour-blind people can distinguish (personal.sron.nl/~pault)."""
 
 Figure = Any
-"""A `plotly.graph_objects.Figure`: its types come with plotly, which is asked for only here."""
+"""A `plotly.graph_objects.Figure`; plotly is an optional dependency, so the type is loose."""
 
 
 def empty_figure(title_x: str, title_y: str, height: int = 380, **layout: Any) -> Figure:
@@ -36,5 +36,5 @@ def empty_figure(title_x: str, title_y: str, height: int = 380, **layout: Any) -
 
 
 def time_unit(seconds: Iterable[float]) -> tuple[float, str]:
-    """The unit in which times are shown, and how many of it a second has."""
+    """The unit in which times are shown, and its number per second."""
     return (1.0, "s") if max(seconds, default=0.0) >= 1.0 else (1e3, "ms")

@@ -1,4 +1,4 @@
-"""The figures of a report, each with its data and without colours of its own page."""
+"""The figures of a report, each with its data and without the page's colours."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def plan_figures(plan: Plan) -> dict[str, Figure]:
 
 
 def _shown(chosen: Plan, rows: Sequence[DistinctPlan], most: int) -> tuple[list[Plan], list[str]]:
-    """The plan and the first of its rivals, and a name of each by the degrees that tell them apart."""
+    """The plan and the first of its rivals, with names made of the degrees that differ."""
     plans = [chosen, *(row.plan for row in rows if row.plan.layout != chosen.layout)][:most]
     places = {row.plan.layout: str(row.place) for row in rows}
     differing = [
@@ -106,7 +106,7 @@ def step_time(chosen: Plan, rows: Sequence[DistinctPlan]) -> Figure:
 
 
 def memory(plan: Plan) -> Figure:
-    """The parts of the memory of one device of each pipeline rank, in GiB, and what a device has."""
+    """The parts of the memory of one device of each pipeline rank, in GiB, and the memory of a device."""
     result = empty_figure("pipeline rank", "GiB", barmode="stack")
     ranks = list(range(len(plan.estimate.memory)))
     for colour, part in zip(COLOURS, StageMemory.model_fields, strict=False):
@@ -139,7 +139,7 @@ def _some_passes(timeline: Timeline, most: int) -> list[Event]:
 
 
 def pipeline(timeline: Timeline, most: int = MOST_PASSES) -> Figure:
-    """The passes of each rank over time, in about `most` passes at most; hover names a pass."""
+    """The passes of each rank over time, about `most` at most; hovering names a pass."""
     shown = _some_passes(timeline, most)
     scale, unit = time_unit(event.end_s for event in shown)
     result = empty_figure(
@@ -214,16 +214,17 @@ def ranges(chosen: Plan, rows: Sequence[DistinctPlan]) -> Figure:
 
 
 RANGES = 8
-"""Plans whose ranges are shown."""
+"""Number of plans whose ranges are shown."""
 
 
 def _rounded(values: np.ndarray) -> list[float]:
-    """The values to five digits, which a page of thousands holds in less."""
+    """The values rounded to five digits, which makes a page of thousands of values smaller."""
     return [float(f"{value:.5g}") for value in values.tolist()]
 
 
 def front(contents: Contents) -> Figure | None:
-    """Tokens a second of a device against the memory of the fullest one: what fits, and the Pareto front."""
+    """Tokens per second of a device against the memory of the fullest device: layouts that fit, and the
+    Pareto front."""
     cloud = contents.cloud
     if not len(cloud.tokens_per_s):
         return None

@@ -1,4 +1,4 @@
-"""Measurements of a run, beside the predictions of its plan."""
+"""Measurements of a run, for comparison with the predictions of its plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planner.history.step_parts import StepParts
 
 
 def profiled_parts(records: Sequence[dict[str, Any]]) -> StepParts | None:
-    """Seconds of the last profiled step by what took them, scaled to the median step; None without one."""
+    """Seconds of the last profiled step by part, scaled to the median step; None without a profile."""
     step = measured_steps(records)
     told = [record["parts"] for record in records if "parts" in record]
     if step is None or not told:

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a report: it asks the network for nothing."""
+"""One self-contained HTML page of a report: it needs no network."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IMAGES = ("svg", "png")
 
 
 def plotly_script(what: str = "planner report") -> str:
-    """The plotting library's script, for `what` draws; `InputError` where it is not installed."""
+    """The script of the plotting library, needed by `what`; raises `InputError` where it is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -84,15 +84,15 @@ def page(contents: Contents, script: str) -> str:
 
 
 def asset(name: str) -> str:
-    """A file of this folder that pages hold."""
+    """The text of a file of this folder that pages include."""
     return files("planner.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def write_figures(contents: Contents, folder: str | Path) -> list[Path]:
     """Write each figure as SVG and PNG into `folder`; the paths.
 
-    Raises `InputError` where the folder cannot be written, or what renders them is missing: kaleido and a
-    Chrome or Chromium.
+    Raises `InputError` where the folder cannot be written, or where kaleido or a Chrome or Chromium browser,
+    which render them, is missing.
     """
     plotly_script()
     where, written = Path(folder), []

@@ -58,7 +58,7 @@ TITLES = {
 
 
 def section(name: str, caption: str | None = None, after: str = "") -> str:
-    """A section with the place of a figure, and what stands below it."""
+    """A section with the place of a figure and the text below it."""
     title, usual = TITLES[name]
     text = html.escape(usual if caption is None else caption).replace(" %", "&nbsp;%")
     return (
@@ -84,7 +84,7 @@ def sizes_caption(asked: RunQuestion) -> str:
 
 
 def sizes_table(asked: RunQuestion) -> str:
-    """The sizes as a table, each with its plan or why it has none; nothing where there is one alone."""
+    """A table of the sizes, each with its plan or the reason why it has none; empty for a single size."""
     if len(asked.sizes) < 2:
         return ""
     rows = []
@@ -129,7 +129,7 @@ def facts(plan: Plan, run: Run | None, asked: RunQuestion) -> str:
 
 
 def terms(rows: Mapping[str, str]) -> str:
-    """Names and texts as a list of terms, without what surrounds it."""
+    """Names and texts as the items of an HTML list of terms."""
     return "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in rows.items())
 
 

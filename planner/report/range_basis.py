@@ -15,14 +15,15 @@ CAUSES = {
     "launch": "the host",
     "bubble": "the pipeline's waits",
 }
-"""Causes that widen a range, in the order in which equal ones are named."""
+"""Causes that widen a range; the order decides between equal ones."""
 
 LEAST = 0.005
-"""Width of a cause that is told, as a natural logarithm."""
+"""Least width of a cause that is named, as a natural logarithm."""
 
 
 def range_basis(plan: Plan) -> str:
-    """Measured runs that the constants were fitted to, and how wide each cause makes the range."""
+    """A text on the measured runs to which the constants were fitted, and on the width that each cause
+    adds."""
     estimate = plan.estimate
     time = {name: np.array([seconds]) for name, seconds in estimate.time.model_dump().items()}
     engine = plan.engine.for_device(plan.cluster.device)

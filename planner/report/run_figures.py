@@ -1,4 +1,4 @@
-"""Figures of runs by iteration: losses, steps, tokens per second and memory; several runs in one picture."""
+"""Figures of one or several runs by iteration: losses, steps, tokens per second and memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from planner.history.step_parts import TERMS, StepParts, predicted_parts
 from planner.report.drawing import COLOURS, Figure, empty_figure, time_unit
 
 MOST_POINTS = 2000
-"""Points of a line; of more, every n-th."""
+"""Most points of a line; of more points, every n-th is drawn."""
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The records of a run, and its name beside others."""
+    """The records of a run, and its name."""
 
     name: str
     records: Sequence[dict[str, Any]]
@@ -56,10 +56,10 @@ def loss(runs: Sequence[LoggedRun]) -> Figure | None:
 
 
 def steps(runs: Sequence[LoggedRun], estimate: Estimate | None = None) -> Figure | None:
-    """Measured steps of runs beside the predicted ones, with the median of each run.
+    """Measured and predicted steps of runs, with the median of each run.
 
     Args:
-        estimate: estimate of the plan of the only run, whose range is drawn too.
+        estimate: estimate of the plan of a single run; its range is drawn too.
     """
     lines = [run.line("step_time_s") for run in runs]
     if not any(values for _, values in lines):
@@ -110,7 +110,7 @@ def steps(runs: Sequence[LoggedRun], estimate: Estimate | None = None) -> Figure
 
 
 def of_metric(runs: Sequence[LoggedRun], metric: str, title: str, unit: float = 1.0) -> Figure | None:
-    """A metric of runs by iteration, in `unit` of what is logged, from zero on."""
+    """A metric of runs by iteration, in `unit`, on an axis from zero."""
     result = empty_figure("iteration", title)
     drawn = False
     for number, run in enumerate(runs):
@@ -144,12 +144,12 @@ def _name(runs: Sequence[LoggedRun], run: LoggedRun, label: str) -> str:
 
 
 def _colour(runs: Sequence[LoggedRun], number: int, alone: int) -> str:
-    """The colour of a run among others; for a run alone, the usual colour of its metric."""
+    """The colour of a run among several; for a single run, the usual colour of its metric."""
     return COLOURS[alone if len(runs) == 1 else number % len(COLOURS)]
 
 
 def profiled(estimate: Estimate, parts: StepParts | None) -> Figure | None:
-    """The measured parts of a step of the first rank, by its profiler, beside the predicted parts."""
+    """The profiled parts of a step on the first rank, and the predicted parts."""
     if parts is None:
         return None
     promised, seen = predicted_parts(estimate.time), parts.by_term()

@@ -1,1 +1,1 @@
-"""Files that start a plan on a cluster: of schedulers, of launchers, and tables of ranks."""
+"""Files that start a plan on a cluster: files for schedulers and launchers, and rank tables."""

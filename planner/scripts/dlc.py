@@ -1,4 +1,4 @@
-"""Jobs of PAI DLC: a file of parameters for its command line, whose command every node runs.
+"""Jobs of PAI DLC: a parameter file for DLC's command line, with the command that every node runs.
 
 Source: PAI, "Commands used to submit jobs": `dlc submit pytorchjob --job_file=FILE`, a line KEY=VALUE each.
 """
@@ -10,7 +10,7 @@ from planner.scripts.job import JobScript, comments, header, on_signals, shell_w
 
 
 def dlc_script(job: JobScript) -> str:
-    """A file of parameters; DLC tells every node the first one, and which it is."""
+    """A parameter file; DLC gives every node the address of the first node and its own number."""
     if job.is_bundled():
         # DLC's WORLD_SIZE and RANK count nodes, which planner launch knows.
         command = " ".join(map(shell_word, job.launch()))

@@ -1,4 +1,5 @@
-"""A job as files of all schedulers describe it: nodes, devices of each, and the command of a node."""
+"""A job in the form that files of all schedulers need: nodes, devices of each node, and the command of a
+node."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ PORT = 29400
 """Port of the first node at which the nodes meet."""
 
 DEVICE_RESOURCES = {"gpu": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
-"""Names that Kubernetes has for the devices of a node, by their kind; AMD's devices have a name of their own.
+"""Names of Kubernetes for the devices of a node, by kind; AMD's devices have another name.
 """
 
 SCHEDULER_NAMES = {"gpu": "gpu", "npu": "npu"}
@@ -30,11 +31,11 @@ SCHEDULER_NAMES = {"gpu": "gpu", "npu": "npu"}
 
 @dataclass(frozen=True)
 class JobScript:
-    """The job to start, and the nodes and the scheduler's settings for it."""
+    """A job to start, with its nodes and the settings of the scheduler."""
 
     plan: Plan
     plan_file: str
-    """Path at which the nodes find the plan."""
+    """Path of the plan file on the nodes."""
     arguments: Sequence[str] = ()
     """Flags of training, for `planner launch` or `program`."""
     name: str = ""
@@ -43,17 +44,16 @@ class JobScript:
     partition: str | None = None
     account: str | None = None
     image: str | None = None
-    """Container that has the planner, or `program`."""
+    """Container image with the planner, or with `program`."""
     volume_claim: str | None = None
     mount: str = "/workspace"
     """Path of the volume that all nodes share."""
     program: str | None = None
-    """The program that trains where it is not this package: a file such as pretrain_gpt.py, with its
-    arguments."""
+    """The training program if it is not this package: a file such as pretrain_gpt.py, with its arguments."""
     setup: str | None = None
     """A line of shell before the job, such as `source .venv/bin/activate`."""
     kind: str | None = None
-    """Kind of a Kubernetes object."""
+    """Kind of the Kubernetes object to write."""
     notes: list[str] = field(default_factory=list)
     """Parts of the job that a file could not state."""
 
@@ -90,7 +90,7 @@ class JobScript:
 
     @property
     def job_name(self) -> str:
-        """A name that every scheduler takes: small letters, digits and dashes."""
+        """A name that every scheduler accepts: small letters, digits and dashes."""
         text = self.name or Path(self.plan.model.name).name
         words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
         return words if words[:1].isalpha() else f"job-{words}".rstrip("-")
@@ -108,9 +108,10 @@ class JobScript:
 
     @cached_property
     def start(self) -> ScriptStart | None:
-        """The arguments by which the program takes a plan; None for this package, and where nobody knows.
+        """The arguments with which the program receives a plan; None for this package, and for unknown
+        programs.
 
-        A plan whose engine has no known program is taken to be trained by one of Megatron-LM.
+        If the plan's engine has no known program, Megatron-LM's is assumed.
         """
         engine = self.plan.engine.name
         if self.is_bundled() or (engine in TARGETS and engine not in SCRIPT_STARTS):
@@ -119,18 +120,18 @@ class JobScript:
 
     @cached_property
     def exported(self) -> Export | None:
-        """The plan in the words of the program that trains it."""
+        """The plan as flags or a file of the program that trains it."""
         return None if self.start is None else export(self.plan, to=self.start.target)
 
     @cached_property
     def config_file(self) -> str | None:
-        """The file of the plan that the program reads; None where flags say the plan."""
+        """The plan's configuration file that the program reads; None where flags give the plan."""
         start = self.start
         return f"{self.job_name}{start.suffix}" if start is not None and start.file_flag else None
 
     @cached_property
     def training(self) -> list[str]:
-        """Flags of training as the program takes them; the rest is noted."""
+        """Flags of training that the program accepts; the others are noted."""
         if self.is_bundled():
             return list(self.arguments)
         engine, start = self.plan.engine.name, self.start
@@ -146,7 +147,8 @@ class JobScript:
 
     @property
     def resumes(self) -> bool:
-        """True if the job saves when it is asked to end, and resumes from there when it is started again."""
+        """True if the job saves a checkpoint when it is asked to end, and resumes from it when it is started
+        again."""
         words = self.training
         if "--save" not in words:
             return False
@@ -165,7 +167,7 @@ class JobScript:
         return [*words_of(found.text, "the plan's flags"), *self.training]
 
     def before(self) -> list[str]:
-        """Commands of each node before the one that trains, a line each."""
+        """Commands of each node before the training command, one per line."""
         found = self.exported
         lines = [] if self.setup is None else [written(self.setup, "line", "--setup")]
         if found is not None:
@@ -176,15 +178,15 @@ class JobScript:
         return lines
 
     def launch(self) -> list[str]:
-        """The words that start the ranks of one node, of a job whose nodes the environment names."""
+        """The words that start the ranks of one node; the environment names the nodes."""
         return ["planner", "launch", "--plan", self.plan_file, *self.arguments]
 
     def node_lines(self, node: str, address: str, port: str) -> list[str]:
         """The command of one node as lines of shell.
 
         Args:
-            node, address, port: expansions of shell that stand for the number of the node, the first node and
-                its port, such as `$NODE_RANK`.
+            node, address, port: shell expansions for the number of the node, the first node and its port,
+                such as `$NODE_RANK`.
         """
         if self.is_bundled():
             flags = ["--nnodes", str(self.nodes)] if self.nodes > 1 else []
@@ -201,7 +203,7 @@ class JobScript:
         return self._program_lines(torchrun)
 
     def rank_lines(self) -> list[str]:
-        """The command of one rank of a program, whose number the environment says."""
+        """The command of one rank of a program; the environment gives the rank's number."""
         return self._program_lines(["exec python"])
 
     def _program_lines(self, launcher: list[str]) -> list[str]:
@@ -210,7 +212,7 @@ class JobScript:
 
 
 def pairs(words: Sequence[str]) -> list[str]:
-    """Flags with their values, as they are typed, one for each line; variables of shell stay such."""
+    """Flags with their values, quoted for the shell, one per line; shell variables stay unquoted."""
     lines: list[str] = []
     for word in words:
         if word.startswith("--") or not lines:
@@ -221,7 +223,7 @@ def pairs(words: Sequence[str]) -> list[str]:
 
 
 def shell_word(word: str, what: str = "the command") -> str:
-    """A word as it is typed, so that the shell passes it on as it is."""
+    """A word quoted so that the shell passes it on unchanged."""
     return written(word, "word", what)
 
 
@@ -232,12 +234,12 @@ def command_lines(words: Sequence[str], indent: str = "    ") -> list[str]:
 
 
 def comments(lines: Sequence[str]) -> list[str]:
-    """Lines of comment, whatever names stand in them."""
+    """Comment lines; special characters of names are made harmless."""
     return [f"# {written(line, 'comment', 'a comment')}" for line in lines]
 
 
 def header(job: JobScript) -> list[str]:
-    """The subject of the file, in lines of comment."""
+    """Comment lines that describe the file."""
     plan = job.plan
     return comments(
         [
@@ -251,7 +253,7 @@ def header(job: JobScript) -> list[str]:
 
 
 def on_signals(job: JobScript, seconds: str) -> str:
-    """The fate of a job that a scheduler asks to end, in a sentence.
+    """A sentence on the behaviour of a job that the scheduler asks to end.
 
     Args:
         seconds: the time that the job is given, such as `180 s before the time limit`.
@@ -264,7 +266,7 @@ def on_signals(job: JobScript, seconds: str) -> str:
 
 
 def on_restart(job: JobScript) -> str:
-    """The point from which a restarted job goes on, as the end of a sentence."""
+    """The end of a sentence on the point from which a restarted job goes on."""
     if job.resumes:
         return "from what it has saved"
     if job.is_bundled():

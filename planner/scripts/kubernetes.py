@@ -49,7 +49,7 @@ COMMENTS = {
 
 
 def kubernetes_script(job: JobScript) -> str:
-    """The manifests of a job, with its plan in a ConfigMap; each node is a pod."""
+    """The manifests of a job, with the plan in a ConfigMap; each node is a pod."""
     kind = job.kind or KINDS[0]
     if kind not in KINDS:
         raise InputError(f"--kind {kind}: {nearest(kind, KINDS) or 'expected ' + ', '.join(KINDS)}")
@@ -122,7 +122,7 @@ def _pod(job: JobScript, environment: list[Manifest], restart: str, subdomain: s
 
 
 def _command(job: JobScript) -> str:
-    """The commands of a pod; planner launch knows the variables of all three kinds."""
+    """The commands of a pod; `planner launch` reads the variables of all three kinds of objects."""
     if job.is_bundled():
         words = ["--plan", f"{PLAN_FOLDER}/plan.json", *job.arguments]
         lines = [" \\\n  ".join(["exec planner launch", *pairs(words)])]
@@ -134,7 +134,7 @@ def _command(job: JobScript) -> str:
 
 
 def _nodes_environment(job: JobScript, first: str) -> list[Manifest]:
-    """Variables that Kubernetes does not set itself; it sets JOB_COMPLETION_INDEX."""
+    """Environment variables that Kubernetes does not set itself; it only sets JOB_COMPLETION_INDEX."""
     values = {"NNODES": str(job.nodes), "MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
     return [{"name": name, "value": value} for name, value in values.items()]
 

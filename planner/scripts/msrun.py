@@ -10,11 +10,11 @@ from planner.formats.writing.written import words_of
 from planner.scripts.job import JobScript, command_lines, header, shell_word
 
 PORT = 8118
-"""msrun's own."""
+"""Default port of msrun."""
 
 
 def msrun_script(job: JobScript) -> str:
-    """A script that is started on every node, as `shell_script`'s is."""
+    """A script that is started on every node, like that of `shell_script`."""
     if job.program is None:
         raise InputError(
             "--to msrun starts a program of MindSpore: name it with --program, such as "

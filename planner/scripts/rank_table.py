@@ -1,7 +1,7 @@
 """Ascend's RANK_TABLE_FILE: the devices of a cluster, their addresses and ranks, in the form that HCCL reads.
 
-MindFormers' hccl_tools.py writes such a file on each server, and its merge_hccl.py joins them: servers in the
-order of the files, ranks numbered through.
+MindFormers' hccl_tools.py writes such a file on each server, and its merge_hccl.py joins them: servers stay
+in the order of the files, and ranks are numbered consecutively.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from costmodels.files import MIB, read_text
 LARGEST_TABLE = 64 * MIB
 
 GROUP = 4
-"""Devices of a server that are wired to each other: 0 to 3, and 4 to 7 (hccl_tools.py)."""
+"""Number of devices of a server that are linked directly: 0 to 3, and 4 to 7 (hccl_tools.py)."""
 
 Number = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
-"""A whole number in letters, as the tools write it."""
+"""A whole number as text, as the tools write it."""
 
 
 class RankedDevice(BaseModel):
@@ -38,7 +38,7 @@ class RankedDevice(BaseModel):
 
 
 class Server(BaseModel):
-    """One server."""
+    """A server with its devices."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -47,7 +47,7 @@ class Server(BaseModel):
 
 
 class RankTable(BaseModel):
-    """A table of ranks."""
+    """A RANK_TABLE_FILE."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -57,7 +57,7 @@ class RankTable(BaseModel):
     status: Literal["completed"]
 
     def text(self) -> str:
-        """The file."""
+        """The text of the file."""
         return json.dumps(self.model_dump(mode="json"), indent=4) + "\n"
 
     @property
@@ -67,7 +67,7 @@ class RankTable(BaseModel):
 
 
 def read_rank_table(path: str | Path) -> RankTable:
-    """The table in a file; raises `InputError` for what is none."""
+    """The table in a file; raises `InputError` for any other content."""
     try:
         return RankTable.model_validate_json(read_text(path, LARGEST_TABLE))
     except OSError as error:
@@ -78,7 +78,7 @@ def read_rank_table(path: str | Path) -> RankTable:
 
 
 def merge_rank_tables(tables: Sequence[RankTable]) -> RankTable:
-    """One table of all servers, in the order of `tables`, with ranks numbered through.
+    """One table of all servers, in the order of `tables`, with ranks numbered consecutively.
 
     Raises `InputError` for a server or an address that comes twice.
     """
@@ -99,10 +99,10 @@ def merge_rank_tables(tables: Sequence[RankTable]) -> RankTable:
 
 
 def rank_table_problems(table: RankTable, world_size: int | None = None) -> Iterator[str]:
-    """Errors in a table, one a line; none where HCCL can use the table.
+    """Errors in a table, one per line; empty where HCCL can use the table.
 
     Args:
-        world_size: ranks that a plan has.
+        world_size: number of ranks of the plan.
     """
     servers, devices = table.server_list, table.devices
     if table.version not in ("1.0", "1.2"):

@@ -1,4 +1,4 @@
-"""Schedulers and launchers that files can be written for."""
+"""The schedulers and launchers for which files can be written."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ SCHEDULERS: dict[str, Callable[[JobScript], str]] = {
 
 
 def check_scheduler(name: str) -> None:
-    """Raise `InputError` for a scheduler that no file is written for."""
+    """Raise `InputError` for an unknown scheduler."""
     if name not in SCHEDULERS:
         raise InputError(f"--to {name}: {nearest(name, SCHEDULERS) or 'expected ' + ', '.join(SCHEDULERS)}")

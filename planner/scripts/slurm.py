@@ -23,10 +23,11 @@ GRACE_S = 180
 
 
 def slurm_script(job: JobScript) -> str:
-    """A batch script: a task on each node, which starts the ranks of its node, or, of a program, one a rank.
+    """A batch script: one task for each node, which starts the ranks of the node; for another program, one
+    task for each rank.
 
-    Ranks of a program are tasks of their own, so that signals reach them: torchrun ends its ranks 30 s after
-    one, whatever they are saving.
+    Ranks of another program are separate tasks so that signals reach them: torchrun ends its ranks 30 s after
+    a signal, even during a save.
     """
     tasks = 1 if job.is_bundled() else job.devices
     lines = ["#!/bin/bash", *header(job), f"#SBATCH --job-name={job.job_name}"]
@@ -79,7 +80,8 @@ _TIMES = re.compile(r"[0-9]{1,7}(:[0-9]{1,2}){0,2}|[0-9]{1,5}-[0-9]{1,2}(:[0-9]{
 
 
 def time_limit(text: str) -> str:
-    """A time limit that Slurm takes (sbatch's manual page, `--time`); raises `InputError` for others."""
+    """A time limit in a form that Slurm accepts (sbatch's manual page, `--time`); raises `InputError` for
+    others."""
     if not _TIMES.fullmatch(text):
         raise InputError(
             f"--time-limit {text[:80]!a}: expected minutes, minutes:seconds, hours:minutes:seconds, "

@@ -1,1 +1,1 @@
-"""Questions as records, and their answers: what the command line, a page and programs share."""
+"""Questions and answers as records, shared by the command line, the web page and programs."""

@@ -1,4 +1,4 @@
-"""A question by the groups of flags, and its answer: what `planner suggest` prints, as records."""
+"""A question as groups of flags, and its answer as records, which `planner suggest` prints."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ if TYPE_CHECKING:
     from planner.world_sizes import Sizes
 
 PLANS = 10
-"""Plans that are shown where plans are listed."""
+"""Default number of plans in lists."""
 
 SHARED_FIELDS = {
     *("version", "model", "cluster", "engine", "objective", "preference", "considered", "legal", "feasible"),
     *("rejected", "asked"),
 }
-"""Fields of plans that an answer says once, or not."""
+"""Fields that an answer has once instead of in each plan, or not at all."""
 
 SHARED_BY_SIZES = SHARED_FIELDS - {"cluster", "considered", "legal", "feasible"}
-"""Fields of plans of several world sizes that an answer says once, or not."""
+"""Fields that an answer for several world sizes has once instead of in each plan, or not at all."""
 
 Waiting = Callable[[str], AbstractContextManager[None]]
-"""A context around long work, made from the words for that work."""
+"""A function that makes a context around long work from a description of that work."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class Question:
 
     @cached_property
     def world_size(self) -> int | str:
-        """Devices of the job, or a text of several such numbers; raises `InputError` where none is given."""
+        """Devices of the job, or a text with several numbers of devices; raises `InputError` where none is
+        given."""
         counted = self.cluster.device_count() if self.cluster.world_size is None else None
         return self.cluster.required_world_size() if counted is None else counted
 
@@ -110,15 +111,15 @@ class Answer:
     question: Question
     result: SearchResult
     rows: list[DistinctPlan]
-    """The first plans without their twins; where nothing fits, those that lack least memory."""
+    """The first plans, without twins; where nothing fits, those that lack the least memory."""
     other: OtherPlan | None
-    """The plan for Megatron-LM, where it was looked for."""
+    """The plan for Megatron-LM, if it was searched."""
     assumed: list[str]
     notes: list[str]
     error: NoLayoutFits | None
-    """The reason why there is no plan, and changes that would fit."""
+    """The error of an answer without a plan, with changes that would fit."""
     error_line: str | None
-    """The reason why there is no plan, in the words of the command line."""
+    """The reason why there is no plan, with flags spelled as on the command line."""
 
     @property
     def plans(self) -> list[Plan]:
@@ -132,13 +133,14 @@ class Answer:
 
     @property
     def best(self) -> Plan | None:
-        """The first plan, which knows what was asked of the run; None where none fits."""
+        """The first plan, with the question about the run noted in it; None where none fits."""
         if not self.result.feasible:
             return None
         return self.plans[0].model_copy(update={"asked": self.question.budget.question()})
 
     def runs(self, most: int | None = None) -> list[Run]:
-        """The runs of the plans, or of the first `most`; empty where nobody asked, or nothing fits."""
+        """The runs of the plans, or of the first `most`; empty where no run was asked for, or nothing
+        fits."""
         asked, failures = self.question.budget.question(), self.question.budget.failures()
         if asked is None or not self.result.feasible:
             return []
@@ -202,9 +204,9 @@ class SizesAnswer:
     assumed: list[str]
     notes: list[str]
     error: NoLayoutFits | None
-    """The reason why no size has a plan, and changes that would fit."""
+    """The error of an answer where no size has a plan, with changes that would fit."""
     error_line: str | None
-    """The reason why no size has a plan, in the words of the command line."""
+    """The reason why no size has a plan, with flags spelled as on the command line."""
 
     @property
     def best(self) -> Plan | None:
@@ -265,8 +267,8 @@ def ask(
 
     Args:
         rules: rules for layouts that this job cannot run.
-        top: plans that are listed.
-        waiting: surrounds what takes some time.
+        top: number of plans that are listed.
+        waiting: context around long work.
     """
     question.budget.failures()  # Errors of the run are told before anything is searched.
     if isinstance(question.world_size, str):
@@ -327,7 +329,7 @@ def _ask_sizes(question: Question, rules: Sequence[Rule], waiting: Waiting) -> S
 
 
 def _of_problem(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
-    """Notes on a problem, whatever its plans are."""
+    """Notes on a problem that hold for any plan."""
     if problem.objective == "step-time" and problem.batch.maximum:
         yield (
             f"steps of the largest batch up to {problem.batch.size} that each layout can run are compared; "
@@ -338,7 +340,7 @@ def _of_problem(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
 
 
 def _joined(problem: Problem, cluster: HardwareOptions) -> Iterator[str]:
-    """A note on the network, where flags say something of it."""
+    """A note on the network, if flags describe it."""
     if cluster.network():
         yield f"network: {describe(problem.cluster)}"
 
@@ -355,7 +357,7 @@ def _of_plans(plans: list[Plan], parallel: ParallelOptions) -> Iterator[str]:
 
 
 def _of_sizes(plans: dict[int, Plan], best: Plan | None, parallel: ParallelOptions) -> Iterator[str]:
-    """Notes on several world sizes: on the recommended plan, and on which of the others leave too little
+    """Notes on several world sizes: on the recommended plan, and on sizes whose plans leave too little
     memory."""
     uneven = [plan for plan in plans.values() if needs_head_room(plan)]
     if uneven:

@@ -1,4 +1,4 @@
-"""The command that runs a plan, and the file that starts it on a cluster or in another software."""
+"""The command that runs a plan, and the file that starts it on a cluster or in other software."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from planner.inputs.engine import DEFAULT_ENGINE
 from planner.plan import Plan
 
 PROGRAMS = {"megatron": "pretrain_gpt.py", "mindspeed": "pretrain_gpt.py"}
-"""The file of another software that trains a plan, where each of its jobs starts the same one."""
+"""The training program of other software, where all its jobs start the same program."""
 
 SUFFIXES = {"slurm": "sbatch", "kubernetes": "yaml", "dlc": "sh", "mpi": "sh", "shell": "sh", "msrun": "sh"}
-"""Ends of the names of files for schedulers and launchers."""
+"""File name suffixes for schedulers and launchers."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file that a plan is written as."""
+    """A file written from a plan."""
 
     name: str
     text: str
@@ -43,7 +43,7 @@ def run_command(plan: Plan, file: str) -> str:
 
 
 def usual_target(plan: Plan) -> str:
-    """The form in which a plan is written unless somebody names one: Slurm's, or that of its engine."""
+    """The default form in which a plan is written: Slurm's, or the form of the plan's engine."""
     from planner.formats.targets import target_of
 
     if plan.engine.name == DEFAULT_ENGINE or plan.engine.name in PROGRAMS:
@@ -52,7 +52,7 @@ def usual_target(plan: Plan) -> str:
 
 
 def targets() -> tuple[str, ...]:
-    """Schedulers, launchers and software that plans can be written for."""
+    """Schedulers, launchers and software for which plans can be written."""
     from planner.formats.targets import TARGETS
     from planner.scripts.schedulers import SCHEDULERS
 
@@ -60,7 +60,7 @@ def targets() -> tuple[str, ...]:
 
 
 def written_plan(plan: Plan, to: str, file: str = "plan.json") -> WrittenFile:
-    """The file that starts a plan on a cluster, or says it to another software.
+    """The file that starts a plan on a cluster, or that configures other software for the plan.
 
     Raises `InputError` for a form that is not in `targets`, and for a plan that it cannot start.
     """

@@ -1,4 +1,4 @@
-"""The fields of a question: the flags of `planner suggest`, by the names of their values."""
+"""The fields of a question: the flags of `planner suggest` by field name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from planner.service.answers import Question
 Kind = Literal["string", "integer", "number", "boolean", "array"]
 
 KINDS: dict[type, Kind] = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-"""JSON types of what Python holds; an array is one of strings."""
+"""The JSON type of each Python type; arrays hold strings."""
 
 CONFIG, PRECISION = "config", "precision"
-"""Fields that no flag has: a pasted config.json, and the number format in one word."""
+"""Fields without a flag: a pasted config.json, and the number format in one word."""
 
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
@@ -38,7 +38,7 @@ class Field:
     spellings: tuple[str, ...] = ()
     """The flags that give the field."""
     values: tuple[str, ...] = ()
-    """Values that are known; others may be right too."""
+    """Known values; other values may be valid too."""
     degree: str | None = None
     """The degree of freedom that the field fixes."""
 
@@ -50,7 +50,7 @@ class Field:
 
 @cache
 def fields() -> dict[str, Field]:
-    """All fields of a question by name, in the order of the help; hidden flags are left out."""
+    """All fields of a question by name, in the order of the help, without hidden flags."""
     found = {
         CONFIG: Field(
             CONFIG,
@@ -95,7 +95,7 @@ def _kind(hint: Any) -> Kind:
 
 @cache
 def spelled() -> dict[str, str]:
-    """Names of fields by all words that stand for them, such as `tp` for `tensor_model_parallel_size`."""
+    """Names of fields by all their spellings, such as `tp` for `tensor_model_parallel_size`."""
     words = {
         word.lstrip("-").replace("-", "_"): field.name
         for field in fields().values()

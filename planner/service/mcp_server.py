@@ -21,7 +21,7 @@ INSTRUCTIONS = (
 
 
 def make_server() -> Server:
-    """The server, which makes one call at a time: each takes a processor."""
+    """The MCP server; it runs one call at a time, as each call uses a processor."""
     one = anyio.CapacityLimiter(1)
 
     async def list_tools(

@@ -1,4 +1,4 @@
-"""Notes on a plan besides its figures: what they rest on, and what would lower them."""
+"""Notes on a plan: the assumptions behind its figures, and changes that would lower them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from planner.problem import Problem
 
 
 def head_room(plan: Plan) -> str:
-    """A note on the memory that is planned for uneven experts, where each device has some of the experts."""
+    """A note on the memory that is reserved for uneven experts, where each device has a part of the
+    experts."""
     more = 100 * (peak_load(plan.model, plan.layout.expert_parallel) - 1)
     return (
         f"experts are dropless: the fullest device may take in {more:.0f} % more rows than the mean, and "
@@ -24,13 +25,13 @@ def head_room(plan: Plan) -> str:
 
 
 def needs_head_room(plan: Plan) -> bool:
-    """Return whether each device has some of the experts and takes in all tokens that choose them."""
+    """Return whether each device has a part of the experts and accepts all tokens routed to them."""
     spread = plan.model.moe_layers > 0 and plan.layout.expert_parallel > 1
     return spread and not plan.model.router.capacity_factor
 
 
 def headroom_notes(plan: Plan) -> Iterator[str]:
-    """A note on a best plan that leaves less memory than somebody asked for."""
+    """A note on a best plan that leaves less free memory than the user asked for."""
     memory = plan.cluster.memory_bytes
     asked, left = plan.preference.headroom_bytes(memory), memory - plan.estimate.peak_memory_bytes
     if plan.fits and plan.preference.asks_headroom and left < asked:
@@ -41,7 +42,8 @@ def headroom_notes(plan: Plan) -> Iterator[str]:
 
 
 def headroom_notes_of_sizes(plans: Mapping[int, Plan]) -> Iterator[str]:
-    """One note on the best plans of several world sizes that leave less memory than somebody asked for."""
+    """One note on the best plans of several world sizes that leave less free memory than the user asked
+    for."""
     short = {size: plan for size, plan in plans.items() if any(headroom_notes(plan))}
     if not short:
         return
@@ -58,7 +60,7 @@ def headroom_notes_of_sizes(plans: Mapping[int, Plan]) -> Iterator[str]:
 
 
 def expert_island_notes(plan: Plan) -> Iterator[str]:
-    """A note on a plan whose experts of a layer lie beyond one fast-link domain."""
+    """A note on a plan that spreads the experts of a layer over several fast-link domains."""
     layout = plan.layout
     ranks = layout.expert_parallel * layout.expert_tensor_parallel
     joined = min(part.joined for part in plan.cluster.parts or (plan.cluster,))
@@ -72,7 +74,7 @@ def expert_island_notes(plan: Plan) -> Iterator[str]:
 
 
 def optimizer_notes(plan: Plan, parallel: ParallelOptions) -> Iterator[str]:
-    """A note on a plan without ZeRO that was to save memory."""
+    """A note on a plan without ZeRO whose optimizer was chosen to save memory."""
     layout = plan.layout
     replicas = layout.data_parallel * layout.context_parallel
     if parallel.reuse_fp32_param and layout.zero_stage == 0 and replicas > 1:

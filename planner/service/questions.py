@@ -1,4 +1,4 @@
-"""Questions as programs and pages ask them: a mapping of names and values, and its answer as one for JSON."""
+"""Questions from programs and pages: a mapping of names to values, and its answer as a JSON record."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from planner.service.fields import CONFIG, PRECISION, PRECISIONS, Field, fields,
 TRUE, FALSE = ("true", "1", "on", "yes"), ("false", "0", "off", "no")
 
 LONGEST = 10_000
-"""Characters of a value, other than a pasted config.json."""
+"""Most characters of a value that is not a pasted config.json."""
 
 FILES = ("model", "device", "engine", "prefer")
-"""Fields whose value may name a file of the machine that answers, in the place of something that it knows."""
+"""Fields whose value may name a file on the answering machine instead of a known name."""
 
 SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".csv")
-"""Ends of the names of such files."""
+"""Suffixes of the names of such files."""
 
 
 @dataclass(frozen=True)
 class NamedModel(ModelOptions):
-    """A model whose config.json is pasted, or which is named by a caller who may read no file here."""
+    """A model with a pasted config.json, or a model name from a caller who may not read files here."""
 
     config: str = ""
     files: bool = True
@@ -70,14 +70,15 @@ class NamedModel(ModelOptions):
         return model_from_hf_config(known_file(model, self.hub), seq=seq)
 
     def is_described(self, name: str) -> bool:
-        """Return whether a model comes from a description; no file of this machine is looked for."""
+        """Return whether a model comes from a description, without looking for files on this machine."""
         if self.files:
             return super().is_described(name)
         return bool(self.config) or parsed_id(name) is not None
 
 
 def known_file(model: HubModel, hub: HubUse = "cached") -> Path:
-    """The config.json of a model, followed so far; raises `InputError` where that does not lead to it."""
+    """The path of a model's config.json after its links are resolved; raises `InputError` for any other
+    file."""
     found = hub_file(model) if hub == "fetched" else cached_file(model) if hub == "cached" else None
     if found is not None:
         return found
@@ -90,13 +91,13 @@ def known_file(model: HubModel, hub: HubUse = "cached") -> Path:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question that has been read."""
+    """A parsed question."""
 
     question: Question
     words: tuple[str, ...]
-    """The flags of `planner suggest` that ask it."""
+    """The flags of `planner suggest` that ask the same question."""
     config_file: str | None = None
-    """The name under which the pasted config.json is to be saved for them."""
+    """The file name under which these flags expect the pasted config.json."""
 
 
 def answer(
@@ -106,14 +107,15 @@ def answer(
 
     Args:
         question: values by the names of flags without dashes (`{"model": "llama3-8b", "world_size": 8,
-            "device": "h100", "global_batch_size": 64}`), as numbers or as text; besides, `precision`, and
-            `config` with the text or the object of a Hugging Face config.json. `fields` lists all of them.
-        files: values may name files of this machine, and models of the Hub.
-        top: plans that are listed.
-        hub: reach of the look-up of ids on the Hub, without `files`.
+            "device": "h100", "global_batch_size": 64}`), as numbers or as text. Further names are
+            `precision`, and `config` with the text or the object of a Hugging Face config.json. `fields`
+            lists all names.
+        files: True if values may name files of this machine, and models of the Hub.
+        top: number of plans that are listed.
+        hub: reach of the look-up of Hub ids if `files` is false.
 
     Raises `InputError`, in the words of the command line, for a wrong question, and where no layout is legal.
-    Where nothing fits, `error` of the answer says so and `proposals` what would.
+    Where nothing fits, the answer's `error` has the reason, and `proposals` has changes that would fit.
 
     Examples:
         >>> from planner.service.questions import answer
@@ -127,7 +129,7 @@ def answer(
 def answered(
     question: Mapping[str, Any], *, files: bool = True, top: int = PLANS, hub: HubUse = "cached"
 ) -> tuple[Asked, Answer | SizesAnswer]:
-    """A question as it was read, and its answer as a record; raises as `answer` does."""
+    """A parsed question, and its answer as a record; raises as `answer` does."""
     given = _by_name(question)
     words = list(_words(question))
     names = [(field.name, field.spellings, field.degree) for field in fields().values() if field.spellings]
@@ -141,7 +143,7 @@ def answered(
 
 
 def _words(question: Mapping[str, Any]) -> Iterator[str]:
-    """Flags and values of a question, which decide the spelling of names in messages."""
+    """The flags and values of a question; they decide the spelling of names in messages."""
     for name, value in question.items():
         field = fields().get(spelled().get(str(name), ""))
         if field is not None and field.spellings:
@@ -185,7 +187,7 @@ def _read(named: Mapping[str, Any], files: bool, hub: HubUse) -> Asked:
 
 
 def _by_name(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the names of fields; what is empty is left out."""
+    """Values by the names of fields, without empty values."""
     found: dict[str, Any] = {}
     for name, value in question.items():
         if value is None or (isinstance(value, str) and not value.strip()):
@@ -201,7 +203,7 @@ def _by_name(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(field: Field, value: Any) -> Any:
-    """A value as its group of flags takes it."""
+    """A value in the type that its group of flags needs."""
     name = field.spellings[0] if field.spellings else field.name
     if field.kind == "array":
         items = _list(value) if isinstance(value, str) else value
@@ -255,7 +257,7 @@ _OWN_NAME = re.compile(r'"_name_or_path"\s*:\s*"([^"]{1,200})"')
 
 
 def _stem(model: str | None, config: str) -> str:
-    """A name for a pasted config.json: the last part of the model's name, without what a path could mean."""
+    """A file name for a pasted config.json: the last part of the model's name, without path characters."""
     own = _OWN_NAME.search(config)
     name = model or (own.group(1) if own else "")
     last = name.rstrip("/").rpartition("/")[2].removesuffix(".json")

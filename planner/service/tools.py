@@ -1,9 +1,8 @@
-"""Questions that agents may ask, as data: a name, a description, a JSON schema, and the function that
-answers.
+"""Tools for agents, as data: a name, a description, a JSON schema, and the function that answers.
 
 Seconds, bytes and rates of answers have their unit in the name of their field (`_s`, `_bytes`, `_per_s`). No
-tool writes a file of the machine that answers, runs what it is given, or asks the network. None reads a file
-but the config.json of a model that is named by its id on the Hugging Face Hub and lies in the Hub's cache.
+tool writes files on the answering machine, runs given programs, or uses the network. The only file that tools
+read is the config.json of a model that is named by its Hugging Face Hub id and is in the Hub's cache.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from planner.service.questions import answered, known_file, read_question
 Values = Mapping[str, Any]
 
 LARGEST = 1 << 20
-"""Characters of the arguments of one call, as JSON."""
+"""Most characters of the arguments of one call, as JSON."""
 
 MOST_FILES = 8
 
 MOST_SIZES = 8
-"""World sizes of one question: each is a search of its own."""
+"""Most world sizes of one question; each needs a separate search."""
 
 MOST_DEVICES = 1 << 17
 
 TOP, MOST_TOP = 3, 20
-"""Plans of an answer unless asked for, and at most."""
+"""Default and largest number of plans in an answer."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A question that an agent may ask."""
+    """A tool that an agent may call."""
 
     name: str
     description: str
@@ -55,13 +54,13 @@ class Tool:
     schema: dict[str, Any]
     """The JSON schema of the tool's arguments."""
     example: dict[str, Any]
-    """Arguments that can be given, which a test does."""
+    """Example arguments, which a test uses."""
     answer: Callable[[Values], dict[str, Any]]
-    """Raises `InputError` for what is wrong, in one line."""
+    """The function that answers; it raises `InputError` with one line for wrong arguments."""
 
 
 def call(name: str, arguments: Values | None) -> dict[str, Any]:
-    """The answer of a tool; raises `InputError`, in one line, for what is wrong, and where nothing fits."""
+    """The answer of a tool; raises `InputError` with one line for wrong arguments, and where nothing fits."""
     tool = TOOLS.get(name)
     if tool is None:
         raise InputError(f"tool {name!r}: {nearest(name, TOOLS) or 'expected ' + ', '.join(TOOLS)}")
@@ -171,7 +170,7 @@ def _devices(given: Values) -> dict[str, Any]:
 
 
 def _filtered(given: Values, records: dict[str, Any]) -> dict[str, Any]:
-    """The records whose names hold a text; all without one."""
+    """The records whose names contain a text; all records without a text."""
     if unknown := sorted({*given} - {"name"}):
         raise InputError(f"unknown field {unknown[0]!r}: expected name")
     text = given.get("name", "")
@@ -190,7 +189,7 @@ def _answered(question: Values, top: int) -> Answer | Any:
 
 
 def _bounded(question: Question) -> Question:
-    """A question of few sizes, and of devices that a cluster has."""
+    """A question with few world sizes and possible numbers of devices; raises `InputError` for others."""
     size = question.world_size
     if isinstance(size, str):
         from planner.world_sizes import parse_world_sizes
@@ -205,7 +204,7 @@ def _bounded(question: Question) -> Question:
 
 
 def _without(given: Values, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a question, and those of a tool's own fields."""
+    """The values of a question, separated from those of a tool's own fields."""
     own = {name: value for name, value in given.items() if name in names}
     return {name: value for name, value in given.items() if name not in names}, own
 
@@ -233,7 +232,7 @@ def _check_name(name: str, value: Any) -> None:
 
 
 def _with(own: dict[str, Any], *required: str) -> dict[str, Any]:
-    """The schema of a question with more fields, which it has before its own."""
+    """The schema of a question with further fields before its own."""
     base = question_schema()
     properties = own | {name: each for name, each in base["properties"].items() if name not in own}
     return base | {"properties": properties, "required": [*base["required"], *required]}

@@ -10,10 +10,10 @@ from costmodels.spec.table import Bools, Floats, Ints
 
 
 def least_number(enough: Callable[[Floats], Bools], low: Floats, high: Floats, close: float) -> Floats:
-    """The least numbers that are enough, of which `high` are, and `low` may not be.
+    """The least numbers that are enough; `high` must be enough, `low` may be too small.
 
     Args:
-        close: their relative error.
+        close: relative error of the result.
     """
     while (high - low > close * high).any():
         middle = (low + high) / 2
@@ -23,7 +23,7 @@ def least_number(enough: Callable[[Floats], Bools], low: Floats, high: Floats, c
 
 
 def fewest_enough(enough: Callable[[Ints], Bools], low: Ints, high: Ints) -> Ints:
-    """The least counts from `low` to `high` that are enough, which `high` are taken to be."""
+    """The least counts from `low` to `high` that are enough; `high` is assumed to be enough."""
     while (low < high).any():
         middle = (low + high) // 2
         met = enough(middle)
@@ -32,11 +32,11 @@ def fewest_enough(enough: Callable[[Ints], Bools], low: Ints, high: Ints) -> Int
 
 
 def most_within(measure: Callable[[Ints], Floats], limit: float, low: Ints, high: Ints) -> Ints:
-    """The largest counts from `low` to `high` whose measure is within the limit, which that of `low` is taken
-    to be.
+    """The largest counts from `low` to `high` whose measure is within the limit; `low` is assumed to be
+    within it.
 
     Args:
-        measure: function of counts that grows with them: along a line, or the largest of a few.
+        measure: increasing function of counts: linear, or the maximum of a few linear ones.
     """
     below, above = measure(low), measure(high)
     low = np.where(above <= limit, high, low)

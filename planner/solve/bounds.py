@@ -1,4 +1,4 @@
-"""Lower bounds of time and memory for all layouts, so that only a few rows are solved and priced."""
+"""Lower bounds of time and memory for all layouts, so only a few rows are solved and priced."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from planner.space.grid import Space
 from planner.space.grid_table import Places
 
 ANYWAY = tuple(part for part in PARTS if part != "offload")
-"""Parts of a layer that take no less where it recomputes; what it does not keep need not be moved."""
+"""Parts of a layer's time that recomputation does not reduce; activations that are not kept need not be
+moved."""
 
 
 @dataclass(frozen=True)
 class Worth:
-    """A test of whether rows with so many seconds would be among the first of a ranking."""
+    """A test if rows with given seconds would be among the first of a ranking."""
 
     objective: Objective
     last: float
-    """`slowness` of the last plan among the first of the ranking."""
+    """Slowness of the last plan among the first of the ranking."""
     first: Floats | None = None
     """`slowness` of the first plans of the ranking; None where the test stays as it is whatever is found."""
 
@@ -101,13 +102,13 @@ def in_rounds(
 
 @dataclass(frozen=True)
 class Floor:
-    """Lower bounds of slowness for the layouts of a space, whatever their recomputation and the exchange of
+    """Lower bounds of slowness for the layouts of a space, for any recomputation and any exchange of
     replicas."""
 
     work: Places
-    """Numbers of work, one for each row of the space (`planner.space.grid.Space`)."""
+    """Number of the group of equal work of each row of the space (`planner.space.grid.Space.work`)."""
     slowness: Floats
-    """The least slowness of each number of work."""
+    """The least slowness of each group of equal work."""
 
     def of(self, rows: Ints) -> Floats:
         """The least slowness of some rows, [n]."""
@@ -115,7 +116,7 @@ class Floor:
         return least
 
     def rows_below(self, rows: Ints, last: float) -> Ints:
-        """The rows of `rows` that could be as fast."""
+        """The rows of `rows` whose floor is low enough."""
         return rows[self.of(rows) <= last]
 
 
@@ -132,7 +133,7 @@ def floor_of(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space, o
 
 
 def first_rows(number: Places) -> tuple[Ints, Bools]:
-    """The first row of each number of rows, -1 for those that none has, and which numbers there are."""
+    """The first row with each number, -1 for unused numbers, and the used numbers."""
     first = np.full(int(number.max(initial=-1)) + 1, -1)
     first[number[::-1]] = np.arange(len(number), dtype=np.int32)[::-1]
     return first, first >= 0
@@ -141,7 +142,8 @@ def first_rows(number: Places) -> tuple[Ints, Bools]:
 def least_units(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> tuple[Floats, Floats]:
-    """Seconds of `ANYWAY` of one microbatch on all pipeline ranks together, and of one layer, [n]."""
+    """Seconds of the parts `ANYWAY` for one microbatch: on all pipeline ranks together, and in one layer,
+    [n]."""
     first, shape = distinct_rows(
         [
             table.tensor_parallel,
@@ -177,12 +179,12 @@ def least_units(
 
 
 def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
-    """Seconds that a step of each row takes at least, whatever the layers of its stages, [n].
+    """Lower bound of the seconds of a step of each row, for any layers of its stages, [n].
 
-    A step takes no less than its slowest pipeline rank computes, and that no less than their mean: what one
-    microbatch takes on all stages together, over pp, for each microbatch; and `least_step` more in 1F1B.
-    Layers that recompute in a part of a stage only count as if they recomputed nothing, and what is offloaded
-    as if it were moved at once: layers that recompute more move less.
+    A step takes at least as long as its slowest pipeline rank computes, and so at least as long as the mean
+    rank. That is the seconds of one microbatch on all stages, over pp, times the microbatches; in 1F1B
+    `least_step` is added. Partial recomputation counts as none. Offloading counts as free, since layers that
+    recompute more move less.
     """
     shapes, shape = distinct_shapes(table)
     units = unit_passes(model, cluster, engine.for_device(cluster.device), shapes)
@@ -191,7 +193,7 @@ def least_seconds(model: ModelSpec, cluster: Cluster, engine: Engine, table: Lay
 
 
 def _layer(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]) -> Floats:
-    """Seconds of parts of one microbatch in the quickest kind of layer, [n]."""
+    """Seconds of the given parts for one microbatch in the fastest kind of layer, [n]."""
     kinds = ["dense"] * (model.leading_layers > 0) + ["moe"] * (model.routed_layers > 0)
     every = [sum((getattr(units[kind], part) for part in parts), np.zeros(())) for kind in kinds]
     least: Floats = np.minimum.reduce(every)
@@ -199,7 +201,7 @@ def _layer(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]
 
 
 def _whole(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]) -> Floats:
-    """Seconds of parts of one microbatch on all pipeline ranks together, [n]."""
+    """Seconds of the given parts for one microbatch on all pipeline ranks together, [n]."""
     count = {"dense": model.leading_layers, "moe": model.routed_layers, "first": 1, "last": 1}
     whole: Floats = np.zeros(())
     for kind, number in count.items():
@@ -210,13 +212,13 @@ def _whole(model: ModelSpec, units: Mapping[str, Passes], parts: Collection[str]
 
 
 def least_step_seconds(table: LayoutTable, whole: Floats, slowest: Floats) -> Floats:
-    """Seconds that a step takes at least, [n].
+    """Lower bound of the seconds of a step, [n].
 
-    In interleaved schedules the bubble is that of all ranks but the slowest, over their chunks.
+    In interleaved schedules the bubble is the time of all ranks but the slowest, divided by their chunks.
 
     Args:
         whole: seconds of one microbatch on all pipeline ranks together, [n].
-        slowest: seconds of one microbatch on the slowest rank, or less, [n].
+        slowest: seconds of one microbatch on the slowest rank, or a lower bound, [n].
     """
     chunks, seconds = table.virtual_pipeline_parallel, slowest * table.micro_batches
     seconds = np.where(table.runs("interleaved"), seconds + (whole - slowest) / chunks, seconds)
@@ -232,7 +234,7 @@ def rows_worth(
     worth: Worth,
     floor: Floor,
 ) -> Ints:
-    """The rows of `rows` that could be worth it, whatever the layers of their stages."""
+    """The rows of `rows` that could be worth it with any layers of their stages."""
     rows = floor.rows_below(rows, worth.last)
     if not len(rows):
         return rows
@@ -245,15 +247,15 @@ def rows_worth(
 
 
 def least_step(table: LayoutTable, whole: Floats, slowest: Floats) -> Floats:
-    """Seconds that a step of 1F1B takes at least, [n].
+    """Lower bound of the seconds of a 1F1B step, [n].
 
-    With B for the slowest rank, S for all ranks, W ranks behind the slowest one and A for what these take,
-    the closed form (`costmodels.time.bubble.uneven_bubble_seconds`) has a bubble of at least
-    (S - B - A) + max(2 A - W B, 0), which is least for A = W B / 2, and that for W = pp - 1.
+    B is the time of the slowest rank, S of all ranks, and A of the W ranks behind the slowest one. The closed
+    form (`costmodels.time.bubble.uneven_bubble_seconds`) has a bubble of at least (S - B - A) + max(2 A - W
+    B, 0), which is least for A = W B / 2 and W = pp - 1.
 
     Args:
         whole: S, seconds of one microbatch on all ranks together, [n].
-        slowest: B, seconds of one microbatch on the slowest rank, or less, [n].
+        slowest: B, seconds of one microbatch on the slowest rank, or a lower bound, [n].
     """
     half = (table.pipeline_parallel - 1) / 2
     least: Floats = whole + (table.micro_batches - 1 - half) * slowest
@@ -261,12 +263,12 @@ def least_step(table: LayoutTable, whole: Floats, slowest: Floats) -> Floats:
 
 
 def least_peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Floats:
-    """Bytes that the fullest device of each 1F1B row holds at least, whatever the layers of its stages, [n].
+    """Lower bound of the bytes of the fullest device of each 1F1B row, for any layers of its stages, [n].
 
-    Bytes are sums and maxima of what grows in proportion to what a stage holds, so that the fullest stage
-    holds no less than one with the mean of all would. Stage s of pp keeps pp - s microbatches of each layer,
-    which is least if all but one layer of each stage are on the last one. Leading dense layers of a model
-    with experts are left out.
+    Bytes are sums and maxima of quantities that are proportional to the contents of a stage. So the fullest
+    stage holds at least as much as a stage with the mean contents. Stage s of pp keeps pp - s microbatches of
+    each layer. The sum is least if all but one layer of each stage are on the last stage. Leading dense
+    layers of a model with experts are left out.
     """
     engine = engine.for_device(cluster.device)
     shapes, shape = distinct_shapes(table)

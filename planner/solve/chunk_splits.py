@@ -1,8 +1,9 @@
-"""Layers of each stage, moved one at a time, for the best plans of pipelines: what no formula solves.
+"""Layers of stages, moved one at a time for the best pipeline plans that no formula solves.
 
-Stages of 1F1B that recompute alike are balanced by `planner.solve.splits`. A layer on another rank may still
-make a step shorter where ranks have several chunks, or where recomputation was solved for the even split: the
-first stage has the embedding, the last one the head. Layers are moved as long as the step gets shorter.
+`planner.solve.splits` balances 1F1B stages with equal recomputation. In two other cases a layer on another
+rank may still shorten the step: ranks with several chunks, and recomputation that was solved for the even
+split. The first stage has the embedding, the last one the head. Layers are moved as long as the step gets
+shorter.
 """
 
 from __future__ import annotations
@@ -36,33 +37,33 @@ from planner.space.rules import LONGEST_CHUNK, RULES
 from planner.space.shared_stages import shared_splits
 
 ROWS = 12
-"""Plans whose layers are moved."""
+"""Number of plans whose layers are moved."""
 
 MOVES = 8
-"""Layers that are moved at most, one after another."""
+"""Most moves of one layer for a plan."""
 
 RANKS = 8
-"""Pipeline ranks that layers leave, at most."""
+"""Most pipeline ranks from which layers are moved."""
 
 STAGES = 8
-"""Stages up to which a layer may leave each for any other."""
+"""Number of stages up to which a layer may move between any two."""
 
 NEAR = 1.3
-"""The largest ratio of a plan's time to that of the last of the first places: moves seldom gain more."""
+"""The largest ratio of a plan's time to that of the last of the first places; moves seldom gain more."""
 
 UNFIT = 1e30
-"""Seconds that no step takes."""
+"""Seconds that stand for a plan that does not fit; longer than any step."""
 
 GAIN = 1e-4
 """Relative gain below which no layer is moved."""
 
 
 def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Prices | None:
-    """The best plans of `parts` with layers moved between pipeline ranks, of those that it makes faster.
+    """The best plans of `parts` with layers moved between pipeline ranks, if this makes them faster.
 
     Args:
         parts: prices of layouts that fit.
-        worth: test of whether rows with so many seconds would be among the first.
+        worth: test if rows with given seconds would be among the first.
     """
     where = problem.model, problem.cluster, problem.constants
     moves = moves_of(problem)
@@ -98,9 +99,10 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
 
 
 def _starts(problem: Problem, first: Prices) -> tuple[Prices, Floats, Floats]:
-    """Plans whose layers are moved, what a move has to beat (`_rated`), and what a result has to.
+    """Plans whose layers are moved, the time that a move must beat (`_rated`), and the time that a result
+    must beat.
 
-    Besides `first` these are its plans with other chunks, and without recomputation, which need not fit.
+    The plans are `first`, and the same with other chunks or without recomputation, which need not fit.
     """
     known = first.step_time_s
     if problem.engine.runs.stages_alike:
@@ -144,16 +146,16 @@ def _recomputed_anew(problem: Problem, now: Prices) -> Prices:
 
 
 def _rated(problem: Problem, prices: Prices) -> Floats:
-    """Seconds of rows that fit, and a larger number of others, which falls with the memory that they lack."""
+    """Seconds of rows that fit; for other rows a larger number that grows with the lacking memory."""
     held = prices.peak_memory_bytes / problem.cluster.memory_bytes
     return np.where(held <= 1.0, prices.step_time_s, UNFIT * held)
 
 
 def _other_chunks(problem: Problem, first: Prices) -> Prices | None:
-    """The plans of `first` that another number of unequal chunks makes faster, each with its best number.
+    """The plans of `first` that are faster with another number of unequal chunks, each with its best number.
 
-    Such chunks are neither enumerated nor listed later where equal ones are near in number. Between these,
-    messages are fewer or the bubble is less.
+    Such chunks are not enumerated where a similar number of equal chunks exists. They trade messages against
+    the bubble.
     """
     table, layers = first.table, problem.model.layers
     rows = np.flatnonzero(
@@ -200,12 +202,13 @@ def _best(problem: Problem, prices: Prices, last: float) -> Prices:
 
 
 def moves_of(problem: Problem) -> Callable[[LayoutTable, Ints], tuple[Ints, list[tuple[int, ...]]]]:
-    """A function that gives other splits that the engine of a problem runs, and the row of each."""
+    """A function that gives other splits that the problem's engine runs, and the row of each split."""
     return _shared if problem.engine.runs.stages_alike else _moves
 
 
 def _moves(table: LayoutTable, rows: Ints) -> tuple[Ints, list[tuple[int, ...]]]:
-    """Splits with one layer of a rank's largest stage in the smallest one of another, and their rows."""
+    """Splits after a move of one layer from a rank's largest stage to another rank's smallest stage, and
+    their rows."""
     row: list[int] = []
     splits: list[tuple[int, ...]] = []
     for each in rows.tolist():
@@ -220,7 +223,7 @@ def _moves(table: LayoutTable, rows: Ints) -> tuple[Ints, list[tuple[int, ...]]]
 
 
 def _shared(table: LayoutTable, rows: Ints) -> tuple[Ints, list[tuple[int, ...]]]:
-    """Splits that an engine shares out itself, and their rows."""
+    """Splits that the engine itself computes from its settings, and their rows."""
     row: list[int] = []
     splits: list[tuple[int, ...]] = []
     for each in rows.tolist():

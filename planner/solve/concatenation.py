@@ -1,4 +1,4 @@
-"""Tables of layouts, and their prices, one after the other."""
+"""Concatenation of tables of layouts and of their prices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from costmodels.spec.table import ARRAY_FIELDS, LayoutTable, numbered_splits
 
 
 def concatenate_tables(tables: Sequence[LayoutTable]) -> LayoutTable:
-    """The rows of all tables, which share their number formats, in order."""
+    """The rows of all tables, in order; all must have the same number formats."""
     tables = [table for table in tables if len(table)] or tables[:1]
     if len(tables) == 1:
         return tables[0]
@@ -29,7 +29,7 @@ def concatenate_tables(tables: Sequence[LayoutTable]) -> LayoutTable:
 
 
 def concatenate_prices(parts: Sequence[Prices]) -> Prices:
-    """The prices of all parts, in order; of one model, cluster and engine."""
+    """The prices of all parts, in order; all must be of one model, cluster and engine."""
     if len(parts) == 1:
         return parts[0]
     return replace(
@@ -42,7 +42,7 @@ def concatenate_prices(parts: Sequence[Prices]) -> Prices:
 
 
 def without_repeats(parts: Sequence[Prices]) -> list[Prices]:
-    """The parts without layouts that an earlier one, or an earlier row, has."""
+    """The parts without layouts that occur in an earlier part or row."""
     known: set[tuple[Any, ...]] = set()
     found: list[Prices] = []
     for part in parts:

@@ -23,13 +23,13 @@ class Fit:
     """The rows that fit into the memory of a device; arrays of shape [n]."""
 
     rows: Bools
-    """Rows that do."""
+    """Rows that fit."""
     states: Bools
-    """Rows whose parameters, gradients and optimizer states alone would, on every pipeline rank."""
+    """Rows whose parameters, gradients and optimizer states alone would fit on every pipeline rank."""
     mean: Bools
     """Rows whose states would fit if they were equal on all pipeline ranks."""
     peaks: Floats
-    """Bytes of the fullest device; infinite for those that cannot fit whatever they recompute."""
+    """Bytes of the fullest device; infinite for rows that do not fit with any recomputation."""
 
     def take(self, rows: Ints) -> Fit:
         """Some of the rows."""
@@ -37,7 +37,7 @@ class Fit:
 
 
 def fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: Space, known: Floats | None = None) -> Fit:
-    """The rows that fit, and those of the others that could with fewer activations.
+    """The rows that fit, and the rows that could fit with fewer activations.
 
     Args:
         known: `Fit.peaks` of the same rows on devices with another memory, or on other links.
@@ -65,7 +65,7 @@ def states_that_fit(model: ModelSpec, cluster: Cluster, engine: Engine, space: S
 def _state_bytes(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 ) -> tuple[Floats, Floats]:
-    """Bytes of states and what the device holds anyway: the most of a pipeline rank, and their mean, [n]."""
+    """Bytes of states and of constant allocations: of the fullest pipeline rank, and the mean, [n]."""
     engine = engine.for_device(cluster.device)
     shapes, shape = distinct_shapes(table)
     ranks, _ = critical_ranks(model, table)

@@ -1,15 +1,15 @@
 """Layouts beyond the enumerated ones that could be among the first: other microbatches, unequal chunks, and
-experts whose weights are split though there are enough of them.
+experts whose weights are split although there are enough experts.
 
-Under a maximum batch any microbatch is legal, and any number of them. To enumerate them all takes as many
-times longer as there are, and few are any good. A lower bound of what each takes is cheap, as it depends on a
-few shapes alone: whatever stays below the last of the first places is a layout like any other, and nothing
-that is left out could be among them.
+Under a maximum batch any microbatch is legal, and any number of them. Enumerating them all would take many
+times longer, and few are good. A lower bound of each time is cheap, as it depends on a few shapes only.
+Layouts whose bound is below the last of the first places are searched like any other. No layout that is left
+out could be among the first.
 
-Of microbatches of one size a step has the most that the batch holds: tokens per second grow with their
-number. So does memory, from one microbatch to two, or from one round of interleaved chunks to two, so that
-fewer are a way to make layouts fit (`planner.solve.recompute.with_fewest_micro_batches`). Where pins say what
-recomputes, nothing is solved, and steps of the fewest microbatches are listed here.
+For each size of a microbatch, a step has as many as the batch holds, as tokens per second grow with their
+number. Memory grows too, from one microbatch to two, or from one round of interleaved chunks to two. So fewer
+microbatches can make a layout fit (`planner.solve.recompute.with_fewest_micro_batches`). Where pins fix the
+recomputation, nothing is solved, and steps of the fewest microbatches are listed here.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ from planner.space.rule import Rule
 from planner.space.rules import LONGEST_CHUNK, RULES
 
 NEVER = 1e100
-"""Seconds of what is not possible: a number of which products and sums are numbers too."""
+"""Seconds of an impossible layout: large, but products and sums of it are still finite."""
 
 AT_ONCE = 1 << 21
-"""Numbers of one intermediate array."""
+"""Most elements of one intermediate array."""
 
 KNOTS, ALL_BELOW = 1.1, 16
-"""The ratio between sizes of microbatches that are priced, and the size up to which all are: the larger a
-microbatch is, the less each of its sequences takes."""
+"""The ratio between consecutive priced sizes of microbatches, and the size up to which all sizes are priced.
+A sequence takes less time in a larger microbatch."""
 
 EVERY, FINE = 512, 1.005
-"""Sizes of microbatches up to the first number are all looked at, larger ones this many times the last."""
+"""All sizes of microbatches up to the first number are examined; beyond it, each size is the last one times
+the second number."""
 
 MANY = 256
-"""Sizes of microbatches beyond which it is worth finding out which are too large for any device."""
+"""Number of sizes of microbatches above which sizes that are too large for any device are removed first."""
 
 SHAPE = (
     "tensor_parallel",
@@ -66,7 +67,8 @@ SHAPE = (
     "expert_parallel",
     "expert_tensor_parallel",
 )
-"""Columns of the pairs of mesh and chunks that decide what a microbatch takes, besides the schedule."""
+"""Columns of the pairs of mesh and chunks that, with the schedule, determine a microbatch's time and
+bytes."""
 
 RESERVE = [rule for rule in RULES if rule.reserve]
 
@@ -74,12 +76,13 @@ RESERVE = [rule for rule in RULES if rule.reserve]
 
 
 Which = Literal["small", "usual", "fewest", "other"]
-"""Microbatches that are looked at: the smallest alone, as where nothing fits, for larger ones fit no better;
-the enumerated sizes, whose layouts break rules in reserve; any size in steps of the fewest; other sizes."""
+"""Microbatches to examine: the smallest only (where nothing fits, larger ones do not fit either); the
+enumerated sizes, with layouts that break rules in reserve; any size in steps of the fewest microbatches;
+other sizes."""
 
 
 def further_space(problem: Problem, space: Space, found: Fit, worth: Worth, which: Which) -> Space | None:
-    """The layouts that `space` does not list, of those that could be worth it; None where there are none.
+    """Layouts that could be worth it and that `space` does not list; None where there are none.
 
     Args:
         space: the enumerated layouts.
@@ -106,7 +109,7 @@ def lists_plain_alone(problem: Problem) -> bool:
 
 
 def _micro_batches(problem: Problem, space: Space, found: Fit, which: Which) -> MicroBatches:
-    """Sizes of microbatches, and whether a step has the most of them or the fewest."""
+    """Sizes of microbatches, and a mark for steps of the fewest microbatches."""
     usual = np.array(micro_batch_sizes(problem.batch, problem.pins), dtype=np.int64)
     if which == "small":
         # Fewer microbatches hold no more.
@@ -134,7 +137,7 @@ def _micro_batches(problem: Problem, space: Space, found: Fit, which: Which) -> 
 
 
 def _largest(problem: Problem, space: Space, found: Fit, usual: Ints) -> int:
-    """A number of sequences of a microbatch which none that fits exceeds."""
+    """An upper bound of the sequences of a microbatch that fits."""
     most, table = problem.batch.size, space.table
     if most <= MANY:
         return most
@@ -158,7 +161,7 @@ def _largest(problem: Problem, space: Space, found: Fit, usual: Ints) -> int:
 def _admitted(
     problem: Problem, worth: Worth, reserve: Sequence[Rule], degrees: OpenGrid
 ) -> tuple[OpenGrid, Bools]:
-    """The part of a grid that could be worth it, and which layouts of it are not enumerated and are.
+    """The part of a grid that could be worth it, with masks of its new layouts and of its enumerated layouts.
 
     Args:
         reserve: the rules that held layouts back when they were enumerated.
@@ -201,8 +204,9 @@ def _admitted(
 
 
 def _least_pace(problem: Problem, degrees: OpenGrid) -> Floats:
-    """Seconds of a sequence that each pair takes at least, of a step where it is about steps, [pairs]: each
-    pipeline rank computes its share of the largest microbatches, whose sequences take least."""
+    """Lower bound of the seconds of a sequence for each pair, or of a step where the objective is about
+    steps, [pairs]. Each pipeline rank computes its share of the largest microbatches, whose sequences take
+    the least time."""
     pairs, _, sizes, splits, _, zero = degrees.shape
     columns = [*(getattr(degrees, name) for name in SHAPE), degrees.runs(*SPLIT_BACKWARD)]
     first, shape = distinct_rows([np.broadcast_to(column.ravel(), (pairs,)) for column in columns])
@@ -220,7 +224,8 @@ def _least_pace(problem: Problem, degrees: OpenGrid) -> Floats:
 
 
 def _most_worth(problem: Problem, degrees: OpenGrid, worth: Worth, units: _Units, most: Ints) -> Ints:
-    """Sequences of the largest microbatch of each pair that could be worth it, by `KNOTS` alone, [pairs]."""
+    """Sequences of the largest microbatch of each pair that could be worth it, found from `KNOTS` only,
+    [pairs]."""
     pairs, _, _, splits, _, _ = degrees.shape
     size = degrees.micro_batch_size.ravel()
     knots = np.flatnonzero(_knots(size))
@@ -242,28 +247,28 @@ def _most_worth(problem: Problem, degrees: OpenGrid, worth: Worth, units: _Units
 
 
 def _knots(size: Ints) -> Bools:
-    """Sizes whose shapes are priced: all small ones, and of others those a tenth apart."""
+    """Sizes whose shapes are priced: all small ones, and larger ones a tenth apart."""
     place = np.floor(np.log(size) / np.log(KNOTS))
     result: Bools = (size <= ALL_BELOW) | (np.diff(place, prepend=-1.0) > 0) | (size == size.max())
     return result
 
 
 def _taken(array: Ints | Bools, rows: Ints, places: Ints) -> Ints | Bools:
-    """Some of the pairs of mesh and chunks, and of the microbatches."""
+    """A grid of some of the pairs of mesh and chunks, and some of the microbatches."""
     for axis, some in ((0, rows), (2, places)):
         array = array.take(some, axis=axis) if array.shape[axis] > 1 else array
     return array
 
 
 def _most_sequences(problem: Problem, degrees: OpenGrid) -> Ints:
-    """Sequences of a microbatch at most, so that they fill the pipeline of each pair, [pairs]."""
+    """Most sequences of a microbatch with which the batch still fills the pipeline of each pair, [pairs]."""
     least = degrees.pipeline_parallel * np.where(degrees.runs(*V_SCHEDULES), 2, 1) * degrees.data_parallel
     most: Ints = np.broadcast_to(problem.batch.size // least, (degrees.shape[0], 1, 1, 1, 1, 1)).ravel()
     return most
 
 
 def _listed(problem: Problem, reserve: Sequence[Rule], degrees: OpenGrid, fewest: Ints | Bools) -> Bools:
-    """Layouts that the enumerated ones have."""
+    """Mask of the layouts that are enumerated."""
     fixed = {name for name, value in problem.pins.items() if not isinstance(value, Choice)}
     held_back = reduce(
         np.logical_or,
@@ -276,7 +281,7 @@ def _listed(problem: Problem, reserve: Sequence[Rule], degrees: OpenGrid, fewest
 
 
 def _has_fewer(degrees: OpenGrid) -> Ints | Bools:
-    """Layouts whose steps have fewer microbatches than the batch holds."""
+    """Mask of the layouts whose steps have fewer microbatches than the batch holds."""
     fewest = degrees.columns["fewest"]
     if not fewest.any():
         return fewest
@@ -286,7 +291,7 @@ def _has_fewer(degrees: OpenGrid) -> Ints | Bools:
 
 
 def _is_covered(problem: Problem, degrees: OpenGrid) -> Bools:
-    """Pairs of mesh and chunks whose pipeline runs equal chunks, of about as many, [pairs]."""
+    """Pairs of mesh and chunks whose pipeline also runs a similar number of equal chunks, [pairs]."""
     unequal = UNEQUAL_CHUNKS.broken(problem.model, degrees)
     covered = unequal & ~degrees.runs("1f1b", *V_SCHEDULES) & _has_near_chunks(problem, degrees)
     return np.broadcast_to(covered.ravel(), (degrees.shape[0],)) & (
@@ -308,15 +313,15 @@ class _Units:
     kept: Floats
     """Bytes that a layer keeps."""
     freed: Floats
-    """Bytes that a layer can keep less for each sequence, [shapes, 2 at most]."""
+    """Bytes that recomputation can save in a layer for each sequence, [shapes, 2 at most]."""
     again: Floats
-    """Seconds for each sequence that recomputation of these bytes takes (`least_recompute_seconds`), [shapes,
+    """Seconds that recomputation of these bytes takes for each sequence (`least_recompute_seconds`), [shapes,
     2 at most, parts]."""
     rank: FullestRank
     """The fullest rank of each pair."""
 
     def take(self, pairs: Ints, places: Ints) -> _Units:
-        """The bounds of some pairs and some sizes, with the axes of a grid."""
+        """The bounds of some pairs and sizes, with the axes of a grid."""
 
         def axes(array: Floats) -> Floats:
             found = array[self.shape[pairs][:, None], places]
@@ -331,9 +336,9 @@ class _Units:
 
 
 def _has_near_chunks(problem: Problem, degrees: OpenGrid) -> Bools:
-    """Pairs whose pipeline runs equal chunks too, of half as many to twice as many.
+    """Pairs whose pipeline also runs equal chunks, in half to twice the number.
 
-    The bubble and the messages, which are all that differs, are between those of these.
+    Only the bubble and the messages differ, and they lie between those of equal chunks.
     """
     pipeline, chunks = degrees.pipeline_parallel, degrees.virtual_pipeline_parallel
     most = max(1, problem.model.layers // 2)
@@ -379,7 +384,7 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
     behind = np.minimum(before + (size[knots][before] < size), len(knots) - 1)
 
     def whole_of(found: Floats) -> Floats:
-        """Values of every size, from what a sequence takes at least at the knots around the size."""
+        """Values of every size, from the least time of a sequence at the neighbouring priced sizes."""
         each = np.full(able.shape, np.inf)
         each[inner] = found
         each /= size[knots][:, None]
@@ -432,10 +437,10 @@ def _most_zero(problem: Problem, degrees: OpenGrid) -> Ints:
 
 
 def _slowest(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints) -> Floats:
-    """Seconds of one microbatch on the slowest pipeline rank at least, with the axes of a grid; `NEVER`
-    where nothing fits.
+    """Lower bound of the seconds of one microbatch on the slowest pipeline rank, with the axes of a grid;
+    `NEVER` where nothing fits.
 
-    Of equal chunks but for one layer, the first rank has the most layers: none computes for longer.
+    If chunks are equal up to one layer, the first rank has the most layers, so no rank computes longer.
     """
     chunks, pipeline = part.virtual_pipeline_parallel, part.pipeline_parallel
     most = np.zeros(())
@@ -449,7 +454,8 @@ def _slowest(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Int
 
 
 def _recomputation_seconds(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints) -> Floats:
-    """Seconds of one microbatch that a pipeline rank recomputes at least to fit; `NEVER` where it cannot."""
+    """Least seconds of recomputation of one microbatch with which a pipeline rank fits; `NEVER` where it
+    cannot fit."""
     chunks, pipeline, rank = part.virtual_pipeline_parallel, part.pipeline_parallel, units.rank
     flying = np.minimum(rank.in_flight, micro_batches * rank.layers)
     # Without a buffer, and without chunks, gradients are there beside all activations from the microbatch on

@@ -1,7 +1,7 @@
-"""CUDA graphs, solved: no gaps between kernels, where that saves more than is in doubt.
+"""The choice of CUDA graphs, which remove gaps between kernels, where the gain exceeds the uncertainty.
 
-Graphs have run on an H100 and an H200 with dense models in bf16. Other kinds get them by a pin alone, so
-that no plan fails on a device for something that nobody has asked for.
+Graphs were tested on an H100 and an H200 with dense models in bf16. Other models get graphs only by a pin, so
+no plan fails because of a feature that nobody asked for.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ WITH_GRAPHS = {
     "zero_stage": 0,
     "cuda_graphs": True,
 }
-"""Degrees of layouts whose graphs hold no collective: gradients are reduced after the passes of a step."""
+"""Degrees of layouts whose graphs hold no collective, as gradients are reduced after the passes of a step."""
 
 LEAST_BYTES = 4
-"""Bytes of each parameter that a device holds at least: itself and its gradient, in 16 bits."""
+"""Least bytes for each parameter on a device: the parameter and its gradient in 16 bits."""
 
 
 def graph_problem(problem: Problem) -> Problem | None:
@@ -45,7 +45,7 @@ def graph_problem(problem: Problem) -> Problem | None:
 
 
 def with_worthy_graphs(problem: Problem, found: Prices) -> Prices:
-    """Layouts of `found`, which all have graphs, that graphs make faster by more than is in doubt."""
+    """Layouts of `found` whose gain from graphs exceeds the uncertainty; all of `found` have graphs."""
     table = replace(found.table, cuda_graphs=np.zeros(len(found), dtype=np.bool_))
     plain = price(problem.model, problem.cluster, problem.constants, table)
     before, after = (

@@ -1,8 +1,8 @@
-"""Lower bounds of the memory of layouts, and of the time to recompute what exceeds a device.
+"""Lower bounds of the memory of layouts, and of the time to recompute activations that do not fit.
 
 One pipeline rank stands for all: the one that keeps the most layers in flight. The fullest device holds at
-least its share of the states, and the bytes that its layers keep from forward to backward. Where that is too
-much, layers recompute, and no set of modules frees a byte in less time than the best one.
+least its share of the states, and the bytes that its layers keep from forward to backward. Where this exceeds
+the memory, layers recompute; the best set of modules bounds the time for each freed byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from costmodels.time.unit_times import unit_passes
 from planner.solve.recompute import recompute_sets, with_recompute
 
 STEPS = 32
-"""Parts of what a layer can keep less, of which each is told what it costs at least."""
+"""Number of equal parts of the bytes that recomputation can save; the least time of each part is computed."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,11 @@ class FullestRank:
 
     layers: Floats
     in_flight: Floats
-    """Layers alive at most, times the microbatches that each is alive for."""
+    """Most layers in flight: layers times the microbatches that each keeps."""
     states: Floats
-    """Bytes that the rank holds at least, besides gradients and activations that layers keep for their
-    backward pass."""
+    """Least bytes of the rank, without gradients and without activations kept for backward."""
     gradients: Floats
-    """Bytes of gradients that are there at least, after a backward pass."""
+    """Least bytes of gradients after a backward pass."""
     has_buffer: Bools
     """True where gradients have a buffer from the start of a step."""
 
@@ -48,8 +47,8 @@ class FullestRank:
 def fullest_rank(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> FullestRank:
     """The fullest rank of each row with even stages.
 
-    Stages of 1F1B need not stay even: there it is a rank with the mean of all layers, and with as few in
-    flight as any split leaves in the mean (`planner.solve.bounds.least_peak`).
+    Stages of 1F1B need not stay even. For them it is a rank with the mean number of layers, and with the
+    fewest layers in flight that any split has in the mean (`planner.solve.bounds.least_peak`).
     """
     pipeline, chunks = table.pipeline_parallel, table.virtual_pipeline_parallel
     key = combined_key([pipeline, chunks, table.schedule])
@@ -87,7 +86,7 @@ def fullest_rank(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layo
 
 
 def _layers_in_flight(layers: int, pipeline: int, chunks: int, schedule: int) -> tuple[float, float]:
-    """Layers of the rank that keeps most, and how many it keeps."""
+    """Layers of the rank that keeps the most, and its layers in flight."""
     if chunks == 1:
         alone = min(pipeline, layers)
         return layers / pipeline, (alone * (alone + 1) / 2 + (layers - alone)) / pipeline
@@ -106,11 +105,11 @@ def kept_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
 def least_recompute_seconds(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, kinds: Collection[Recompute]
 ) -> tuple[Floats, Floats]:
-    """The most bytes that a layer can keep less for each sequence, [n], and the seconds that it takes longer
-    for each sequence, at least, to keep `STEPS`-ths of these less, [n, `STEPS` + 1].
+    """The most bytes that recomputation saves in a layer for each sequence, [n], and the least seconds to
+    save each `STEPS`-th of them, [n, `STEPS` + 1].
 
-    Layers may differ in what they recompute: in the mean they lie on or above the lower convex hull of all
-    sets of modules.
+    Layers may recompute different modules, so their mean lies on or above the lower convex hull of all sets
+    of modules.
 
     Args:
         table: rows that recompute nothing.

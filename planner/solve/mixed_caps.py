@@ -46,11 +46,11 @@ def _held(
 def caps_of_ranks(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, some: Pipelines
 ) -> Ints:
-    """Layers of each rank beyond which they surely do not fit into its memory, [n, ranks].
+    """Upper bound of the layers of each rank that fit into its memory, [n, ranks].
 
-    Bytes are sums and maxima of what grows in proportion to layers, but for what the device has of two layers
-    at a time, so that each further layer takes no less than the third one. Chunks that differ by a layer may
-    hold less than equal ones would.
+    Bytes are sums and maxima of terms proportional to layers, except for buffers of two layers. So each
+    further layer takes at least as much as the third one. Chunks that differ by a layer may hold less than
+    equal chunks.
     """
     held = _held(model, cluster, engine, table, some)
     chunks = np.broadcast_to(some.chunks[:, None], some.kind.shape)

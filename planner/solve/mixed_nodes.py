@@ -1,4 +1,4 @@
-"""Layouts for nodes of two kinds: which fit, and those with the layers of stages that suit the kinds."""
+"""Layouts for nodes of two kinds: a test of memory, and layers of stages that suit the kinds."""
 
 from __future__ import annotations
 
@@ -37,16 +37,17 @@ ROUND = 256
 """Rows whose layers are solved in the first round; each later one has twice as many."""
 
 MOST_PLAYED = 100
-"""Pipelines that are played out to choose among the layers of stages of the same row."""
+"""Most pipelines that are simulated to choose among the layers of stages of the same row."""
 
 WorthAmong = Callable[[Sequence[Prices]], Worth]
-"""A function that makes the test for rows that would be among the first of the prices so far."""
+"""A function that makes a test if rows would be among the first of the prices so far."""
 
 Where = tuple[ModelSpec, Cluster, Engine]
 
 
 def fit_of_kinds(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> Fit:
-    """`planner.solve.fit.fit`, which leaves no row unsolved: other layers may make any of them fit."""
+    """The layouts that fit, as `planner.solve.fit.fit`; every other row counts as one that other layers may
+    make fit."""
     every = np.ones(len(table), dtype=bool)
     peaks = peak_memory(model, cluster, engine, table)
     return Fit(peaks <= cluster.memory_bytes, every, every, peaks)
@@ -60,33 +61,33 @@ class _Group:
     table: LayoutTable
     pipelines: Pipelines
     bound: Floats
-    """Least seconds of the slowest rank, whatever fits."""
+    """Least seconds of the slowest rank, without regard to memory."""
     caps: Ints
     within: Floats
     """Least seconds of the slowest rank with layers that may fit; infinite where none do."""
 
     @property
     def least(self) -> Floats:
-        """Seconds of a step that fits, at least."""
+        """Lower bound of the seconds of a step that fits."""
         return self.within * self.pipelines.micro_batches
 
     @property
     def least_anyway(self) -> Floats:
-        """Seconds of a step, at least."""
+        """Lower bound of the seconds of a step."""
         return self.bound * self.pipelines.micro_batches
 
 
 @dataclass(frozen=True)
 class _Variants:
-    """Rows with several layers of stages each."""
+    """Variants of rows with different layers of stages."""
 
     row: Ints
-    """The row that each of the prices is of."""
+    """The row that each price belongs to."""
     prices: Prices
 
     @property
     def fastest(self) -> Prices:
-        """The fastest of each row by closed forms."""
+        """The fastest variant of each row by closed forms."""
         return self.prices.take(first_of_each(self.row, self.prices.step_time_s))
 
 
@@ -99,14 +100,14 @@ def mixed_solutions(
     worth_among: WorthAmong,
     prices: Prices,
 ) -> list[Prices]:
-    """Rows of `table` with the layers of stages that are best for the kinds that run them, of those that fit.
+    """Rows of `table` with the best layers of stages that fit for the two kinds.
 
-    Rows are solved in the order of what they take at least, so that the first ones tell which others could be
-    worth it. Where the best layers do not fit, those are tried that do, and more recomputation.
+    Rows are solved in the order of their lower bounds, so the first ones decide which others could be worth
+    it. Where the best layers do not fit, fitting layers are tried, and more recomputation.
 
     Args:
         kinds: kinds of recomputation that may be solved for.
-        prices: prices of the rows that fit as they are.
+        prices: prices of the rows that fit unchanged.
     """
     where = model, cluster, engine
     groups = list(_groups(where, table, worth_among([prices])))
@@ -124,7 +125,7 @@ def mixed_solutions(
 
 
 def _played(variants: Sequence[_Variants], worth: Worth) -> list[Prices]:
-    """The fastest of each row that is worth it: of the first ones, by pipelines that are played out."""
+    """The fastest variant of each row that is worth it; for the first rows by simulated pipelines."""
     if not variants:
         return []
     row = np.concatenate([each.row for each in variants])
@@ -163,7 +164,8 @@ def _groups(where: Where, table: LayoutTable, worth: Worth) -> Iterator[_Group]:
 def _in_rounds(
     groups: Sequence[_Group], least: Sequence[Floats], worth: Callable[[], Worth]
 ) -> Iterator[tuple[_Group, Ints]]:
-    """Rows of groups that could be worth it, those that take least first; what is found on the way counts."""
+    """Rows of groups that could be worth it, in rounds, those with the lowest bounds first; results of
+    earlier rounds count."""
     owner = np.repeat(np.arange(len(groups)), [len(group.rows) for group in groups])
     local = np.concatenate([np.arange(len(group.rows)) for group in groups] or [owner])
     seconds = np.concatenate([*least, np.zeros(0)])
@@ -182,7 +184,7 @@ def _in_rounds(
 
 
 def _that_fit(where: Where, group: _Group, some: Ints) -> _Variants:
-    """The best layers of stages of each row, of those that fit."""
+    """The best layers of stages that fit for each row."""
     limit = where[1].memory_bytes
     table, part, caps = group.table.take(some), group.pipelines.take(some), group.caps[some]
     row, variants = _variants(table, part, group.within[some], caps)
@@ -204,7 +206,8 @@ def _that_fit(where: Where, group: _Group, some: Ints) -> _Variants:
 def _recomputing(
     where: Where, group: _Group, some: Ints, kinds: Collection[Recompute], worth: Worth
 ) -> _Variants:
-    """The best layers of stages of each row that do not fit, with the least recomputation that makes them."""
+    """The best layers of stages of each row that do not fit, with the least recomputation that makes them
+    fit."""
     row, plain = _variants(group.table.take(some), group.pipelines.take(some), group.bound[some], None, 1)
     whole = ("full" in kinds) & ~plain.runs(*SPLIT_BACKWARD)
     most = with_recompute(plain, np.where(whole, FULL, SELECTIVE), MOST_MODULES)
@@ -219,7 +222,7 @@ def _recomputing(
 def _variants(
     table: LayoutTable, some: Pipelines, bound: Floats, caps: Ints | None, best: int = BEST
 ) -> tuple[Ints, LayoutTable]:
-    """Rows with other layers of stages than they have, each once, and the row that each is of."""
+    """Rows with new layers of stages, each once, and the row that each belongs to."""
     counts, row = layers_of_ranks(some, bound, caps, best)
     several = np.flatnonzero((some.chunks > 1) & (some.layers % some.chunks == 0))
     if len(several):

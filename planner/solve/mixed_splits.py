@@ -1,12 +1,12 @@
-"""Layers of each pipeline rank on nodes of two kinds: the fast kind takes more, as far as both have memory.
+"""Layers of each pipeline rank on nodes of two kinds: the fast kind gets more, as far as memory allows.
 
-Looked for are the layers of each rank, which its chunks share evenly. With a bound on the seconds of a rank,
-each takes as many layers as the bound and its memory allow, and the bound can be met if and only if these are
-enough. The least bound is found by bisection. It and the next ones that let some rank have a layer more are
-tried: with few microbatches it pays to give the fast kind more than would keep both as busy, as every
-microbatch passes through all ranks. Of what a bound allows the faster kind takes all that it can, the slower
-one the rest, both evenly; or the ranks in front take all that they can, whose forward passes of further
-microbatches go on while the first one is under way behind them.
+The result is the number of layers of each rank, which its chunks share evenly. Given a bound on a rank's
+seconds, each rank takes as many layers as the bound and its memory allow. The bound can be met if and only if
+these are enough. Bisection finds the least bound. That bound is tried, and the next ones that give some rank
+one more layer. With few microbatches it pays to give the fast kind more than an equal load, as every
+microbatch passes through all ranks. Within a bound there are two ways to fill. Either the faster kind takes
+all that it can and the slower one the rest, both evenly. Or the first ranks take all that they can, as their
+forward passes of further microbatches overlap with the first microbatch behind them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ NEXT = 3
 """Bounds beyond the least one that are tried for each kind of rank."""
 
 BEST = 3
-"""Bounds, filled in one way or the other, of which the layers are kept."""
+"""Most bounds, with one way to fill each, whose layers are kept."""
 
 SLACK = 1e-9
 """Relative rounding error that sums of seconds may have."""
 
 FORWARD = 1 / 3
-"""Share of a microbatch's seconds that forward takes: backward has two GEMMs for each of its own."""
+"""Share of a microbatch's seconds in forward; backward has two GEMMs for each GEMM of forward."""
 
 
 @dataclass(frozen=True)
 class Pipelines:
-    """The seconds that each rank of rows takes; arrays of [n, ranks] or [n]."""
+    """Seconds of the ranks of rows; arrays of [n, ranks] or [n]."""
 
     layers: Ints
     there: Bools
-    """Ranks that the row has."""
+    """Mask of the ranks that the row has."""
     kind: Ints
     fixed: Floats
     """Seconds of a microbatch on a rank without layers: of the embedding or of the head."""
@@ -64,7 +64,7 @@ class Pipelines:
         return np.where(self.there, count, 0)
 
     def reaches(self, count: Ints) -> Bools:
-        """Return whether so many layers on each rank hold the model, with no empty chunk, [n]."""
+        """Return whether these layers of ranks are enough for the model, with no empty chunk, [n]."""
         each = (count >= self.chunks[:, None]) | ~self.there
         full: Bools = (count.sum(axis=1) >= self.layers) & each.all(axis=1)
         return full
@@ -103,7 +103,7 @@ def pipelines(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutT
 
 
 def _kinds(cluster: Cluster, table: LayoutTable, ranks: int) -> tuple[Ints, Bools]:
-    """Kind of each pipeline rank, [n, ranks], and which of them rows have."""
+    """Kind of each pipeline rank, [n, ranks], and a mask of the ranks that rows have."""
     kind = np.zeros((len(table), ranks), dtype=np.int64)
     for pipeline in distinct_numbers(table.pipeline_parallel):
         some = table.pipeline_parallel == pipeline
@@ -127,11 +127,11 @@ def least_bound(some: Pipelines, caps: Ints | None = None) -> Floats:
 def layers_of_ranks(
     some: Pipelines, least: Floats, caps: Ints | None = None, best: int = BEST
 ) -> tuple[Ints, Ints]:
-    """The layers of each rank, [found, ranks], and the row that each is of.
+    """The layers of each rank, [found, ranks], and the row that each result belongs to.
 
     Args:
         least: `least_bound`, finite.
-        best: bounds of which the layers are kept, at most.
+        best: most bounds whose layers are kept.
     """
     limits = np.broadcast_to(some.layers[:, None], some.kind.shape) if caps is None else caps
     once = _bounds(some, least)
@@ -153,10 +153,11 @@ def layers_of_ranks(
 
 
 def _took(some: Pipelines, count: Ints) -> Floats:
-    """Seconds of a step with so many layers on each rank, [n].
+    """Seconds of a step with the given layers on each rank, [n].
 
-    The first microbatch passes through all ranks, a chunk at a time, before and after a rank works on all of
-    them without a pause; while it is behind that rank, this waits once it has nothing to go ahead with.
+    The slowest rank works on all microbatches without a pause. Before and after that, the first microbatch
+    passes through the other ranks, a chunk at a time. While it is behind that rank, the rank waits once it
+    has no further forward pass.
     """
     seconds = some.seconds(count)
     chunks = some.chunks[:, None]
@@ -170,7 +171,7 @@ def _took(some: Pipelines, count: Ints) -> Floats:
 
 
 def equal_chunks(some: Pipelines, caps: Ints | None, best: int) -> tuple[Ints, Ints]:
-    """`layers_of_ranks` of which each rank has as many in all of its chunks.
+    """`layers_of_ranks` in which all chunks of a rank have the same number of layers.
 
     Args:
         some: rows whose chunks divide the layers.
@@ -192,7 +193,8 @@ def equal_chunks(some: Pipelines, caps: Ints | None, best: int) -> tuple[Ints, I
 
 
 def _bounds(some: Pipelines, least: Floats) -> Floats:
-    """Bounds on the seconds of a rank, [n, bounds]: the least, and the next ones that let one have more."""
+    """Bounds on the seconds of a rank, [n, bounds]: the least one, and the next ones that give some rank more
+    layers."""
     found = [least]
     for rank in _representatives(some):
         rows = np.arange(len(least))
@@ -203,7 +205,7 @@ def _bounds(some: Pipelines, least: Floats) -> Floats:
 
 
 def _representatives(some: Pipelines) -> list[Ints]:
-    """A rank of each sort: the first, the last, and one of each kind (the last of it), [n] each."""
+    """One rank of each sort: the first, the last, and the last one of each kind, [n] each."""
     ranks = some.there.sum(axis=1)
     found = [np.zeros_like(ranks), ranks - 1]
     for kind in range(MIXED + 1):
@@ -214,10 +216,9 @@ def _representatives(some: Pipelines) -> list[Ints]:
 
 
 def _filled(some: Pipelines, bound: Floats, caps: Ints, in_front: bool) -> Ints:
-    """Layers of ranks within a bound, as many as it allows, [n, ranks]; the first ranks first or else the
-    fastest ones.
+    """Most layers of ranks within a bound, [n, ranks], filled from the first ranks or from the fastest ones.
 
-    Each chunk has one at least.
+    Each chunk has at least one.
     """
     limit, fewest = some.most(bound, caps), np.where(some.there, some.chunks[:, None], 0)
     first = np.zeros_like(some.each) if in_front else some.each
@@ -234,7 +235,7 @@ def _filled(some: Pipelines, bound: Floats, caps: Ints, in_front: bool) -> Ints:
 def _evened(some: Pipelines, count: Ints, limit: Ints, front: bool) -> Ints:
     """`count` with the layers of each kind spread evenly over its ranks, none above `limit`.
 
-    Ranks in front have the layer less that does not come out even, or those behind.
+    If a kind's layers do not divide evenly, either its first or its last ranks have one less.
     """
     result: Ints = count.copy()
     for kind in range(MIXED + 1):
@@ -274,10 +275,10 @@ def with_layers(table: LayoutTable, row: Ints, layers: Ints) -> LayoutTable:
 
 
 def _stages(layers: tuple[int, ...], chunks: int, in_v: bool) -> tuple[int, ...]:
-    """Layers of each stage, of those of each rank.
+    """Layers of each stage, from the layers of each rank.
 
-    Chunks of ranks with more layers have those that do not come out even first, the other ranks last, so that
-    each round of chunks has about as many.
+    If a rank's layers do not divide evenly into its chunks, ranks with more layers have the larger chunks
+    first, the other ranks last. So each round of chunks has about the same number of layers.
     """
     mean = sum(layers) / len(layers)
     rounds = []

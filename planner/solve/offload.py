@@ -1,4 +1,4 @@
-"""Offloading, the last resort: what is searched when nothing fits into the memory of the devices alone."""
+"""Offloading, the last resort: it is searched when nothing fits into the memory of the devices alone."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ OFFLOADS: tuple[dict[str, bool], ...] = (
     {"offload_optimizer": True},
     {"offload_activations": True, "offload_optimizer": True},
 )
-"""Combinations of offload: one of the two kinds, or both, which may leave memory for less recomputation."""
+"""Combinations of offloading: one of the two kinds, or both; both may leave memory for less recomputation."""
 
 HOST_MEMORY = "host_memory"
-"""Name of the rule that counts layouts which would offload more than the host holds."""
+"""Name of the rule that counts layouts whose offloaded bytes exceed host memory."""
 
 OFFLOAD_REASON = "nothing fits without offloading; "
 """The beginning of the reason of a plan that offloads because nothing else fits."""
 
 
 def offload_space(problem: Problem, space: Space) -> tuple[list[Problem], Space, Space] | None:
-    """The problem with what is offloaded pinned, the layouts of `space` with those that offload, and the
-    layouts that would have to recompute (`overfull_host`).
+    """The problem with offloading pinned, the layouts of `space` and those that offload, and the layouts that
+    need recomputation (`overfull_host`).
 
-    None where pins decide that, or the device is its host.
+    None where pins decide offloading, or where the device is its own host.
     """
     if problem.cluster.device.kind == "cpu":
         return None
@@ -56,7 +56,7 @@ def offload_space(problem: Problem, space: Space) -> tuple[list[Problem], Space,
 
 
 def within_host(problem: Problem, space: Space) -> Space:
-    """`space` without the layouts whose share of the host's memory is too small for what they keep there."""
+    """`space` without the layouts whose offloaded bytes exceed their share of host memory."""
     held = _fits_host(problem, space.table)
     if held.all():
         return space
@@ -67,9 +67,9 @@ def within_host(problem: Problem, space: Space) -> Space:
 
 
 def overfull_host(problem: Problem, space: Space) -> Space:
-    """The layouts of `space` without recomputation that keep too much on the host unless they recompute.
+    """Layouts of `space` without recomputation whose offloaded bytes exceed host memory.
 
-    These are no answers themselves, but recomputation is solved for them.
+    They are not legal answers, but recomputation is solved for them.
     """
     table = space.table
     kinds = recompute_kinds(problem.pins, problem.engine)
@@ -82,7 +82,7 @@ def overfull_host(problem: Problem, space: Space) -> Space:
 
 
 def solved_within_host(problem: Problem, solved: Sequence[Prices]) -> list[Prices]:
-    """Prices without the layouts whose share of the host's memory is too small for what they keep there."""
+    """Prices without the layouts whose offloaded bytes exceed their share of host memory."""
     kept = [
         some.take(_fits_host(problem, some.table))
         if some.table.offload_optimizer.any() or some.table.offload_activations.any()
@@ -115,6 +115,7 @@ def union(spaces: Sequence[Space]) -> Space:
 
 
 def _apart(numbers: Sequence[Places]) -> Places:
-    """All numbers in order, those of each array beyond the ones before it."""
+    """The numbers of all arrays in order, shifted so that the numbers of each array exceed those before
+    it."""
     starts = accumulate((int(some.max(initial=-1)) + 1 for some in numbers), initial=0)
     return np.concatenate([some + start for some, start in zip(numbers, starts, strict=False)])

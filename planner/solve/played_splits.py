@@ -1,8 +1,8 @@
-"""Layers of each stage, moved one at a time for a few plans, by their pipelines as they are played out.
+"""Layers of stages, moved one at a time for a few plans, by simulated pipelines.
 
-Closed forms choose the layers of stages first (`planner.solve.splits`, `planner.solve.chunk_splits`). Where a
-step has few microbatches, they take splits for equal whose pipelines differ by some percent: it matters which
-rank is the slowest one, and what the others do meanwhile.
+Closed forms choose the layers of stages first (`planner.solve.splits`, `planner.solve.chunk_splits`). For
+steps with few microbatches, closed forms give equal times to splits whose simulated pipelines differ by a few
+percent. The position of the slowest rank and the overlap of the others matter then.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from planner.solve.concatenation import concatenate_prices
 from planner.solve.recompute import first_of_each
 
 PLANS = 4
-"""Plans at the top of a ranking whose layers are moved, of those that differ in more than these."""
+"""Number of plans at the top of a ranking whose layers are moved; plans that differ only in layers count
+once."""
 
 TRIED = 24
-"""Splits of a plan that are played out for one move, the best ones by closed forms."""
+"""Most splits of a plan that are simulated for one move, the best ones by closed forms."""
 
 NEAR = 1.2
 """The largest ratio of a split's time to that of the best split, by closed forms."""
@@ -34,17 +35,17 @@ GAIN = 1e-6
 """Relative gain below which no layer is moved."""
 
 MOST_PASSES = 60_000
-"""Passes of pipelines that are played out at most."""
+"""Most passes of pipelines that are simulated."""
 
 
 def played_moves(
     problem: Problem, first: Prices, allowed: Callable[[Prices], Bools] | None = None
 ) -> Prices | None:
-    """Plans of `first` that become faster when layers move between stages, with these layers moved.
+    """Plans of `first` that become faster when layers move between stages, after these moves.
 
     Args:
         first: prices of layouts that fit, the best ones first, with simulated pipelines.
-        allowed: test of the layouts that may be answers; all that fit unless given.
+        allowed: test of the layouts that may be answers; if None, all that fit may be.
     """
     some = np.flatnonzero(has_movable_layers(problem, first.table))
     if not len(some) or "layers_per_stage" in problem.pins:
@@ -77,7 +78,7 @@ def played_moves(
 def _tried(
     problem: Problem, now: Prices, rows: Ints, allowed: Callable[[Prices], Bools] | None
 ) -> tuple[Ints, Prices]:
-    """Splits that are played out, of each row the better ones first, and the rows that they are of."""
+    """Splits to simulate, the better ones of each row first, and the rows that they belong to."""
     row, splits = moves_of(problem)(now.table, rows)
     if not len(row):
         return row, now.take(row)
@@ -98,20 +99,20 @@ def _tried(
 
 
 def _longest(table: LayoutTable) -> Ints:
-    """The square sum of the layers of stages, [n]: smaller of more even ones."""
+    """The sum of squared layers of stages, [n]; smaller for more even splits."""
     return np.array([sum(each * each for each in split) for split in table.splits], dtype=np.int64)[
         table.split
     ]
 
 
 def has_even_stages(table: LayoutTable) -> Bools:
-    """Rows whose stages have the layers that are enumerated, [n]."""
+    """Rows whose stages have the enumerated layers, [n]."""
     even = [split == even_split(sum(split), len(split)) for split in table.splits]
     return np.array(even, dtype=np.bool_)[table.split]
 
 
 def played_passes(table: LayoutTable) -> Ints:
-    """Passes of the pipeline of each row that are played out, [n]."""
+    """Number of simulated passes of the pipeline of each row, [n]."""
     pipeline = table.pipeline_parallel
     # Long schedules are played until they are steady, which most are by then.
     played = np.minimum(table.micro_batches, 2 * STEADY_BATCHES * pipeline)

@@ -1,9 +1,9 @@
-"""The least recomputation that fits: solved for layouts that fit with more of it only.
+"""The least recomputation that fits, solved for layouts that do not fit without it.
 
-Recomputing more layers of a stage takes longer and keeps less, so that of one set of modules the fewest
-layers that fit are the fastest. They are found by bisection, for every set and for whole layers, and the
-fastest of them is the answer. Where activations are offloaded, layers that recompute also move less: there
-the fastest is either the fewest layers that fit or all of them.
+Recomputing more layers of a stage takes longer and keeps fewer bytes. So for one set of modules, the fewest
+layers that fit are the fastest. Bisection finds them for every set of modules and for whole layers; the
+fastest result is the answer. With offloaded activations, layers that recompute also move fewer bytes. There
+either the fewest layers that fit or all layers are the fastest.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ MODULE_SETS: tuple[int, ...] = tuple(
 """Bits of the modules of selective recomputation, few modules first."""
 
 MOST_MODULES = code_of("recompute_modules", ("core_attention", "mlp", "norm"))
-"""The set of modules with which selective recomputation keeps least."""
+"""The set of modules with which selective recomputation keeps the fewest bytes."""
 
 USUAL = code_of("recompute_modules", ("core_attention",))
-"""The modules that are enumerated."""
+"""The modules of enumerated layouts."""
 
 
 ROUND = 1024
 """Rows whose recomputation is solved in the first round."""
 
 NEAR = 1.02
-"""Share of a device's memory up to which other modules are tried where the most recomputation exceeds it."""
+"""Peak, as a share of a device's memory, up to which other modules are tried where the most recomputation
+does not fit."""
 
 
 def least_recompute(
@@ -76,15 +77,15 @@ def least_recompute(
     plain_alone: bool = False,
     fewer: bool = False,
 ) -> Prices | None:
-    """Layouts that fit because a part of their modules or of their layers recomputes, one a family at most.
+    """Layouts that fit because a part of their modules or layers recomputes, at most one of each family.
 
     Args:
         space: every legal layout, where recomputation is none, selective (core attention) or full.
         found: the layouts that fit.
         kinds: kinds of recomputation that the pins leave.
-        worth: of the families, those that could be worth it are solved.
+        worth: test of families; only those that could be worth it are solved.
         floor: lower bounds of slowness for the layouts of the space.
-        plain_alone: the space lists layouts that recompute nothing alone.
+        plain_alone: the space lists only layouts without recomputation.
         fewer: a step may have fewer microbatches.
     """
     table = space.table
@@ -140,8 +141,8 @@ def _could_fit(
 ) -> Bools:
     """Rows that may fit with some recomputation, [n].
 
-    Whole layers, or all modules, keep least; but what they recompute is there at once, so that small models
-    may fit with other modules alone.
+    Whole layers, or all modules, keep the fewest bytes. But their recomputed activations exist at once, so
+    small models may fit only with other modules.
     """
     held = _peak(model, cluster, engine, with_most_recompute(model, engine, plain, kinds))
     result: Bools = held <= NEAR * cluster.memory_bytes
@@ -161,9 +162,9 @@ def _peak_of_all_but_one(
     kind: Ints | int,
     modules: Ints | int,
 ) -> Floats:
-    """Bytes of rows where the last layer of a stage keeps what the others recompute, [n].
+    """Bytes of rows where the last layer of a stage keeps the activations that the others recompute, [n].
 
-    What the last layer recomputes is there beside the loss, so that it may be better kept.
+    The last layer's recomputed activations exist beside the loss, so keeping them may lower the peak.
     """
     deepest = plain.deepest
     some = with_recompute(plain, kind, modules, np.maximum(deepest - 1, 1))
@@ -171,7 +172,8 @@ def _peak_of_all_but_one(
 
 
 def with_fewest_micro_batches(table: LayoutTable) -> LayoutTable:
-    """Rows that hold less in steps of as few microbatches as their schedule needs, with these."""
+    """Rows that need fewer bytes in steps of the fewest microbatches that their schedule allows, with these
+    microbatches."""
     least = np.where(table.runs("interleaved"), table.pipeline_parallel, 1)
     rows = np.flatnonzero(
         ((table.pipeline_parallel == 1) | table.runs("interleaved")) & (table.micro_batches > least)
@@ -188,9 +190,9 @@ def fastest_that_fit(
     kinds: Collection[Recompute],
     usual: bool = False,
 ) -> tuple[Ints, Prices]:
-    """The fastest recomputation with which each row of `plain` fits, and the row that each result is of.
+    """The fastest recomputation with which each row of `plain` fits, and the row that each result belongs to.
 
-    What is enumerated is left out unless `usual`: whole layers in all of a stage, and core attention.
+    Enumerated recomputation (all whole layers, core attention) is left out unless `usual`.
     """
     base, chosen = _fewest_layers(model, cluster, engine, plain, kinds, usual)
     prices = price(model, cluster, engine, chosen)
@@ -227,10 +229,10 @@ def with_each_recompute(
     usual: bool = True,
 ) -> tuple[Ints, LayoutTable]:
     """Rows of `plain` with every set of modules in all layers, and with whole layers, and the row of `plain`
-    that each is of.
+    that each belongs to.
 
     Args:
-        usual: with what is enumerated, whole layers and core attention.
+        usual: include the enumerated recomputation (whole layers, core attention).
     """
     sets = recompute_sets(model, engine, kinds)
     if not usual:
@@ -246,7 +248,7 @@ def with_each_recompute(
 def with_most_recompute(
     model: ModelSpec, engine: Engine, table: LayoutTable, kinds: Collection[Recompute]
 ) -> LayoutTable:
-    """`table` with the recomputation of `kinds` that keeps least."""
+    """`table` with the recomputation of `kinds` that keeps the fewest bytes."""
     whole = ("full" in kinds) & ~table.runs(*SPLIT_BACKWARD)
     able = code_of("recompute_modules", engine.runs.modules_of(model.experts))
     return with_recompute(table, np.where(whole, FULL, SELECTIVE), MOST_MODULES & able)
@@ -269,7 +271,7 @@ def _fewest_layers(
     usual: bool,
 ) -> tuple[Ints, LayoutTable]:
     """The fewest layers that fit, for each row of `plain` and each set of modules, and the row that each
-    number is of; of rows that offload activations, all layers too."""
+    number belongs to; for rows that offload activations, all layers too."""
     base, every_layer = with_each_recompute(model, engine, plain, kinds)
     kind, modules = every_layer.recompute, every_layer.recompute_modules
     held, most = _peak(model, cluster, engine, every_layer), every_layer.deepest.copy()
@@ -347,7 +349,7 @@ def _peak(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable
 
 
 def recompute_kinds(pins: Pins, engine: Engine) -> tuple[Recompute, ...]:
-    """The kinds of recomputation that may be solved for: what `engine` runs; none where a pin decides it."""
+    """The kinds of recomputation that may be solved: those that `engine` runs; empty where a pin decides."""
     names = ("recompute", "recompute_modules", "recompute_method", "recompute_num_layers")
     if any(name in pins and not isinstance(pins[name], Choice) for name in names):
         return ()

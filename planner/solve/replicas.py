@@ -1,4 +1,5 @@
-"""Copies of what ZeRO splits (hybrid sharding), solved: fewer ranks that exchange, for more memory."""
+"""Hybrid sharding, solved: several copies of the states that ZeRO splits, which cost memory and reduce
+communication."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from planner.space.rule import divisors
 
 
 def hybrid_candidates(prices: Prices, worth: Worth) -> Ints:
-    """Rows that would be worth it if data-parallel ranks exchanged nothing: all that copies can change."""
+    """Rows that would be worth it without data-parallel communication, which is all that copies can save."""
     table = prices.table
     rows = np.flatnonzero(may_have_copies(table))
     seconds = (prices.step_time_s - prices.time["data_parallel"])[rows]
@@ -49,9 +50,9 @@ def hybrid_solutions(
     kinds: Collection[Recompute],
     worth: Worth,
 ) -> Prices | None:
-    """The best number of copies above one for each row that it makes faster, of those that fit.
+    """Rows that become faster with several copies and fit, each with its best number of copies.
 
-    Where copies leave too little memory, more layers recompute, as far as `kinds` has any recomputation.
+    Where copies leave too little memory, more layers recompute, if `kinds` allows it.
 
     Args:
         prices: prices of layouts that fit, with one copy (`hybrid_candidates`).
@@ -85,7 +86,8 @@ def hybrid_solutions(
 
 
 def _variants(table: LayoutTable) -> tuple[Ints, LayoutTable]:
-    """Rows with every number of copies that leaves at least two ranks each, and the row that each is of."""
+    """Rows with every number of copies that leaves at least two ranks each, and the row that each belongs
+    to."""
     rows, copies = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     for ranks in distinct_numbers(table.replicas):
         some = np.flatnonzero(table.replicas == ranks)

@@ -1,4 +1,5 @@
-"""Degrees of freedom that are solved instead of enumerated, for what could be among the first plans."""
+"""Degrees of freedom that are solved instead of enumerated, for layouts that could be among the first
+plans."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ from planner.space.grid import Space
 from planner.space.shared_stages import less_layers
 
 FIRST = 20
-"""Places of the ranking for which degrees are solved: whatever could take one of them is."""
+"""Number of places of the ranking for which degrees are solved; every layout that could take one of them is
+solved."""
 
 
 FURTHER = 4
-"""Places of the ranking for which layouts are looked at that are not enumerated."""
+"""Number of places of the ranking for which layouts beyond the enumerated ones are examined."""
 
 
 ROUND = 4096
@@ -48,16 +50,16 @@ def solutions(
     others: Sequence[Prices] = (),
     plain_alone: bool = False,
 ) -> list[Prices]:
-    """Further layouts, legal ones that fit and beat the listed ones that they are like.
+    """Solved layouts: legal ones that fit and beat the enumerated layouts that they are derived from.
 
     Args:
         space: legal layouts.
         found: the listed layouts that fit.
         floor: lower bounds of slowness for the layouts of the space.
-        prices: of those that fit; at least of all that would be in the first `FIRST` places if replicas
-            exchanged nothing.
+        prices: prices of layouts that fit, at least of all that would take the first `FIRST` places without
+            data-parallel communication.
         others: prices of other layouts that fit, which leave fewer places.
-        plain_alone: `space` lists layouts that recompute nothing alone.
+        plain_alone: `space` lists only layouts without recomputation.
     """
     fewer = problem.batch.maximum and problem.objective in ("throughput", "cost")
     where = problem.model, problem.cluster, problem.constants
@@ -97,13 +99,13 @@ def _worth_beside(objective: Objective, others: Sequence[Prices], parts: Sequenc
 
 
 def worth_among(objective: Objective, parts: Sequence[Prices], places: int = FIRST) -> Worth:
-    """A test of whether rows with so many seconds would be among the first of all `parts`."""
+    """A test if rows with given seconds would be among the first of all `parts`."""
     each = (slowness(objective, some.table.global_batch_size, some.step_time_s) for some in parts)
     return Worth.among(objective, np.concatenate([*each, np.zeros(0)]), places)
 
 
 def worth_of_further(objective: Objective, parts: Sequence[Prices]) -> Worth:
-    """A test of whether rows would be among the first `FURTHER` of all `parts`, or ahead of the last of
+    """A test if rows would be among the first `FURTHER` of all `parts`, or before the last if there are
     fewer."""
     count = sum(len(some) for some in parts)
     return worth_among(objective, parts, max(1, min(FURTHER, count)))
@@ -118,13 +120,12 @@ def balanced(
     floor: Floor,
     plain_alone: bool,
 ) -> Prices | None:
-    """Layouts with the split that is best, of those that the even split makes slower or too big.
-
-    All layers recompute the same: what `table` lists, or any other set of modules.
+    """Layouts with their best split, where the even split is slower or too big. All layers recompute the
+    same: the recomputation in `table`, or any other set of modules.
 
     Args:
         table: legal layouts.
-        found: which of them fit.
+        found: the layouts that fit.
         kinds, worth, floor, plain_alone: as for `planner.solve.recompute.least_recompute`.
     """
     where = problem.model, problem.cluster, problem.constants

@@ -1,10 +1,10 @@
-"""Layers of each stage, solved: the split of a 1F1B pipeline whose slowest stage takes least and which fits.
+"""Layers of each stage, solved: the split of a 1F1B pipeline that fits and has the fastest slowest stage.
 
-Stages are contiguous, and the first one has the embedding, the last one the head. With a bound on the seconds
-of a stage, each stage in turn takes as many layers as the bound and its memory allow: being further along
-never leaves a later stage more to do, so that the bound can be met if and only if this reaches the last
-layer. The least bound is found by bisection. Of splits with the same slowest stage those with the fewest
-layers on the largest one are chosen, with the large stages in front, or behind.
+Stages are contiguous. The first one has the embedding, the last one the head. Given a bound on a stage's
+seconds, each stage in turn takes as many layers as the bound and its memory allow. Taking more layers early
+never leaves more for later stages. So the bound can be met if and only if the last layer is reached.
+Bisection finds the least bound. Among splits with the same slowest stage, those with the fewest layers on the
+largest stage are chosen, with the large stages in front or behind.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from planner.solve.bisection import fewest_enough, least_number, most_within
 from planner.solve.bounds import Worth, least_step
 
 MOST_LEADING = 8
-"""Leading dense layers of a model with experts, beyond which its stages are left even."""
+"""Most leading dense layers of a model with experts for which splits are solved; with more, stages stay
+even."""
 
 UNUSED = ("dense_plain", "moe_plain", "dense_plain_in_flight", "moe_plain_in_flight", "backlog", "place")
-"""Fields of `Ranks` that are zero where all layers recompute the same and backward is one pass."""
+"""Fields of `Ranks` that are zero if all layers recompute the same and backward is not split."""
 
 CLOSE = 1e-7
-"""Relative width of the range of the bound at which its bisection ends."""
+"""Relative width of the interval at which the bisection of the bound ends."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,16 @@ class _Stages:
     """Stages of rows; arrays of [n, stages] or of [n]."""
 
     leading: int
-    """Layers in front that differ from the others: dense ones of a model with experts."""
+    """Leading layers that differ from the others: dense layers of a model with experts."""
     layers: int
     there: Bools
-    """Stages that the row has."""
+    """Mask of the stages that the row has."""
     fixed: Floats
     """Seconds of a stage without layers: of the embedding or of the head."""
     plain: Floats
     """Seconds of a leading layer, [n]."""
     usual: Floats
-    """Seconds of another layer, [n]."""
+    """Seconds of any other layer, [n]."""
 
     def take(self, rows: Ints) -> _Stages:
         """Some of the rows."""
@@ -82,19 +83,19 @@ class _Stages:
         return every
 
     def distinct(self) -> tuple[Ints, Ints]:
-        """The first of rows that are alike, and which of them each row is like."""
+        """The first row of each group of equal rows, and the group of each row."""
         columns = [self.there.sum(axis=1), self.plain, self.usual, self.fixed.sum(axis=1)]
         _, first, alike = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
         return first, alike.reshape(-1)
 
     def most(self, bound: Floats, caps: Ints, level: Ints) -> Ints:
-        """Layers that each stage can take in turn, [n, stages]; the stages may be more than all layers need.
+        """Most layers that each stage can take in turn, [n, stages]; they may exceed the layers of the model.
 
         Args:
             bound: seconds that no stage may exceed, [n].
-            caps: layers that fit into the memory of each stage, [n, stages, leading + 1], by how many of the
-                leading layers come before it.
-            level: layers that no stage may exceed, [n].
+            caps: layers that fit into the memory of each stage, [n, stages, leading + 1], by the number of
+                leading layers before it.
+            level: most layers of any stage, [n].
         """
         left = bound[:, None] - self.fixed
         count = np.floor(left / self.usual[:, None] * (1 + 1e-12)).astype(np.int64)
@@ -112,7 +113,7 @@ class _Stages:
         return np.where(self.there, count, 0)
 
     def reaches(self, count: Ints) -> Bools:
-        """Return whether stages of at most so many layers hold all layers, and none is empty, [n]."""
+        """Return whether stages with at most the given layers hold all layers, and none is empty, [n]."""
         result: Bools = (count.sum(axis=1) >= self.layers) & ((count >= 1) | ~self.there).all(axis=1)
         return result
 
@@ -127,10 +128,11 @@ class _Stages:
 def balanced_splits(
     model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable, fits: Bools, worth: Worth
 ) -> tuple[Ints, LayoutTable]:
-    """Rows of `table` with other layers per stage than the even ones, and the row that each is of.
+    """Rows of `table` with uneven layers per stage, and the row that each belongs to.
 
     Rows are left out where nothing fits, where the even split is as good, and where the result could not be
-    worth it. There are two for one row where the larger stages may lie in front or behind; one may not fit.
+    worth it. A row has two results where the larger stages may be in front or behind; one of them may not
+    fit.
 
     Args:
         table: rows of the schedule 1f1b with even stages, which recompute the same in all layers.
@@ -173,7 +175,7 @@ def balanced_splits(
 
 
 def _even(table: LayoutTable, stages: _Stages) -> Ints:
-    """The layers of each stage of the rows as they are, [n, stages]."""
+    """The present layers of each stage of the rows, [n, stages]."""
     even = np.zeros(stages.there.shape, dtype=np.int64)
     for each in distinct_numbers(table.split):
         layers = table.splits[each]
@@ -191,7 +193,7 @@ def _stages(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTab
 
 
 def _solve(stages: _Stages, caps: Ints | None) -> tuple[Floats, Ints]:
-    """The least seconds of the slowest stage of each row, infinite where no split fits, and the split."""
+    """The least seconds of the slowest stage of each row, with the split; infinite where no split fits."""
     rows = len(stages.usual)
     whole = np.full(rows, stages.layers)
     if caps is None:
@@ -215,9 +217,9 @@ def _solve(stages: _Stages, caps: Ints | None) -> tuple[Floats, Ints]:
 
 
 def _shortened(stages: _Stages, count: Ints, level: Ints, front: bool) -> Ints:
-    """`count` with one layer less on as many of the largest stages as there are layers too many, [n, stages].
+    """`count` with the surplus layers removed, one from each of the largest stages, [n, stages].
 
-    Those in front lose theirs, or those behind; stages that can hold leading layers come last.
+    Either the first or the last stages lose a layer; stages that can hold leading layers come last.
     """
     order = np.arange(count.shape[1]) if front else np.arange(count.shape[1])[::-1]
     order = np.concatenate([order[order >= stages.leading], order[order < stages.leading]])
@@ -229,7 +231,7 @@ def _shortened(stages: _Stages, count: Ints, level: Ints, front: bool) -> Ints:
 
 
 def _ranks(stages: _Stages, split: Ints, before: Ints, has_experts: bool) -> Ranks:
-    """Contents of the stages of `split` layers when `before` layers precede each, as entries of pipeline
+    """Contents of stages with `split` layers each, with `before` layers before them, as entries of pipeline
     ranks."""
     pipeline = stages.there.sum(axis=1)[:, None]
     stage = np.broadcast_to(np.arange(split.shape[1]), split.shape)
@@ -263,7 +265,7 @@ def _fits(job: _Job, stages: _Stages, split: Ints) -> Bools:
 
 
 def _caps(job: _Job, stages: _Stages) -> Ints:
-    """The most layers of each stage that fit, [n, stages, leading + 1], by the layers before it.
+    """The most layers of each stage that fit, [n, stages, leading + 1], by the leading layers before it.
 
     No stage is empty, so that only the first stages have fewer than the leading layers before them.
     """

@@ -1,1 +1,1 @@
-"""The layouts that are legal, and the rules that remove the others."""
+"""The legal layouts, and the rules that remove the others."""

@@ -1,4 +1,4 @@
-"""Rules that keep the search to what an engine runs (`costmodels.spec.abilities.Abilities`)."""
+"""Rules that limit the search to the layouts that an engine runs (`costmodels.spec.abilities.Abilities`)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from planner.space.rule import Rule
 from planner.space.shared_stages import shared_splits
 
 SWITCHES = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "expert_tensor_parallel")
-"""Degrees of which an engine without the feature runs 1 alone."""
+"""Degrees that must be 1 for an engine without the feature."""
 
 COMMAND = "`planner engines --json`"
-"""Page on which users see what engines run."""
+"""Command that shows the abilities of engines."""
 
 MESH_DEGREES = (*SWITCHES, "context_parallel", "context_parallel_form", "schedule")
 
@@ -32,11 +32,11 @@ GROUP_OF = {
     "sequence_parallel": "tensor_parallel",
     "context_parallel_form": "context_parallel",
 }
-"""The degree that must exceed 1 where a degree holds "where possible"."""
+"""For a pin that holds "where possible": the degree that must exceed 1 for it to apply."""
 
 
 def limits(engine: Engine) -> dict[str, tuple[Any, ...]]:
-    """The values that an engine runs of each degree of which it does not run all."""
+    """The values that an engine runs, for each degree with values that it does not run."""
     runs = engine.runs
     found: dict[str, tuple[Any, ...]] = {name: (1,) for name in SWITCHES if not getattr(runs, name)}
     if not runs.sequence_parallel:
@@ -75,7 +75,7 @@ def check_pins(engine: Engine, pins: Pins) -> None:
 
 
 def check_formats(engine: Engine, precision: Precision, pins: Pins) -> None:
-    """Raise `InputError` where pins ask of fp8 what the precision or the engine does not have."""
+    """Raise `InputError` where pins ask for an fp8 feature that the precision or the engine does not have."""
     recipe, gathers = str(pins.get("fp8_recipe", "default")), pins.get("fp8_param_gather") is True
     conflict = fp8_conflict(precision, recipe, gathers)
     if conflict is not None:
@@ -102,7 +102,7 @@ def engine_rules(engine: Engine, precision: str) -> tuple[Rule, ...]:
 
 
 def _rules(engine: Engine, precision: str) -> Iterator[Rule]:
-    """All rules of an engine: a layout is counted under the first that it breaks."""
+    """All rules of an engine; a layout is counted under the first rule that it breaks."""
     if engine.runs.splits_plain_layers:
         yield from kind_rules(precision)
     for subject in SUBJECTS:
@@ -110,7 +110,7 @@ def _rules(engine: Engine, precision: str) -> Iterator[Rule]:
 
 
 def _degree_rules(engine: Engine) -> Iterator[Rule]:
-    """Values of single degrees that an engine does not run."""
+    """Rules against values of single degrees that an engine does not run."""
     limited = limits(engine)
     for name in sorted(limited, key=lambda name: name not in MESH_DEGREES):
         where = _in_context if name == "context_parallel_form" else None
@@ -118,7 +118,7 @@ def _degree_rules(engine: Engine) -> Iterator[Rule]:
 
 
 def _zero_rules(engine: Engine) -> Iterator[Rule]:
-    """Stages of ZeRO beside pipelines, context parallelism and experts, and without a pipeline."""
+    """Rules for stages of ZeRO with pipelines, context parallelism and experts, and without a pipeline."""
     runs = engine.runs
     for rule, stages, degree in (
         ("engine_zero_pipeline", runs.pipeline_zero_stages, "pipeline_parallel"),
@@ -139,7 +139,7 @@ def _zero_rules(engine: Engine) -> Iterator[Rule]:
 
 
 def _expert_rules(engine: Engine) -> Iterator[Rule]:
-    """Rules for the split of experts and of key/value heads, and for the degrees beside it."""
+    """Rules for the split of experts and of key/value heads, and for degrees combined with it."""
     runs = engine.runs
     if runs.pipeline_parallel and not runs.pipelines_of_experts:
         yield Rule(
@@ -196,7 +196,8 @@ def _expert_rules(engine: Engine) -> Iterator[Rule]:
 
 
 def _attention_rules(engine: Engine) -> Iterator[Rule]:
-    """Kinds of attention beside forms of context parallelism; `kind_rules` has those of the runtime."""
+    """Rules for kinds of attention with forms of context parallelism; `kind_rules` has those of the
+    runtime."""
     runs = engine.runs
     if not runs.windows_in_ring:
         yield Rule(
@@ -231,7 +232,7 @@ def _kv_heads_of_rank(model: ModelSpec, d: LayoutTable) -> Ints:
 
 
 def _schedule_rules(engine: Engine) -> Iterator[Rule]:
-    """Schedules beside other parts of a layout, and how layers are shared out."""
+    """Rules for schedules with other parts of a layout, and for the division of layers."""
     runs = engine.runs
     if runs.untied_schedules:
         tied = [code_of("schedule", name) for name in runs.untied_schedules]
@@ -276,7 +277,7 @@ def _schedule_rules(engine: Engine) -> Iterator[Rule]:
 
 
 def _zero_state_rules(engine: Engine) -> Iterator[Rule]:
-    """Stages of ZeRO beside copies of shards and an offloaded optimizer."""
+    """Rules for stages of ZeRO with copies of shards and with an offloaded optimizer."""
     runs = engine.runs
     if set(runs.hybrid_zero_stages) < {1, 2, 3}:
         yield _only(
@@ -299,7 +300,7 @@ def _zero_state_rules(engine: Engine) -> Iterator[Rule]:
 
 
 def _recompute_rules(engine: Engine) -> Iterator[Rule]:
-    """Modules and layers that an engine recomputes."""
+    """Rules for the modules and layers that an engine recomputes."""
     runs = engine.runs
     if runs.modules_of(0) != type(runs).model_fields["recompute_modules"].default:
         yield Rule(
@@ -334,14 +335,14 @@ SUBJECTS: tuple[Callable[[Engine], Iterator[Rule]], ...] = (
     _zero_state_rules,
     _recompute_rules,
 )
-"""Rules by subject, in the order in which they are asked."""
+"""Rules by subject, in the order of their use."""
 
 
 def _expert_split(engine: Engine) -> Rule:
     always = engine.runs.expert_split == "as_layers"
 
     def wanted(d: LayoutTable) -> Ints:
-        """The tensor parallelism that experts have there."""
+        """The expert tensor parallelism that the engine needs there."""
         return np.where(always | (d.expert_parallel == 1), d.tensor_parallel, 1)
 
     return Rule(
@@ -364,7 +365,7 @@ def _only(
     when: str = "",
     rule: str = "",
 ) -> Rule:
-    """A rule that degree `name` has one of `values`, `where` that is asked."""
+    """A rule that degree `name` has one of `values`, applied `where` the mask holds."""
     codes = [code_of(name, value) for value in values]
 
     def broken(_: object, d: LayoutTable) -> Bools:

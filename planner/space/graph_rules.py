@@ -1,4 +1,4 @@
-"""Rules for passes that are CUDA graphs: nothing may wait for the host, or for ranks that are elsewhere."""
+"""Rules for passes in CUDA graphs: nothing may wait for the host, or for ranks in other passes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Broken = Callable[[ModelSpec, LayoutTable], Bools]
 
 
 GROUPED = ("bf16", "fp8", "mxfp8")
-"""Precisions in which GEMMs of all experts are one kernel, which reads on the device how many rows each
-gets."""
+"""Precisions in which the GEMMs of all experts are one kernel that reads their numbers of rows on the
+device."""
 
 
 def check_graphs(model: ModelSpec, device: Device, precision: Precision, pins: Pins) -> None:

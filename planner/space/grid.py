@@ -1,8 +1,7 @@
-"""Every layout of a problem, and for each one that is illegal the rule that removes it.
+"""Every layout of a problem, and the rule that removes each illegal one.
 
-The raw product of the degrees of freedom is an open grid: one axis a degree, arrays of length one on
-all other axes. Rules are evaluated on it by broadcasting, so that only the layouts which survive are
-ever written out as rows.
+The raw product of the degrees of freedom is an open grid: one axis a degree, arrays of length one on all
+other axes. Rules are evaluated on it by broadcasting, so only legal layouts are written out as rows.
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ SINGLE_VALUES = {
     "expert_halves": False,
     "cuda_graphs": False,
 }
-"""Fields that have one value in a search: this, or the pinned one."""
+"""Fields with one value in a search: the value here, or the pinned one."""
 
 PLAIN_SCHEDULES = ("1f1b", "interleaved")
 
 CHUNKS = ("virtual_pipeline_parallel", "schedule")
-"""Degrees that go together, along one axis."""
+"""Degrees that share one axis."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,16 @@ class Space:
 
     table: LayoutTable
     states: Places
-    """Numbers of states: rows of one number differ in sequences, sequence parallelism and what they recompute
-    only, and all have one microbatch or all several, so that they hold the same parameters, gradients and
-    optimizer states."""
+    """Number of the group of each row with equal parameters, gradients and optimizer states. Rows of a group
+    differ only in sequences, sequence parallelism and recomputation, and either all or none have several
+    microbatches."""
     work: Places
-    """Numbers of work: rows of one number differ in ZeRO and in what they recompute only."""
+    """Number of the group of each row with equal work; rows of a group differ only in ZeRO and
+    recomputation."""
     considered: int
-    """Layouts of the raw product."""
+    """Number of layouts of the raw product."""
     illegal: dict[str, int]
-    """Layouts by the first rule that they break; rules that none breaks are left out."""
+    """Numbers of layouts by the first rule that they break; rules that no layout breaks are left out."""
     has_reserve: bool = False
     """True if layouts in reserve are among the legal ones, because no other is legal."""
 
@@ -101,20 +101,23 @@ class MicroBatches:
     size: Ints
     """Sequences of a microbatch."""
     fewest: Bools
-    """A step has no more microbatches than its schedule needs; else as many as the batch holds."""
+    """True where a step has only the microbatches that its schedule needs; otherwise it has as many as the
+    batch holds."""
 
 
 Admit = Callable[[OpenGrid], tuple[OpenGrid, Bools]]
-"""A function that admits layouts of a grid: it returns a part of the grid and a mask of its admitted layouts.
+"""A function that admits layouts of a grid.
 
-Its pairs of mesh and chunks lie along the first axis.
+It returns a part of the grid and a mask of its admitted layouts. Pairs of mesh and chunks are along the first
+axis.
 """
 
 
 def micro_batch_sizes(batch: Batch, pins: Pins | None = None) -> Sequence[int]:
-    """Powers of two and divisors up to the batch, ascending, as the pins leave them.
+    """Powers of two and divisors up to the batch, ascending, that the pins allow.
 
-    Under a maximum, pins may leave none of these but others, of which the ends stand for all.
+    Under a maximum, pins may exclude all of these and allow others; then the ends of the allowed range
+    represent them.
     """
     powers = [1 << exponent for exponent in range(batch.size.bit_length())]
     usual = sorted({*powers, *divisors(batch.size)})
@@ -136,8 +139,8 @@ def grid(
     """The raw product as an open grid with `AXES` axes.
 
     Args:
-        schedules: those that are not pinned away.
-        micro_batches: other ones than the usual sizes.
+        schedules: schedules that pins allow.
+        micro_batches: sizes to use instead of the usual ones.
     """
     mesh = with_experts(model, meshes_with_forms(world_size, pins), pins)
     tp, pp, cp, dp, form, ep, etp = (_along(0, column) for column in mesh.T)
@@ -206,10 +209,10 @@ def build(
 
     Args:
         further: the rules of an engine or a job, besides those of all layouts.
-        micro_batches: other ones than the usual sizes.
-        admit: which layouts are looked at, those in reserve too; all but those in reserve where not given.
-        reserve: look at those in reserve in any case, as where no other layout is legal.
-        stages_alike: stages hold what the engine shares out itself (`planner.space.shared_stages`).
+        micro_batches: sizes to use instead of the usual ones.
+        admit: selects layouts, also among those in reserve; if None, all but those in reserve.
+        reserve: include layouts in reserve, as if no other layout were legal.
+        stages_alike: the engine itself divides the layers into stages (`planner.space.shared_stages`).
     """
     degrees = grid(model, world_size, batch, pins, micro_batches=micro_batches)
     legal = np.ones((1,) * AXES, dtype=bool)
@@ -255,7 +258,8 @@ def build(
 
 
 def _rules(pins: Pins, further: Sequence[Rule]) -> list[Rule]:
-    """The rules of a search: one that forbids what is merely redundant gives way to pins that ask for it."""
+    """The rules of a search; a rule against redundant layouts is lifted by pins that ask for these
+    layouts."""
     fixed = {name for name, value in pins.items() if not isinstance(value, Choice)}
     usual = [rule for rule in RULES if not rule.is_lifted(fixed)]
     early = [rule for rule in further if rule.of_mesh]
@@ -263,12 +267,13 @@ def _rules(pins: Pins, further: Sequence[Rule]) -> list[Rule]:
 
 
 def _count(legal: Bools, shape: tuple[int, ...]) -> int:
-    """Layouts of a grid of `shape` that a mask selects, whose axes of length one stand for all of an axis."""
+    """The number of layouts of a grid of `shape` that a mask selects; the mask's axes of length one are
+    broadcast."""
     return int(np.count_nonzero(legal)) * (math.prod(shape) // legal.size if legal.size else 0)
 
 
 def _flattened(degrees: OpenGrid, legal: Bools) -> tuple[OpenGrid, Bools]:
-    """The grid of the pairs of mesh and chunks that `legal` leaves, which lie along the first axis."""
+    """The grid of the pairs of mesh and chunks that `legal` allows; the pairs are along the first axis."""
     shape = degrees.shape
     rows, columns = np.nonzero(np.broadcast_to(legal, (*shape[:2], 1, 1, 1, 1))[:, :, 0, 0, 0, 0])
 
@@ -282,7 +287,8 @@ def _flattened(degrees: OpenGrid, legal: Bools) -> tuple[OpenGrid, Bools]:
 
 
 def _admitted(degrees: OpenGrid, legal: Bools, admit: Admit | None) -> tuple[OpenGrid, Bools]:
-    """The grid without pairs of mesh and chunks, and without microbatches, of which none is admitted."""
+    """The grid without those pairs of mesh and chunks, and those microbatches, that have no admitted
+    layout."""
     if admit is None:
         return degrees, legal
     before = degrees
@@ -306,9 +312,10 @@ def _admitted(degrees: OpenGrid, legal: Bools, admit: Admit | None) -> tuple[Ope
 def obstacle(
     model: ModelSpec, world_size: int, batch: Batch, pins: Pins, further: Sequence[Rule] = ()
 ) -> str:
-    """The rule that stops the layouts which break fewest rules, with its numbers: why none is legal.
+    """The reason why no layout is legal: the rule, with its numbers, that layouts with the fewest broken
+    rules break.
 
-    Only plain layouts are asked where pins leave them: what stops the others is seldom simpler.
+    Only plain layouts are examined if pins allow them, as the reasons of others are seldom simpler.
     """
     plain: Pins = {"expert_parallel": 1, "expert_tensor_parallel": 1}
     if "context_parallel_form" not in pins:
@@ -337,13 +344,13 @@ BATCH_RULES = (
     *("batch_too_small", "batch_divisibility", "pipeline_micro_batches"),
     *("interleaved_micro_batches", "v_micro_batches"),
 )
-"""Rules that another batch would lift."""
+"""Rules that another batch would satisfy."""
 
 
 def _too_few_sequences(
     world_size: int, batch: Batch, degrees: OpenGrid, rules: Sequence[Rule], broken: Sequence[Bools]
 ) -> str | None:
-    """The error where layouts break rules about the batch alone, and all of them need a larger one.
+    """The error where layouts break only rules about the batch, and all of them need a larger batch.
 
     Args:
         broken: masks of the layouts that break each of `rules`, on the whole grid.
@@ -402,7 +409,7 @@ def _table(
 
 
 def table_at(degrees: OpenGrid, where: tuple[Places, ...], precision: Precision, pins: Pins) -> LayoutTable:
-    """The layouts at some places of a grid, without their batch and the layers of their stages."""
+    """The layouts at given places of a grid, without batch and layers of stages."""
     named = {name: degrees.columns[name] for name in ARRAY_FIELDS if name in degrees.columns}
     none = np.zeros((1,) * AXES, dtype=np.int64)
     table = GridTable.on(
@@ -412,7 +419,7 @@ def table_at(degrees: OpenGrid, where: tuple[Places, ...], precision: Precision,
 
 
 def _formats(precision: Precision, pins: Pins) -> dict[str, Any]:
-    """All but the precision is as it is pinned."""
+    """The number formats of the layouts: the given precision, and the pinned values of the others."""
     others = {name: pins.get(name, Layout.model_fields[name].default) for name in FORMATS[1:]}
     return {"precision": precision, **others}
 
@@ -424,7 +431,8 @@ def _along(axis: int, values: Sequence[int] | Sequence[PinValue] | Ints) -> Ints
 
 
 def _grouped(pins: Pins, name: str, size: Ints, axis: int, values: Sequence[int]) -> Ints:
-    """A degree that needs a group of `size` ranks; where only possible it follows the size's axis."""
+    """Values of a degree that needs a group of `size` ranks; a pin "where possible" follows the axis of the
+    size."""
     pin = pins.get(name)
     if isinstance(pin, WherePossible):
         return np.where(size > 1, pin.value, 0)
@@ -432,9 +440,10 @@ def _grouped(pins: Pins, name: str, size: Ints, axis: int, values: Sequence[int]
 
 
 def _chunks(model: ModelSpec, pins: Pins, schedules: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Numbers of chunks, and the code of the schedule that goes with each, as the pins allow.
+    """Numbers of chunks that pins allow, and the code of the schedule of each.
 
-    Where no number of chunks that the layers allow goes with a pinned schedule, the rules say so of two.
+    If a pinned schedule allows no number of chunks that the layers allow, two chunks stay, so that the rules
+    report it.
     """
     # Two pipeline ranks are the fewest that interleave.
     counts = allowed_values(pins, "virtual_pipeline_parallel", range(1, max(1, model.layers // 2) + 1))

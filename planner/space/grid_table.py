@@ -1,7 +1,7 @@
-"""The legal layouts of a grid as a table that writes out a column, or some rows, when they are asked for.
+"""The legal layouts of a grid as a table that computes columns, or some rows, on demand.
 
-A large space has millions of legal layouts, of which a search looks at few columns and prices a part: to
-write all of them out takes longer than to price those.
+A large space has millions of legal layouts. A search needs few columns and prices only a part, so writing out
+all rows would take longer than the pricing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.table import ARRAY_FIELDS, Bools, Ints, LayoutTable
 
 Places = npt.NDArray[np.int32]
-"""Along one axis of the grid, [n]."""
+"""Places along one axis of the grid, [n]."""
 
 
 class GridTable(LayoutTable):
@@ -31,10 +31,10 @@ class GridTable(LayoutTable):
         splits: tuple[tuple[int, ...], ...],
         formats: Mapping[str, Any],
     ) -> GridTable:
-        """The layouts at some places of a grid.
+        """The layouts at given places of a grid.
 
         Args:
-            columns: arrays by field, with an axis for each of the grid's, of its length or of one.
+            columns: arrays by field; each has all axes of the grid, with the grid's length or length one.
             places: places of each row, along each axis of the grid.
             formats: values that all rows share (`costmodels.spec.table.FORMATS`).
         """
@@ -52,7 +52,7 @@ class GridTable(LayoutTable):
 
     @property
     def _is_written(self) -> bool:
-        """All columns are there: it was made from another table by `dataclasses.replace`."""
+        """True if all columns are computed, as in a table made by `dataclasses.replace`."""
         return "_places" not in vars(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +84,7 @@ class GridTable(LayoutTable):
         )
 
     def column(self, name: str, rows: Ints) -> Any:
-        """One column of the rows that an index selects; the others are not written out."""
+        """One column of the rows that an index selects; other columns are not computed."""
         if name in vars(self):
             return vars(self)[name][rows]
         array = self._columns[name]
@@ -115,7 +115,7 @@ def places_of(legal: Bools) -> tuple[Places, ...]:
 def _written(
     array: npt.NDArray[Any], places: tuple[Places, ...], known: dict[tuple[int, ...], Any]
 ) -> npt.NDArray[Any]:
-    """An array of the grid at each place; `known` are the flat places of shapes, which it adds to."""
+    """The values of a grid array at each place; `known` caches the flat places by shape."""
     if array.size == 1:
         # An axis of length one holds the same value wherever a row lies on it.
         return np.broadcast_to(array.ravel(), places[0].shape)
@@ -126,7 +126,7 @@ def _written(
 
 
 def flat_places(shape: tuple[int, ...], places: tuple[Places, ...]) -> Places:
-    """Places in an array of a grid, whose axes are of the grid's length or of one, that is laid out flat."""
+    """Flat indices into a grid array whose axes have the grid's length or length one."""
     wide = math.prod(shape) > np.iinfo(np.int32).max
     several = [(axis, size) for axis, size in zip(places, shape, strict=True) if size != 1]
     if not several:

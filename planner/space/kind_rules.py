@@ -1,4 +1,4 @@
-"""Rules for layers other than plain attention: splits of them that the bundled runtime lacks.
+"""Rules for layers other than plain attention: splits that the bundled runtime does not support.
 
 The search for an engine with `Abilities.splits_plain_layers` proposes no layout that breaks one, and the
 runtime refuses such a plan.
@@ -16,7 +16,7 @@ from costmodels.spec.table import RING, SCHEDULES, Bools, LayoutTable
 from planner.space.rule import Rule, divisors
 
 KEEPS_FUNCTIONS: Version = (2, 13)
-"""The first PyTorch whose schedules that split backward find the nodes that Functions of Python have made."""
+"""The first PyTorch version whose split-backward schedules find the nodes of Python autograd Functions."""
 
 
 def _in_ring(d: LayoutTable) -> Bools:
@@ -25,12 +25,12 @@ def _in_ring(d: LayoutTable) -> Bools:
 
 
 def has_windows(model: ModelSpec) -> bool:
-    """Return whether layers see less than the whole sequence."""
+    """Return whether some layers attend to a window only."""
     return bool({"window", "chunk"} & {*model.attention_pattern}) and model.window < model.seq
 
 
 def _key_heads(model: ModelSpec) -> int:
-    """Heads of keys of layers of linear attention; 0 without any."""
+    """Key heads of linear-attention layers; 0 without such layers."""
     sizes = model.linear_attention
     return sizes.key_heads if sizes is not None and "linear" in model.attention_pattern else 0
 
@@ -104,7 +104,7 @@ KIND_RULES: tuple[Rule, ...] = (
         ),
     ),
 )
-"""The rules in the order in which they are asked."""
+"""The rules in the order of their use."""
 
 FLOAT8_RULE = Rule(
     "fp8_split_backward",
@@ -118,7 +118,7 @@ FLOAT8_RULE = Rule(
 
 
 def kind_rules(precision: str) -> tuple[Rule, ...]:
-    """`KIND_RULES`, and what the PyTorch that is installed, if one is, does not do in a precision."""
+    """`KIND_RULES`, and rules for features that the installed PyTorch, if any, lacks in a precision."""
     version = installed_version()
     loses = version != "" and parsed_version(version) < KEEPS_FUNCTIONS
     return (*KIND_RULES, *((FLOAT8_RULE,) if loses and precision in NARROW else ()))

@@ -1,4 +1,4 @@
-"""Rules for layouts of adapters: some layouts have too little to do, and others cannot run adapters."""
+"""Rules for layouts of adapters: some layouts gain nothing, others cannot run adapters."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ LORA_RULES: tuple[Rule, ...] = (
 
 
 def _shared_inputs(model: ModelSpec) -> int:
-    """Greatest common divisor of the inputs of matrices in 4 bits that tensor parallelism splits by inputs;
-    0 where there are none."""
+    """Greatest common divisor of the input widths of 4-bit matrices that tensor parallelism splits by inputs;
+    0 without such matrices."""
     sizes = [
         layer.inputs
         for leading, layers in ((True, model.leading_layers), (False, model.routed_layers))
@@ -78,13 +78,13 @@ def _shared_inputs(model: ModelSpec) -> int:
 
 
 def check_precision(model: ModelSpec, precision: str) -> None:
-    """Raise `InputError` for adapters beside weights that are multiplied in 8 bits or fewer."""
+    """Raise `InputError` for adapters in a precision of 8 bits or fewer."""
     if model.lora is not None and precision in NARROW:
         raise InputError(f"precision {precision}: adapters train beside weights in 16 bits; use bf16")
 
 
 def check_engine(model: ModelSpec, engine: Engine) -> None:
-    """Raise `InputError` for a base in 4 bits under software whose way to keep it is not known."""
+    """Raise `InputError` for a 4-bit base under software whose 4-bit storage is not known."""
     if model.lora is not None and model.lora.quantize_base is not None and engine.name != DEFAULT_ENGINE:
         raise InputError(
             f"quantize-base {model.lora.quantize_base}: engine {engine.name} is not priced with frozen "

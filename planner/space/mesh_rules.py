@@ -1,4 +1,4 @@
-"""Rules about how the devices of a stage share its layers: tensor, expert and context parallelism."""
+"""Rules for the division of a stage's layers over its devices: tensor, expert and context parallelism."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def tensor_parallel_choices(model: ModelSpec) -> str:
 
 
 def _shares_kv_heads(model: ModelSpec, tp: Ints | int) -> Any:
-    """Return whether ranks get whole key/value heads, or equal groups of ranks share one.
+    """Return whether ranks get whole key/value heads, or equal groups of ranks share one head.
 
     The weights stay split, so their columns must be divisible too. Latent attention has as many key/value
-    heads as query heads, made from a latent that every rank holds.
+    heads as query heads; they are made from a latent that every rank holds.
     """
     kv = model.kv_heads
     if model.latent_attention is not None:

@@ -15,7 +15,7 @@ from planner.space.rule import divisors
 
 
 def meshes(world_size: int, pins: Pins) -> Ints:
-    """All rows (tp, pp, cp, dp) whose product is the world size and that agree with the pins, ascending.
+    """All rows (tp, pp, cp, dp), ascending, whose product is the world size and that agree with the pins.
 
     Raises `InputError` when the pins leave none.
     """
@@ -52,7 +52,7 @@ def _factors(world_size: int) -> Ints:
 
 
 def meshes_with_forms(world_size: int, pins: Pins) -> Ints:
-    """Rows (tp, pp, cp, dp, code of the context-parallel form); only one form has a group of one."""
+    """Rows (tp, pp, cp, dp, code of the context-parallel form); with cp = 1 there is only one form."""
     pin = pins.get("context_parallel_form")
     value = pin.value if isinstance(pin, WherePossible) else pin
     # A choice is between the forms of groups: one rank has no other form than the first.

@@ -12,15 +12,16 @@ from costmodels.spec.table import Bools, Ints, LayoutTable, code_of
 
 
 class OpenGrid(LayoutTable):
-    """A `LayoutTable` whose rows are not written out: one axis a degree, arrays of length one on all others.
+    """A `LayoutTable` whose rows are not written out: one axis for each degree, arrays of length one on all
+    other axes.
 
-    Its batch is computed when it is asked for, as few layouts are left by then.
+    The batch is computed on demand, when few layouts are left.
     """
 
     columns: Mapping[str, Ints | Bools]
-    """Arrays by the fields of `LayoutTable`, but for the batch and the split, and by `entries`, `layers` and
-    `deepest` of it; `batch` and `batch_is_maximum` are the sequences of one step that are asked for, exactly
-    or at most, and `fewest` where a step has no more microbatches than its schedule needs."""
+    """Arrays by the fields of `LayoutTable` except batch and split, and by its `entries`, `layers` and
+    `deepest`. `batch` has the requested sequences of one step; with `batch_is_maximum` they are a maximum.
+    `fewest` is true where a step has only the microbatches that its schedule needs."""
 
     @classmethod
     def on(cls, columns: Mapping[str, Ints | Bools]) -> OpenGrid:
@@ -45,10 +46,10 @@ class OpenGrid(LayoutTable):
         return OpenGrid.on({name: change(array) for name, array in self.columns.items()})
 
     def _most_sequences(self) -> Ints:
-        """Sequences of one step: the given ones, or the most under the maximum that the schedule can run.
+        """Sequences of one step: the given number, or the most under the maximum that the schedule can run.
 
-        Interleaved schedules need multiples of pp microbatches. Where not even that many fit, the multiple
-        of the smaller unit (or the maximum) shows what is missing.
+        Interleaved schedules need multiples of pp microbatches. If the maximum is too small for that, the
+        result is a multiple of the smaller unit, or the maximum; a rule then reports it.
         """
         batch, unit = self.columns["batch"], self.micro_batch_size * self.data_parallel
         if not self.columns["batch_is_maximum"].any():

@@ -1,4 +1,4 @@
-"""`Rule`: one reason why a layout is not considered."""
+"""`Rule`: one reason why a layout is illegal."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from costmodels.spec.table import Bools, LayoutTable
 
 @dataclass(frozen=True)
 class Rule:
-    """One reason why a layout is not considered further."""
+    """One reason why a layout is illegal."""
 
     name: str
     broken: Callable[[ModelSpec, LayoutTable], Bools]
     """True where the rule is broken; the shape broadcasts to that of the grid."""
     message: Callable[[ModelSpec, LayoutTable], str]
-    """The error of one layout: its numbers, and values that would be legal."""
+    """The error of one layout, with its numbers and legal values."""
     redundant: bool = False
-    """The layout would run, but the search covers one that is at least as good."""
+    """True if the layout would run, but another layout of the search is at least as good."""
     of_mesh: bool = False
-    """The rule looks at the mesh and the schedule alone; it is asked before the rules of all layouts where it
-    is about an engine or a job."""
+    """True if the rule depends on mesh and schedule only. Such a rule of an engine or a job is evaluated
+    before the rules of all layouts."""
     reserve: bool = False
-    """Layouts that break the rule are looked at where they could be among the first
+    """True if layouts that break the rule are examined when they could be among the first
     (`planner.solve.further`)."""
     lifted_by: tuple[tuple[str, ...], ...] = ()
-    """Groups of degrees: pins of all of any one group say that the user wants the redundant layout."""
+    """Groups of degrees; if all degrees of a group are pinned, the user wants the redundant layout."""
 
     def is_lifted(self, pinned: Set[str]) -> bool:
         """Return whether pins of the degrees `pinned` ask for layouts that the rule forbids."""

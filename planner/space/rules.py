@@ -1,7 +1,7 @@
 """Rules that make a layout illegal: a table of named rules, the same for one layout and for a million.
 
-A rule sees a `LayoutTable` whose arrays broadcast against each other, so that a rule about two degrees of
-freedom is evaluated on their two axes only. For one layout the arrays are 0-d.
+A rule gets a `LayoutTable` whose arrays broadcast against each other, so a rule about two degrees is
+evaluated on their two axes only. For one layout the arrays are 0-d.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from planner.space.mesh_rules import MESH_RULES
 from planner.space.rule import Rule, divisors
 
 LONGEST_CHUNK = 1.02
-"""The longest chunk of a virtual pipeline over the mean, at most: 126 layers in 64 chunks of one or two."""
+"""Largest ratio of the longest chunk of a virtual pipeline to the mean, such as 126 layers in 64 chunks of
+one or two."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -229,14 +230,14 @@ RULES: tuple[Rule, ...] = (
     *LORA_RULES,
     *GRAPH_RULES,
 )
-"""Rules in the order of their use: a layout is counted under the first rule that it breaks."""
+"""Rules in the order of their use; a layout is counted under the first rule that it breaks."""
 
 DEVICE_MEMORY = "device_memory"
-"""Name under which legal layouts that need more memory than a device has are counted."""
+"""Name of the count of legal layouts that need more memory than a device has."""
 
 
 def violations(model: ModelSpec, degrees: LayoutTable) -> Iterator[tuple[Rule, Bools]]:
-    """Each rule with the mask of where it is broken, in order."""
+    """Each rule, in order, with the mask of the layouts that break it."""
     for rule in RULES:
         yield rule, rule.broken(model, degrees)
 

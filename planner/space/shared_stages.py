@@ -1,6 +1,5 @@
-"""Layers of stages that an engine shares out itself, told how many fewer the first and the last stage have.
-
-torchtitan shares out layers in this way (`pipeline_parallel_layers_per_stage`,
+"""Layers of stages that an engine divides itself, given how many fewer the first and the last stage have.
+torchtitan divides layers in this way (`pipeline_parallel_layers_per_stage`,
 `pipeline_parallel_first_stage_less_layers` and `pipeline_parallel_last_stage_less_layers`, release 0.3.0).
 """
 
@@ -11,14 +10,15 @@ from functools import cache
 from itertools import product
 
 MOST_CHUNKS = 2
-"""Chunks of a rank that need no number of layers per stage: one, or two under schedules of several."""
+"""Most chunks of a rank for which no layers per stage need to be given: one, or two under schedules of
+several chunks."""
 
 MOST_FEWER = 4
-"""Layers that the first and the last stage have fewer, at most, where a search chooses."""
+"""Most layers by which a search makes the first and the last stage smaller."""
 
 
 def stage_layers(layers: int, stages: int, first_less: int, last_less: int) -> tuple[int, ...] | None:
-    """Layers of each stage, as `_generate_llm_fqn_per_model_part` shares them out; None where it refuses."""
+    """Layers of each stage, as `_generate_llm_fqn_per_model_part` divides them; None where it refuses."""
     if stages == 1:
         return (layers,)
     each, more = divmod(layers + first_less + last_less, stages)
@@ -31,14 +31,15 @@ def stage_layers(layers: int, stages: int, first_less: int, last_less: int) -> t
 
 
 def less_layers(layers_per_stage: tuple[int, ...], chunks: int) -> tuple[int | None, int, int] | None:
-    """The arguments that give these stages: layers per stage, and how many fewer the first and the last stage
-    have.
+    """The arguments that give these stages: layers per stage, and the difference of the first and the last
+    stage.
 
     Args:
-        chunks: model chunks of a rank; layers per stage are None where only the default makes so many.
+        chunks: model chunks of a rank; layers per stage are None where only the default gives that number of
+            chunks.
 
     Returns:
-        None where nothing gives these stages.
+        the arguments; None where no arguments give these stages.
     """
     layers, stages = sum(layers_per_stage), len(layers_per_stage)
     by_default: tuple[None, int, int] | None = None
@@ -54,7 +55,7 @@ def less_layers(layers_per_stage: tuple[int, ...], chunks: int) -> tuple[int | N
 
 @cache
 def shared_splits(layers: int, stages: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Layers of stages that the engine can be told to have, the most even first.
+    """All layers of stages that the engine's arguments can give, the most even first.
 
     Args:
         chunks: model chunks of a rank.
@@ -68,5 +69,5 @@ def shared_splits(layers: int, stages: int, chunks: int) -> tuple[tuple[int, ...
 
 
 def _fewer(most: int) -> Iterator[tuple[int, int]]:
-    """Layers that the first and the last stage have less, the fewest first."""
+    """Pairs of numbers by which the first and the last stage may be smaller, the smallest first."""
     yield from sorted(product(range(most + 1), range(most + 1)), key=sum)

@@ -1,1 +1,1 @@
-"""Pages in a browser: a form that answers questions, and runs while they train."""
+"""Pages in a browser: a form for questions with answers, and a view of running jobs."""

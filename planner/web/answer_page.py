@@ -1,4 +1,4 @@
-"""An answer as a page shows it: HTML, figures, and the files that go with it."""
+"""An answer for a page: HTML, figures, and files to download."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from planner.service.questions import Asked, answered
 from planner.web.form import SCRIPT
 
 MOST_PASSES = 3000
-"""Passes of a pipeline that are drawn at once; of a longer one the first and the last microbatches."""
+"""Most passes of a pipeline that are drawn; of a longer one only the first and the last microbatches are
+drawn."""
 
 
 def page_answer(question: Mapping[str, Any], hub: HubUse = "cached") -> dict[str, Any]:
     """The contents of a page that answers a question, for JSON; a wrong question has `error` alone.
 
-    `html` is the answer, `figures` are the figures by the names of their places, `files` are texts by their
-    names, `answer` is the output of `planner suggest --json`, and `command` asks the same at the command
-    line.
+    `html` is the answer, `figures` has the figures by the names of their places, `files` has texts by file
+    name, `answer` is the output of `planner suggest --json`, and `command` asks the same at the command line.
     """
     try:
         own = {name: value for name, value in question.items() if name != SCRIPT}
@@ -58,7 +58,7 @@ def page_answer(question: Mapping[str, Any], hub: HubUse = "cached") -> dict[str
 
 
 def answer_text(question: Mapping[str, Any], hub: HubUse = "cached") -> str:
-    """The JSON of `page_answer`; a fault of the planner is one line in it, and is printed for the server."""
+    """The JSON of `page_answer`; an internal error becomes one line in it, and is printed by the server."""
     try:
         return json.dumps(page_answer(question, hub))
     except Exception as error:
@@ -137,7 +137,7 @@ def _proposals(found: Sequence[Proposal]) -> str:
 
 
 def _as_fields(flags: Sequence[str]) -> dict[str, str]:
-    """Flags and their values as fields of a question; several values of one flag lie side by side."""
+    """Flags and their values as fields of a question; several values of one flag are joined by blanks."""
     found: dict[str, str] = {}
     name = ""
     for word in flags:
@@ -167,7 +167,7 @@ def _commands(asked: Asked, plan: Plan | None, command: str, written: WrittenFil
 
 
 def _unbroken(line: str) -> str:
-    """A line of a command as HTML that a narrow screen breaks between words alone, never behind a dash."""
+    """A line of a command as HTML; a narrow screen breaks it only between words, never behind a dash."""
     return " ".join(f"<span>{html.escape(word)}</span>" for word in line.split(" "))
 
 
@@ -180,7 +180,7 @@ Place = Callable[..., str]
 
 
 def _plans(found: Answer | SizesAnswer, plan: Plan | None, place: Place) -> Iterator[str]:
-    """The plan beside others, and its pictures."""
+    """The plan compared with others, and its figures."""
     if isinstance(found, SizesAnswer):
         asked = None if plan is None else plan.asked
         if asked is None:
@@ -239,7 +239,7 @@ def _file(written: WrittenFile | InputError | None) -> Iterator[str]:
 
 
 def _told(found: Answer | SizesAnswer) -> str:
-    """Assumptions and notes, and the plan for Megatron-LM."""
+    """The HTML of assumptions, notes, and the plan for Megatron-LM."""
     items = [*(f"assumed: {note}" for note in found.assumed), *(f"note: {note}" for note in found.notes)]
     if isinstance(found, Answer):
         if found.other is not None:

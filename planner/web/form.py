@@ -11,7 +11,7 @@ from planner.service.commands import targets
 from planner.service.fields import PRECISIONS, Field, fields
 
 SCRIPT = "script"
-"""The name of what the page alone asks: the form in which a plan is written."""
+"""Name of the field that only the page has: the form in which the plan is written."""
 
 MAIN = {
     "Model": {
@@ -33,7 +33,7 @@ MAIN = {
     "Fine-tuning": {"lora_rank": "LoRA rank", "quantize_base": "Base in 4 bits"},
     "Run": {"tokens": "Tokens to train on", "price_per_hour": "Price of a device and hour"},
 }
-"""Fields that are shown at once: their labels under the headings."""
+"""Labels of the fields that are shown at once, by heading."""
 
 EXAMPLES = {
     "model": "llama3-8b",
@@ -51,7 +51,7 @@ EXAMPLES = {
 """Placeholders of empty fields."""
 
 CHOICES: dict[str, Sequence[str]] = {"precision": PRECISIONS, "quantize_base": FORMATS}
-"""Values of which one is chosen."""
+"""Fields with a list of values to choose from."""
 
 BUTTONS = (
     '<p class="buttons"><button type="submit">Plan</button> '
@@ -60,11 +60,11 @@ BUTTONS = (
 )
 
 FIRST = {"model": "llama3-8b", "device": "h100", "world_size": "8", "global_batch_size": "64"}
-"""The question of a page whose address has none."""
+"""The question of a page if its address has no question."""
 
 
 def form() -> str:
-    """The fields under their headings, the usual ones first; the others are folded away."""
+    """The fields under their headings, the usual ones first; the others are collapsed."""
     known, shown = fields(), [name for group in MAIN.values() for name in group]
     choices = {**CHOICES, "engine": engine_names()}
     parts = [

@@ -1,4 +1,5 @@
-"""The server of the pages: it sends the form, and answers one question a request. Wants the extra `web`."""
+"""The server of the pages: it sends the form, and answers one question per request. It needs the extra
+`web`."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ except ImportError:
     ) from None
 
 MOST_BYTES = MIB
-"""Bytes of a question."""
+"""Most bytes of a question."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -54,7 +55,7 @@ HEADERS = {
 
 
 def own_asset(name: str) -> str:
-    """A file of this folder that pages hold."""
+    """The text of a file of this folder that pages include."""
     return files("planner.web").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -62,8 +63,9 @@ def question_app(host: str, workers: Workers | None = None, hub: HubUse = "cache
     """The application that answers questions.
 
     Args:
-        host: name or address of the server; names of other hosts are refused on a loopback address.
-        workers: processes that make the answers.
+        host: name or address of the server; on a loopback address, requests with other host names are
+            refused.
+        workers: number of processes that answer.
         hub: reach of the look-up of ids on the Hugging Face Hub.
     """
     shared = workers or Workers()
@@ -82,7 +84,8 @@ def question_app(host: str, workers: Workers | None = None, hub: HubUse = "cache
 
 
 async def _question(request: Request) -> dict[str, Any]:
-    """The values of a question; raises `InputError` for a body that holds none, or is too large."""
+    """The values of a question; raises `InputError` for a body without a question, or one that is too
+    large."""
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         # A page of another server can send no such body without asking first.
         raise InputError("a question is sent as application/json")
@@ -107,7 +110,7 @@ def application(
     routes: Sequence[Route],
     close: Callable[[], None] = lambda: None,
 ) -> Starlette:
-    """A page with its scripts, what it draws with, and further routes.
+    """The application of a page: its scripts, its plotting library, and further routes.
 
     Args:
         close: function that is called when the server ends.
@@ -168,7 +171,7 @@ def address(opened: socket.socket) -> str:
 
 
 def make_server(app: Starlette) -> uvicorn.Server:
-    """A server of an application, which says nothing but errors."""
+    """A server of an application; it logs only errors."""
     return uvicorn.Server(
         uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=2)
     )

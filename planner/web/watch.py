@@ -1,4 +1,4 @@
-"""The page of runs that train: their figures and a table, anew every few seconds."""
+"""The page of running jobs: figures and a table, refreshed every few seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIGURES = {"loss": loss, "measured": steps, "speed": speed, "peaks": peaks}
 
 
 def runs_now(runs: Sequence[LoggedRun]) -> dict[str, Any]:
-    """The contents of a page on runs, for JSON: a table, lines on slow ranks, and figures."""
+    """The contents of a page on runs, as a JSON record: a table, lines on slow ranks, and figures."""
     heads = "".join(f'<th scope="col">{name}</th>' for name in RUN_COLUMNS)
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in run_row(run)) + "</tr>" for run in runs

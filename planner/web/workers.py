@@ -1,6 +1,6 @@
-"""Calls that a server makes: so many at once, so many that wait, and none for ever.
+"""Calls of a server, with limits on concurrent calls, waiting calls and seconds.
 
-Each runs in a process of its own kind (`planner.processes.Helper`), which can be ended amid a call.
+Each call runs in a helper process (`planner.processes.Helper`), which can be ended during the call.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Workers:
         helper.end()
 
     def close(self) -> None:
-        """End all processes, whatever they do."""
+        """End all processes at once."""
         for helper in list(self._all):
             self._end(helper)
         self._idle.clear()

@@ -1,1 +1,1 @@
-"""Measurements of the devices at hand, from kernels to whole steps, that the cost model is fitted to."""
+"""Measurements of the devices at hand, from kernels to whole steps, to which the cost model is fitted."""

@@ -25,7 +25,7 @@ TIMEOUT_MINUTES = 10.0
 
 
 def run_rank(options: CalibrateOptions) -> None:
-    """Measure the devices of these ranks; the first one fits, writes and says what changed."""
+    """Measure the devices of these ranks; the first rank fits, writes the file and prints the changes."""
     ranks = Ranks.from_environment()
     device = torch_device(options.cpu or not local_device_count(), ranks)
     plain = plain_device(options.cpu or not local_device_count(), ranks.local_world_size)

@@ -13,7 +13,7 @@ from planner.options.flags import flag
 from planner.options.limits import Bounds
 
 DEFAULT_MODEL = {"cpu": "gpt2-nano", "gpu": "gpt2-small"}
-"""Model whose shapes are measured where none is named, by the kind of device."""
+"""Default model whose shapes are measured, by the kind of device."""
 
 
 @dataclass(frozen=True)

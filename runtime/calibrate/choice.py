@@ -1,4 +1,4 @@
-"""Layouts that tell most of what the layouts of a model do differently, and models small enough to run."""
+"""The layouts that show most of the differences between a model's layouts, and models small enough to run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from planner.ranking.result import SearchResult
 from runtime.parallel.ranks import Ranks
 
 LAYERS = 4
-"""Layers that a model is cut to: constants are of one layer."""
+"""Number of layers to which a model is cut, as constants are for one layer."""
 
 LONGEST_STEP_S = 0.25
-"""Largest predicted seconds of a step of a model that is run without cuts."""
+"""Largest predicted seconds of a step with which a model is run without cuts."""
 
 SHORTEST = 128
-"""Tokens of a sequence, at least."""
+"""Fewest tokens of a sequence."""
 
 
 def cut_to_size(spec: ModelSpec, device: Device, ranks: Ranks) -> ModelSpec:
-    """The model with few layers, and sequences so short that a step takes no longer than it may."""
+    """The model with few layers, and with sequences short enough for the time limit of a step."""
     if len(spec.mlp_pattern) or len(spec.attention_pattern) > 1:
         keep = spec.layers  # Layers that differ keep their order.
     else:
@@ -50,10 +50,10 @@ def small_problem(spec: ModelSpec, device: Device, ranks: Ranks) -> SearchResult
 
 
 def in_turns(models: Sequence[tuple[ModelSpec, LayoutTable]]) -> Iterator[tuple[ModelSpec, Layout]]:
-    """Layouts of several models in turns, those first that have most in them which none before them has.
+    """Layouts of several models by turns; first those with the most features that no earlier layout has.
 
-    Features that were measured with another model come after features that no model has: models share their
-    constants, and time may end first.
+    Features already measured with another model come later, as models share constants and the time may end
+    first.
     """
     left = [_Left(spec, table) for spec, table in models]
     told: set[object] = set()
@@ -77,14 +77,15 @@ class _Left:
         self.several = False
 
     def has_more_than(self, told: set[object]) -> bool:
-        """Return whether some layout has a feature that is neither in `told` nor was seen with this model."""
+        """Return whether some layout has a feature that is neither in `told` nor was measured with this
+        model."""
         return any(signs - self.seen - told for signs in self.signs.values())
 
     def take(self, told: set[object]) -> tuple[Layout, frozenset[object]]:
-        """The layout with most features that are not in `told`, and then with most that were not seen with
-        this model.
+        """The layout with the most features that are not in `told`, and then with the most that were not
+        measured with this model.
 
-        Of layouts with as many, the simplest comes first, with one microbatch and with several in turns.
+        Among equals the simplest comes first, alternately with one and with several microbatches.
         """
         best = max(
             self.signs,
@@ -103,7 +104,7 @@ class _Left:
 
 
 def _signs(layout: Layout) -> Iterator[object]:
-    """Features of a layout that cost something of their own, each alone and with several microbatches."""
+    """Features of a layout that affect its cost, each also in combination with several microbatches."""
     several = layout.micro_batches > 1
     features: list[object] = []
     if layout.tensor_parallel > 1:

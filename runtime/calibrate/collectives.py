@@ -1,4 +1,4 @@
-"""Seconds of collectives by size and group, all groups of a size at the same time, as layouts have them."""
+"""Seconds of collectives by size and group; all groups of a size run at the same time, as in training."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SIZES = {"cpu": (1 << 12, 1 << 17, 1 << 21), "accelerator": (1 << 14, 1 << 20, 1
 """Bytes of the messages."""
 
 ROUNDS = 5
-"""Messages there and back that are timed together."""
+"""Number of round trips that are timed together."""
 
 
 def measure_calls(ranks: Ranks, device: torch.device, budget_s: float) -> Iterator[CallTime]:
     """Calls of each collective over groups of neighbours and over all ranks; every rank calls it.
 
     Args:
-        budget_s: after which no further group is measured; the first one always is.
+        budget_s: seconds after which no further group is measured; the first group always is.
     """
     started = time.perf_counter()
     groups = [(count, *_own_group(ranks, count, stride)) for count, stride in _groups(ranks)]
@@ -69,7 +69,7 @@ def _groups(ranks: Ranks) -> Iterator[tuple[int, int]]:
 
 
 def _own_group(ranks: Ranks, count: int, stride: int) -> tuple[Any, list[int]]:
-    """The group that this rank is in, of all that tile the ranks, and its members."""
+    """This rank's group, among groups that tile all ranks, and its members."""
     base = ranks.rank // (count * stride) * count * stride + ranks.rank % stride
     own = [base + stride * number for number in range(count)]
     if count == ranks.world_size:
@@ -78,7 +78,7 @@ def _own_group(ranks: Ranks, count: int, stride: int) -> tuple[Any, list[int]]:
 
 
 def _messages(ranks: Ranks, members: list[int], nodes: int, device: torch.device) -> Iterator[CallTime]:
-    """Messages between pairs of neighbours, there and back."""
+    """Round trips of messages between pairs of neighbours."""
     first, second = members
     for size in SIZES[kind_of(device)]:
         message = torch.zeros(size, dtype=torch.uint8, device=device)

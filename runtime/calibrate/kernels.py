@@ -1,6 +1,7 @@
-"""Seconds of what a training step is made of, on every rank at the same time: they share what they share.
+"""Seconds of the kernels of a training step, on all ranks at the same time, so that shared resources are
+shared as in training.
 
-Shapes are those that the cost model counts for the layers of a model (`costmodels.layers.operators`).
+Shapes are those of the cost model for the layers of a model (`costmodels.layers.operators`).
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from runtime.parallel.accelerator import is_accelerator, kind_of
 from runtime.preflight.speed import seconds_of
 
 LEAST_CALLS, ENOUGH_S = 3, 0.02
-"""Calls of a kernel that are timed, of which the median counts, and seconds after which there are enough."""
+"""Least number of timed calls of a kernel, whose median counts, and seconds after which no further call is
+timed."""
 
 QUEUED = 8
-"""Calls of a kernel that an accelerator is given before it is waited for, as a step launches one while
-another runs."""
+"""Number of calls queued on an accelerator before waiting for it, as in a step."""
 
 TOGETHER, TOGETHER_S = (7, 31), 0.05
-"""Calls of a collective, of which the median counts: the fewest and the most, and in how many seconds."""
+"""Fewest and most timed calls of a collective, whose median counts, and the seconds for them."""
 
 COPY_BYTES = {"cpu": 1 << 25, "accelerator": 1 << 29}
-"""Bytes that are copied: more than any cache holds of one rank's share."""
+"""Bytes that are copied; more than one rank's share of any cache."""
 
 PARAMETERS = {"cpu": 1 << 21, "accelerator": 1 << 26}
 """Elements of the tensor that the optimizer updates."""
 
 TINY = 32
-"""Hidden size of a layer that takes next to nothing but its launches."""
+"""Hidden size of a layer whose time is almost only its launches."""
 
 
 def kernel_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call that was called before: the median of some, on the slowest rank."""
+    """Seconds of a warmed-up call: the median of several calls, on the slowest rank."""
     call()
     queued = QUEUED if is_accelerator(device) else 1
 
@@ -61,7 +62,7 @@ def kernel_seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def call_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call that all ranks make together, as often on each rank."""
+    """Seconds of a call that all ranks make together, with the same number of calls on each rank."""
     call()
     least, most = TOGETHER
     count = min(most, max(least, round(TOGETHER_S / slowest(seconds_of(call, device), device))))
@@ -77,7 +78,7 @@ def slowest(seconds: float, device: torch.device) -> float:
 
 
 def slowest_rate(rate: float, device: torch.device) -> float:
-    """The least of what the ranks have measured of a rate."""
+    """The smallest of the ranks' measurements of a rate."""
     return 1.0 / slowest(1.0 / rate, device)
 
 
@@ -97,7 +98,7 @@ def product_shapes(model: ModelSpec, engine: Engine, layouts: Sequence[Layout]) 
 
 
 def measure_product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> ProductTime:
-    """A GEMM as a layer has it, and the two of its backward pass."""
+    """Measure a GEMM of a layer, and the two GEMMs of its backward pass."""
     m, k, n = shape
     left, right, gradient = (
         torch.randn(*size, device=device, dtype=dtype) for size in ((m, k), (n, k), (m, n))
@@ -110,7 +111,7 @@ def measure_product(shape: tuple[int, int, int], dtype: torch.dtype, device: tor
 def measure_attention(
     model: ModelSpec, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> AttentionTime:
-    """Core attention of a layer under `layout`, forward and backward."""
+    """Measure core attention of a layer under `layout`, forward and backward."""
     batch, heads = layout.micro_batch_size, max(1, model.heads // layout.tensor_parallel)
     shape = batch, heads, model.seq, model.head_dim
     q, k, v = (torch.randn(*shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -140,7 +141,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def host_rate(device: torch.device) -> float | None:
-    """Bytes per second from the device to its host; None on a CPU, which is both."""
+    """Bytes per second from the device to its host; None on a CPU, which is its own host."""
     if device.type == "cpu":
         return None
     size = COPY_BYTES[kind_of(device)]
@@ -150,7 +151,7 @@ def host_rate(device: torch.device) -> float | None:
 
 
 def layer_host_seconds(model: ModelSpec, device: torch.device) -> float:
-    """Forward pass of a layer of the model's kind, of next to no size: what it takes to launch it."""
+    """Seconds to launch a layer: the forward pass of a tiny layer of the model's kind."""
     sizes: dict[str, object] = {
         "hidden": TINY,
         "heads": 2,
@@ -186,7 +187,7 @@ def update_seconds(device: torch.device) -> float:
 
 
 def distinct(layouts: Sequence[Layout]) -> Iterator[Layout]:
-    """One layout of each size of the tensors on a rank."""
+    """One layout for each distinct set of tensor sizes on a rank."""
     seen = set()
     for layout in layouts:
         sizes = layout.tensor_parallel, layout.context_parallel, layout.micro_batch_size

@@ -1,7 +1,6 @@
-"""A calibration of this machine alone: kernels on some ranks, then each layout on ranks of its own.
+"""A calibration of this machine alone: kernels on some ranks, then each layout on new ranks.
 
-That is how runs have them: what one layout leaves behind, threads of its groups and memory, is not there for
-the next.
+As in real runs, no layout is affected by threads and memory of an earlier one.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ if TYPE_CHECKING:
     from runtime.calibrate.steps import MeasuredSteps
 
 KERNELS_SHARE = 0.3
-"""The share of the time that kernels have; steps have the rest."""
+"""The share of the time for kernels; steps have the rest."""
 
 MOST_OTHERS = 0.15
-"""Share of the cores that others may take of steps that count, where most are quieter."""
+"""Largest share of the cores used by other processes with which steps count, if most steps are less
+disturbed."""
 
 Progress = Callable[[float, str], None]
 
@@ -40,9 +40,9 @@ def measure_machine(
     """Kernels, collectives and steps of models, measured by `count` ranks of this machine.
 
     Args:
-        plain: the device as the catalogue has it, for so many ranks.
+        plain: the catalogue's device, for this number of ranks.
         budget_s: seconds after which no further measurement begins.
-        progress: told the share that is done, 0 to 1, and what comes next.
+        progress: called with the finished share, 0 to 1, and the next task.
     """
     started = time.perf_counter()
     ranks = Ranks(0, 0, count, count)
@@ -71,14 +71,14 @@ def measure_machine(
 
 
 def cut(specs: Sequence[ModelSpec], plain: Device, ranks: Ranks) -> list[ModelSpec]:
-    """The models, each small enough for its steps to be run."""
+    """The models, each cut so that its steps can be run."""
     return [cut_to_size(spec, plain, ranks) for spec in specs]
 
 
 def _kernels_on_rank(
     models: Sequence[tuple[ModelSpec, LayoutTable]], plain: Device, threads: int, budget_s: float
 ) -> Measurements:
-    """Runs on every rank."""
+    """Measure kernels; runs on every rank."""
     import torch
 
     from runtime.calibrate.measure import measure_kernels

@@ -22,10 +22,10 @@ from runtime.parallel.accelerator import is_accelerator
 from runtime.parallel.ranks import Ranks
 
 PRODUCTS_SHARE, ATTENTION_SHARE = 0.3, 0.45
-"""Shares of the time in which no further shape is begun; collectives have the rest."""
+"""Shares of the time after which no further GEMM, or attention, is begun; collectives have the rest."""
 
 LEAST = 2
-"""Shapes that are measured however long they take."""
+"""Number of shapes that are always measured."""
 
 
 def measure_kernels(
@@ -38,8 +38,8 @@ def measure_kernels(
     """Seconds of kernels and collectives on this machine for shapes of `models`; every rank calls it.
 
     Args:
-        models: with their layouts, all in one number format.
-        engine: with its constants for the device, which says what shapes a layer has.
+        models: models with their layouts, all in one number format.
+        engine: engine with its constants for the device, which determine the shapes of a layer.
         budget_s: seconds after which no further measurement begins.
     """
     started, watch = time.perf_counter(), Watch()
@@ -48,7 +48,7 @@ def measure_kernels(
     resident = _resident_bytes(device)
 
     def late(share: float) -> bool:
-        """Return whether this share of the time is over, by the first rank's clock."""
+        """Return whether this share of the time has passed, by the first rank's clock."""
         over = torch.tensor(float(time.perf_counter() - started > share * budget_s), device=device)
         if dist.get_world_size() > 1:
             dist.broadcast(over, 0)
@@ -87,7 +87,7 @@ def measure_kernels(
 
 
 def _resident_bytes(device: torch.device) -> float:
-    """Bytes of this process so far, where it shares the memory of its host with its tensors."""
+    """Resident bytes of this process so far, if its tensors are in host memory."""
     if is_accelerator(device):
         return 0.0
     scale = 1 if sys.platform == "darwin" else 1024

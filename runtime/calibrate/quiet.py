@@ -1,4 +1,4 @@
-"""The share of a machine's cores that other processes take while something is measured."""
+"""The share of a machine's cores that other processes use during a measurement."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Watch:
         self.started, self.busy, self.own = time.perf_counter(), _busy_s(), time.process_time()
 
     def others(self) -> float:
-        """Share of the machine's cores that processes besides these ranks have taken meanwhile, 0 to 1.
+        """Share of the machine's cores used by processes other than these ranks since the start, 0 to 1.
 
-        Every rank calls it and gets the same; 0 where the system does not tell.
+        Every rank calls it and gets the same result; 0 where the system does not report it.
         """
         own = torch.tensor(time.process_time() - self.own, dtype=torch.float64)
         elapsed, busy = time.perf_counter() - self.started, _busy_s() - self.busy
@@ -46,7 +46,7 @@ class Watch:
 
 
 def _busy_s() -> float:
-    """Seconds of all cores in which any process ran since the machine started; 0 where nobody tells."""
+    """Busy seconds of all cores since the machine started; 0 where the system does not report it."""
     try:
         line = STAT.read_text(encoding="ascii").partition("\n")[0].split()[1:]
         return sum(float(line[column]) for column in BUSY) / TICKS

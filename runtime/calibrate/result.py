@@ -1,4 +1,5 @@
-"""The result of a calibration: a device file, what it changes in the catalogue's device and in plans."""
+"""The result of a calibration: a device file, and its differences from the catalogue's device and in
+plans."""
 
 from __future__ import annotations
 
@@ -29,14 +30,14 @@ SHOWN = (
     ("host.step", "host seconds of a step besides"),
     ("network.collective_latency", "seconds of a collective besides its hops"),
 )
-"""Constants that a person has a picture of."""
+"""Constants that are shown to the user."""
 
 DISTURBED = 0.1
-"""Share of the cores that others took from which on the measurements are doubted."""
+"""Share of the cores used by other processes from which on measurements count as disturbed."""
 
 
 def keep(path: Path, ranks: int, device: Device, models: Sequence[ModelSpec]) -> MeasuredDevices:
-    """Write `device` for so many ranks into a file, beside what it has of this machine already."""
+    """Add `device`, for a number of ranks, to the file of this machine."""
     before: dict[int, Device] = {}
     names = [spec.name for spec in models]
     try:
@@ -61,7 +62,7 @@ def keep(path: Path, ranks: int, device: Device, models: Sequence[ModelSpec]) ->
 
 
 def plain_device(on_cpu: bool, ranks: int) -> Device:
-    """This machine's device as the catalogue has it; one rank's share of its CPU."""
+    """The catalogue's device of this machine; for a CPU, one rank's share."""
     if on_cpu:
         return load_device("cpu", ranks=ranks)
     from runtime.job.devices import catalogue_device
@@ -70,10 +71,10 @@ def plain_device(on_cpu: bool, ranks: int) -> Device:
 
 
 def finish(found: Measurements, plain: Device, specs: Sequence[ModelSpec], save: str | None) -> Iterator[str]:
-    """Fit what was measured and write it; lines of what changed.
+    """Fit the measurements and write the result; returns lines on the changes.
 
     Args:
-        save: the file; this machine's own if None.
+        save: the file to write; this machine's own file if None.
     """
     engine = load_engine(DEFAULT_ENGINE)
     fitted = fitted_device(plain, engine, found).model_copy(update={"source": source_line(found)})
@@ -93,7 +94,7 @@ def source_line(found: Measurements) -> str:
 
 
 def change_lines(plain: Device, device: Device, engine: Engine, found: Measurements) -> Iterator[str]:
-    """Measured values beside those of the catalogue, a line each."""
+    """Lines with a measured value and the catalogue's value."""
     before, after = engine.for_device(plain), engine.for_device(device)
     rows: list[tuple[str, float, float]] = [
         (
@@ -117,7 +118,7 @@ def change_lines(plain: Device, device: Device, engine: Engine, found: Measureme
 
 
 def plan_lines(spec: ModelSpec, plain: Device, device: Device, engine: Engine, ranks: int) -> Iterator[str]:
-    """The best plan of a model by the catalogue and by what was measured."""
+    """Lines with the best plan of a model by the catalogue and by the measurements."""
     best = []
     for one in (plain, device):
         result = search(

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a few training steps of a layout, on ranks that have met."""
+"""Seconds and bytes of a few training steps of a layout, on initialised ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 
 WARM_UP = 2
-"""Steps that allocate, compile and make the optimizer's state."""
+"""Number of warm-up steps, which allocate, compile and make the optimizer's state."""
 
 LEAST_STEPS, MOST_STEPS, ENOUGH_S = 3, 15, 0.5
-"""Steps that are timed, and in how long: more of short ones."""
+"""Least and largest number of timed steps, and their seconds; short steps are timed more often."""
 
 DISTURBED, MOST_TURNS = 0.08, 5
-"""Share of the cores that others may take while steps are timed, and how often they are timed again."""
+"""Largest share of the cores that other processes may use while steps are timed, and most repetitions of the
+timing."""
 
 
 class MeasuredSteps(NamedTuple):
@@ -36,9 +37,9 @@ class MeasuredSteps(NamedTuple):
     step_time_s: float
     """Mean of the middle half of the steps."""
     peak_memory_bytes: int
-    """The largest peak memory of all ranks in bytes, as a run logs it."""
+    """The largest logged peak memory of all ranks, in bytes."""
     others: float
-    """Share of the cores that other processes took meanwhile."""
+    """Share of the cores that other processes used during these steps."""
 
 
 def measure_steps(
@@ -46,10 +47,10 @@ def measure_steps(
 ) -> MeasuredSteps:
     """Train `layout` for a few steps of random tokens; every rank calls it and gets the same answer.
 
-    Steps that others disturb are timed again, and those that they disturbed least count.
+    Steps disturbed by other processes are timed again, and the least disturbed ones count.
 
     Args:
-        enough_s: seconds of steps that are timed, where that many are few or many enough.
+        enough_s: seconds of timed steps, within the least and largest number.
     """
     trainer = Trainer(spec, layout, TrainingOptions(train_iters=10**6), device)
     draw = np.random.RandomState(0)
@@ -81,7 +82,7 @@ def measure_steps(
 
 
 def middle_mean(values: Sequence[float]) -> float:
-    """Mean of the middle half: as steady as a mean where nothing disturbs, and deaf to what is far off."""
+    """Mean of the middle half: as stable as a mean, and not affected by outliers."""
     cut = len(values) // 4
     return statistics.fmean(sorted(values)[cut : len(values) - cut])
 

@@ -1,9 +1,9 @@
 """Checkpoints: `FOLDER/iter_0000100`, written whole or not at all, through torch.distributed.checkpoint.
 
-Tensors are stored under their names in the whole model, so that any layout can read what another wrote.
-Beside them lie `run.json`, which says what the checkpoint is of, and `manifest.json` with a checksum of every
-file. `verify` compares the files of a checkpoint with it; `publish` adds a folder of files that come from
-elsewhere.
+Tensors are stored under their names in the whole model, so that any layout can read what another wrote. With
+them are `run.json`, which describes model and run, and `manifest.json` with a checksum of every file.
+`verify` compares the files of a checkpoint with the manifest; `publish` adds a folder of files written by
+other code.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ WITH_PYTORCH = {
     "Saver": "saver",
     "SaveFailed": "writer",
 }
-"""Names whose modules import PyTorch: whoever only asks what is in a folder need not wait for it."""
+"""Names whose modules import PyTorch; they are imported on first use, as questions about a folder do not need
+PyTorch."""
 
 
 def __getattr__(name: str) -> Any:

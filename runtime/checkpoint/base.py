@@ -1,4 +1,4 @@
-"""The base checkpoint of adapters: the reference to it, and the check that it is still there."""
+"""The base checkpoint of adapters: the reference to it, and the check that it is unchanged."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def base_in(folder: str | Path, iteration: int) -> Base:
 
 
 def check_base(source: Path, base: Base) -> Path:
-    """The checkpoint that the adapters in `source` are added to.
+    """The base checkpoint of the adapters in `source`.
 
-    Raises `InputError` where it is not there as it was.
+    Raises `InputError` where it is missing or has changed.
     """
     where = iteration_folder(base.folder, base.iteration)
     if not is_folder(where):

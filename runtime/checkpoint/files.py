@@ -1,4 +1,4 @@
-"""Writing of files that must be on the disk before other files name them."""
+"""Writing of files that must be on disk before other files refer to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the entries of a folder are on disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

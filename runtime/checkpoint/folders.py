@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: `FOLDER/iter_0000100` each, and a file that names the newest.
 
 A checkpoint is written into `iter_0000100.partial`. When all its files are on the disk the folder gets its
-name, and then the tracker names it. So a crash at any byte leaves the last good one, which is found.
+name, and then the tracker names it. So after a crash at any point, the last complete checkpoint is found.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """File that names the newest complete checkpoint (Megatron-LM's name)."""
 
 LARGEST_TRACKER = 1 << 16
-"""Bytes; what is larger names no iteration."""
+"""Most bytes of the tracker; a larger file names no iteration."""
 
 PARTIAL_SUFFIX = ".partial"
-"""Ending of what is being written, or deleted: nobody needs it after a crash."""
+"""Suffix of folders that are being written or deleted; they are useless after a crash."""
 
 REPLACED_SUFFIX = ".replaced"
-"""Ending of a checkpoint while one of the same iteration takes its place."""
+"""Suffix of a checkpoint while another one of the same iteration replaces it."""
 
 _ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
@@ -73,7 +73,7 @@ def latest_iteration(folder: str | Path) -> int | None:
     """Iteration of the newest complete checkpoint; None when there is none.
 
     Raises:
-        InputError: the tracker names none, or the folder cannot be read.
+        InputError: the tracker names no iteration, or the folder cannot be read.
     """
     return _readable(Path(folder), lambda: _latest(Path(folder)))
 
@@ -101,7 +101,7 @@ def iteration_to_load(folder: str | Path, step: int | None = None) -> int | None
     """The iteration `step`, or the newest when it is None; None when there is no checkpoint at all.
 
     Raises:
-        InputError: that of `step` is not there, or the newest is not what the tracker says.
+        InputError: the checkpoint of `step` is missing, or the newest one differs from the tracker's.
     """
     if step is None:
         return latest_iteration(folder)
@@ -113,7 +113,7 @@ def iteration_to_load(folder: str | Path, step: int | None = None) -> int | None
 
 
 def reload_advice(folder: Path, iteration: int) -> str:
-    """Advice for the end of a message: how to do without the checkpoint of `iteration`."""
+    """Advice for the end of a message: how to continue without the checkpoint of `iteration`."""
     there = iterations(folder) if os.access(folder, os.R_OK | os.X_OK) else []
     whole = [i for i in there if i != iteration and has_all_files(iteration_folder(folder, i))]
     if not whole:
@@ -132,13 +132,13 @@ def _readable(path: Path, work: Callable[[], Result]) -> Result:
 def publish(
     folder: str | Path, iteration: int, run: Mapping[str, Any], files: Mapping[str, FileRecord]
 ) -> Path:
-    """Make what lies in `partial_folder(folder, iteration)` the newest checkpoint; returns its folder.
+    """Make the contents of `partial_folder(folder, iteration)` the newest checkpoint; returns its folder.
 
-    One process calls it, when all of `files` are on the disk. Raises `OSError`.
+    One process calls it when all `files` are on disk. Raises `OSError`.
 
     Args:
         run: the contents of run.json; see `RunFile`.
-        files: what was written, by name; `file_records` reads it from the disk.
+        files: records of the written files, by name; `file_records` reads them from disk.
     """
     target, partial = iteration_folder(folder, iteration), partial_folder(folder, iteration)
     for name in files:
@@ -167,7 +167,7 @@ def publish(
 
 
 def file_records(folder: Path) -> dict[str, FileRecord]:
-    """Records of the files in `folder`, which are brought to the disk."""
+    """Records of the files in `folder`, after flushing them to disk."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -175,7 +175,7 @@ def file_records(folder: Path) -> dict[str, FileRecord]:
 
 
 def clear_folder(folder: Path) -> None:
-    """Make `folder`, and delete what saves that were cut off have left in it."""
+    """Make `folder`, and delete the remains of interrupted saves in it."""
     folder.mkdir(parents=True, exist_ok=True)
     _put_back(folder)
     # A replaced folder that is still here has a successor of its name, and is not needed.
@@ -185,9 +185,9 @@ def clear_folder(folder: Path) -> None:
 
 
 def prune_checkpoints(folder: Path, newest: int, keep: int) -> None:
-    """Delete checkpoints older than the last `keep` up to `newest`, but for those that are being read.
+    """Delete checkpoints older than the last `keep` up to `newest`, except those that are being read.
 
-    Checkpoints of later iterations, which a run that was set back has yet to reach, stay.
+    Checkpoints of later iterations stay, as a run that went back to an earlier one has yet to reach them.
     """
     for iteration in [i for i in iterations(folder) if i <= newest][:-keep]:
         target = iteration_folder(folder, iteration)
@@ -201,7 +201,7 @@ def prune_checkpoints(folder: Path, newest: int, keep: int) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """Undo a replacement that was cut off between its two renames."""
+    """Undo a replacement that was interrupted between its two renames."""
     for path in folder.glob(f"iter_*{REPLACED_SUFFIX}"):
         target = path.with_name(path.name.removesuffix(REPLACED_SUFFIX))
         if not target.exists():

@@ -1,4 +1,4 @@
-"""Loading a checkpoint: nothing is used of one that is not whole, or is of something else."""
+"""Loading of checkpoints; an incomplete one, or one of another model, is not used at all."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def load(
     expected: Mapping[str, Any] | None = None,
     with_optimizer: bool = True,
 ) -> dict[str, Any]:
-    """Read a checkpoint into `trainer`; every rank calls it. Returns what `save` was given as `run`.
+    """Read a checkpoint into `trainer`; every rank calls it. Returns the `run` that `save` was given.
 
     Args:
-        expected: what the run must have been told, so that samples come in the same order.
-        with_optimizer: read the optimizer's state too. Without it the iteration goes on, but the optimizer,
-            its schedules and the loss scale begin anew, as with Megatron-LM's `--no-load-optim`.
+        expected: settings that the saved run must have, so that samples come in the same order.
+        with_optimizer: read the optimizer's state too. Without it the iteration continues, but the optimizer,
+            its schedules and the loss scale start anew, as with Megatron-LM's `--no-load-optim`.
 
     Raises:
         InputError: a file is missing or damaged, the checkpoint is of another model or optimizer, or its run
@@ -77,9 +77,9 @@ def load(
 
 
 def load_weights_only(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteration: int) -> RunFile:
-    """Read the weights of a checkpoint into `trainer`, which starts anew otherwise; every rank calls it.
+    """Read only the weights of a checkpoint into `trainer`, which otherwise starts anew; every rank calls it.
 
-    They are frozen where `trainer` has adapters and the checkpoint none.
+    The weights are frozen if `trainer` has adapters and the checkpoint has none.
 
     Raises:
         InputError: a file is missing or damaged, or the checkpoint is of another model.
@@ -107,7 +107,7 @@ def _load_base(source: Path, base: Base, trainer: Trainer) -> None:
 
 
 def _checked(source: Path, iteration: int) -> RunFile:
-    """The run.json of a checkpoint, after one rank has read each of its files and found it whole."""
+    """The run.json of a checkpoint, after one rank has verified all of its files."""
     try:
         manifest = run_on_first_rank(lambda: read_manifest(source))
         by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
@@ -123,7 +123,7 @@ def _checked(source: Path, iteration: int) -> RunFile:
 
 
 def _check_data(source: Path, told: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Refuse other data of as many tokens; checkpoints that do not tell theirs are believed."""
+    """Refuse different data; a checkpoint without checksums of its data is accepted."""
     same_length = told.get("tokens") == expected.get("tokens")
     other = difference(told["data"], expected["data"]) if {"data"} <= told.keys() & expected.keys() else None
     if other is not None and same_length:

@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's files: what was written is what is read, or an error names the file.
+"""Checksums of a checkpoint's files, so that an error names a file that differs from the written one.
 
-`manifest.json` lists the length and the CRC-32 of every other file. The checksums are of the bytes that were
-meant to be written, so that later losses and changes of a disk are found. A changed bit is always found.
+`manifest.json` lists the length and the CRC-32 of every other file. The checksums are of the bytes before
+writing, so later losses and changes on disk are found. A single changed bit is always found.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if os.name == "posix":
     import fcntl
 
 MANIFEST = "manifest.json"
-"""The last file that is written: a folder without it holds no whole checkpoint."""
+"""The last written file; a folder without it has no complete checkpoint."""
 
 BLOCK_BYTES = 1 << 22
-"""Bytes of one read."""
+"""Bytes that are read at a time."""
 
 LARGEST_MANIFEST = 1 << 28
-"""Bytes of a list of a million files."""
+"""Most bytes of a manifest; enough for a million files."""
 
 _FILE_NAME = re.compile(r"\.?\w[\w.-]*", re.ASCII)
 
@@ -98,12 +98,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damage_error(path: Path, how: str) -> InputError:
-    """The error of a file of a checkpoint that cannot be trusted."""
+    """The error for a damaged file of a checkpoint."""
     return InputError(f"{path}: the file is damaged: it {how}")
 
 
 def record_file(path: Path) -> FileRecord:
-    """The record of the file that lies at `path`."""
+    """The record of the file at `path`."""
     crc = size = 0
     with open_regular(path) as file:
         while block := file.read(BLOCK_BYTES):
@@ -113,7 +113,7 @@ def record_file(path: Path) -> FileRecord:
 
 
 def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Raise `InputError` that names the first of `files` which `folder` does not hold as it was saved."""
+    """Raise `InputError` that names the first of `files` that is missing in `folder` or has changed."""
     for name, record in files.items():
         path = folder / name
         try:
@@ -135,7 +135,7 @@ def verify(folder: str | Path) -> Manifest:
     It needs no process group, and none of the files is unpickled.
 
     Args:
-        folder: that of one iteration, such as `checkpoints/iter_0000100`.
+        folder: the folder of one iteration, such as `checkpoints/iter_0000100`.
 
     Raises:
         InputError: it names the first file that is missing or damaged.
@@ -146,7 +146,7 @@ def verify(folder: str | Path) -> Manifest:
 
 
 def has_all_files(folder: Path) -> bool:
-    """Return whether all files of a checkpoint are there with their lengths; their contents are not read."""
+    """Return whether all files of a checkpoint exist with their lengths; their contents are not read."""
     try:
         files = read_manifest(folder).files
         return all((folder / name).stat().st_size == record.bytes for name, record in files.items())
@@ -156,13 +156,13 @@ def has_all_files(folder: Path) -> bool:
 
 @contextmanager
 def reader_lock(folder: Path) -> Iterator[None]:
-    """Keep a run with --keep-last from deleting the checkpoint in `folder` meanwhile."""
+    """Within this context a run with --keep-last does not delete the checkpoint in `folder`."""
     with _locked(folder, exclusive=False):
         yield
 
 
 def has_reader(folder: Path) -> bool:
-    """Return whether somebody reads the checkpoint in `folder` now."""
+    """Return whether a process is reading the checkpoint in `folder`."""
     try:
         with _locked(folder, exclusive=True):
             return False
@@ -172,7 +172,7 @@ def has_reader(folder: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path, exclusive: bool) -> Iterator[None]:
-    """Hold a lock of the manifest, where the system and the file system have locks."""
+    """Hold a lock of the manifest, if the system and the file system support locks."""
     path = folder / MANIFEST
     try:
         # A pipe would be waited for.

@@ -1,8 +1,7 @@
-"""The `.metadata` file of torch.distributed.checkpoint, read without running anything.
+"""The `.metadata` file of torch.distributed.checkpoint, read without running code.
 
-PyTorch writes it as a pickle, and a pickle may call whatever it likes when it is loaded. So no pickle is
-loaded here. Its few opcodes are read as data, names of classes stay names, and only the form that PyTorch
-writes is accepted.
+PyTorch writes it as a pickle, and loading a pickle may call any function. So the pickle is not loaded: its
+few opcodes are read as data, names of classes stay names, and only PyTorch's form is accepted.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from costmodels.errors import InputError
 from costmodels.files import read_at_most
 
 METADATA = ".metadata"
-"""The file that lists the tensors of a checkpoint, and where each lies in the other files."""
+"""The file that lists the tensors of a checkpoint, and the place of each in the other files."""
 
 LARGEST_METADATA = 1 << 30
-"""Bytes of some million pieces of tensors."""
+"""Most bytes of the file; enough for some million pieces of tensors."""
 
 MOST_DIMENSIONS = 16
 MOST_ELEMENTS = 1 << 60
@@ -56,7 +55,7 @@ KNOWN_CLASSES = frozenset(
     # The folder that was written to, which nobody needs.
     | {(module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")}
 )
-"""Modules and names that may be there. None of them is called."""
+"""Allowed modules and names. None of them is called."""
 
 _FILE = re.compile(r"\w[\w.-]*", re.ASCII)
 
@@ -71,11 +70,11 @@ class Place(NamedTuple):
 
 
 class _Malformed(Exception):
-    """A pickle that PyTorch did not write."""
+    """Error: PyTorch did not write this pickle."""
 
 
 class _Name:
-    """A module's name and the name of an object in it, which is not looked up."""
+    """The names of a module and of an object in it; the object is not looked up."""
 
     __slots__ = ("module", "name")
 
@@ -87,7 +86,8 @@ class _Name:
 
 
 class _Object:
-    """A pickled call, not made: its class or function, its `arguments`, and the state of its result."""
+    """A pickled call that is not made: its class or function, its `arguments`, and the state of its
+    result."""
 
     __slots__ = ("arguments", "of", "state")
 
@@ -97,14 +97,15 @@ class _Object:
 
 
 class _Pairs(list[Any]):
-    """A dictionary as its keys and values by turns: keys are not hashed before it is known what they are."""
+    """A dictionary as a list of alternating keys and values; keys are not hashed before their type is
+    checked."""
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The tensors of the checkpoint in `folder`, and where their pieces lie.
+    """The tensors of the checkpoint in `folder`, and the places of their pieces.
 
     Raises:
-        InputError: there is no `.metadata`, or it says anything else than where tensors are in the folder.
+        InputError: there is no `.metadata`, or it has other contents than places of tensors.
     """
     path = folder / METADATA
     try:
@@ -124,7 +125,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Parser:
-    """Reads the opcodes of which PyTorch's file consists (protocols 4 and 5), and no others."""
+    """A reader of the opcodes in PyTorch's file (protocols 4 and 5); it refuses all others."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
@@ -267,7 +268,7 @@ class _Parser:
 
 
 def _metadata(found: Any) -> Metadata:
-    """Metadata in PyTorch's own classes, from objects of a pickle of which each field is checked."""
+    """Metadata in PyTorch's own classes, from a pickle's objects, with each field checked."""
     fields = _fields(found, "Metadata")
     places = dict(_place(key, value) for key, value in _pairs(fields.get("storage_data")))
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -284,7 +285,7 @@ def _metadata(found: Any) -> Metadata:
 
 
 def _fields(found: Any, name: str, module: str = _OF_METADATA) -> dict[str, Any]:
-    """The fields of an object of the class that is expected."""
+    """The fields of an object, which must be of the expected class."""
     if type(found) is not _Object or found.arguments or not found.of.is_of(name, module):
         of = f"{found.of.module}.{found.of.name}" if type(found) is _Object else type(found).__name__
         raise _Malformed(f"{of[:80]!r} where a {name} belongs")

@@ -1,9 +1,9 @@
-"""One job at a time writes into a folder: a lock that ends with its process, however that ends.
+"""A lock that lets only one job at a time write into a folder; it ends with its process.
 
-The lock is the system's, of the file `owner.json`, which says who holds it. Some file systems have no locks,
-or know those of their own machine only (Lustre mounted with localflock, NFS with local_lock). So the owner
-also counts up in the file every few seconds, and a record of another machine that goes on counting is heeded.
-Where two jobs began at once all the same, the last to write its record owns the folder. The other job stops
+It is a system lock on the file `owner.json`, which names the owner. Some file systems have no locks, or only
+locks within a machine (Lustre mounted with localflock, NFS with local_lock). So the owner also increments a
+counter in the file every few seconds. A record of another machine with a growing counter counts as an owner.
+If two jobs begin at the same time, the last one to write its record owns the folder, and the other job stops
 at its next save.
 """
 
@@ -29,37 +29,36 @@ if os.name == "posix":
     import fcntl
 
 OWNER = "owner.json"
-"""File in a folder that jobs write into; it stays, and is empty when nobody writes."""
+"""The lock file in a folder of jobs; it stays, and is empty when no job writes."""
 
 RECORD_BYTES = 1024
-"""Length of the file, so that a record takes the place of another at once."""
+"""Fixed length of the file, so that a record is replaced in one write."""
 
 BEAT_S = 2.0
-"""Seconds from one count to the next."""
+"""Seconds between two increments of the counter."""
 
 WATCH_S = 7.0
-"""Seconds for which a record of another machine is watched for the next count."""
+"""Seconds for which the counter of another machine's record is watched."""
 
 PATIENCE_S = 3.0
-"""Seconds that a job waits for processes of another job that are just ending."""
+"""Seconds that a job waits for ending processes of another job."""
 
 PATIENCE_OF_RESTART_S = 120.0
-"""Seconds of patience of a job that was started again, maybe on other machines: its own processes may end
-late."""
+"""Seconds that a restarted job waits, as its own earlier processes may end late on other machines."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Record(BaseModel):
-    """The process that writes into a folder."""
+    """The record of the process that writes into a folder."""
 
     process: int
     host: str
     machine: str
-    """The kernel of the machine, until it boots again."""
+    """The boot id of the machine."""
     since: str
     token: str
-    """Differs from owner to owner."""
+    """A random text that differs between owners."""
     beat: int = 0
 
     def describe(self) -> str:
@@ -71,8 +70,8 @@ class Owner:
     """This process's claim to a folder.
 
     Args:
-        folder: exists.
-        named: what a message says of it, such as `--save checkpoints`.
+        folder: an existing folder.
+        named: its name in messages, such as `--save checkpoints`.
     """
 
     def __init__(self, folder: Path, named: str) -> None:
@@ -123,7 +122,7 @@ class Owner:
         self.close()
 
     def close(self) -> None:
-        """Let go of a folder that is gone, or has another name now."""
+        """Give up a folder that was deleted or renamed."""
         self.ended.set()
         _owners.pop(resolved(self.path), None)
         if self.file is not None:
@@ -131,7 +130,7 @@ class Owner:
             self.file = None
 
     def check(self) -> None:
-        """Raise `InputError` when another job has taken the folder, which locks did not keep it from."""
+        """Raise `InputError` when another job has taken the folder despite the lock."""
         with contextlib.suppress(OSError):
             now = _read(self.path)
             if now is not None and now.token != self.record.token:
@@ -162,7 +161,7 @@ class Owner:
         return None
 
     def _beat(self) -> None:
-        """Raise the count of the record while it is this process's."""
+        """Increment the counter while the record belongs to this process."""
         while not self.ended.wait(BEAT_S):
             with contextlib.suppress(OSError):
                 if _read(self.path, self.record.token) is None:
@@ -177,12 +176,12 @@ class Owner:
 
 
 _owners: dict[Path, Owner] = {}
-"""The owners that this process holds, by their files."""
+"""The owners in this process, by their files."""
 
 
 @contextmanager
 def ownership(folder: Path, named: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Own `folder` meanwhile; see `Owner`."""
+    """Own `folder` within this context; see `Owner`."""
     owner = Owner(folder, named)
     owner.acquire(patience_s)
     try:
@@ -192,7 +191,7 @@ def ownership(folder: Path, named: str, patience_s: float = PATIENCE_S) -> Itera
 
 
 def check_ownership(folder: Path) -> None:
-    """Raise `InputError` when this process owned `folder`, and another one does now."""
+    """Raise `InputError` when this process owned `folder`, but another one now does."""
     owner = _owners.get(resolved(folder / OWNER))
     if owner is not None:
         owner.check()
@@ -205,7 +204,8 @@ def _machine() -> str:
 
 
 def _lock(file: int) -> bool | None:
-    """Lock a file until it is closed; False when another process has, None where there are no locks."""
+    """Lock a file until it is closed; returns False when another process has the lock, None where there are
+    no locks."""
     if os.name != "posix":
         return None
     try:
@@ -218,7 +218,7 @@ def _lock(file: int) -> bool | None:
 
 
 def _read(path: Path, token: str | None = None) -> Record | None:
-    """The record in a file, if there is one, and if it has `token` where that is given."""
+    """The record in a file, or None; with `token`, only a record of that token."""
     with path.open("rb") as file:
         text = file.read(RECORD_BYTES)
     try:
@@ -229,7 +229,7 @@ def _read(path: Path, token: str | None = None) -> Record | None:
 
 
 def _counts_on(path: Path, told: Record) -> bool:
-    """Return whether the owner that a file tells of is alive."""
+    """Return whether the counter in a file grows, so that its owner is alive."""
     end = time.monotonic() + WATCH_S
     while time.monotonic() < end:
         time.sleep(min(BEAT_S, WATCH_S) / 4)

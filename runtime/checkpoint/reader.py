@@ -24,13 +24,13 @@ from runtime.checkpoint.metadata import Place, read_metadata
 
 
 class CheckpointReader(StorageReader):
-    """Reads what PyTorch's `FileSystemWriter` has written, but runs nothing of it.
+    """A reader of the files of PyTorch's `FileSystemWriter` that runs no code from them.
 
-    PyTorch's own reader unpickles `.metadata`, which may be anybody's.
+    PyTorch's own reader unpickles `.metadata`, which may come from anybody.
 
     Raises:
-        InputError: here for a folder without readable `.metadata`, and while tensors are read for a file that
-            is missing or damaged.
+        InputError: the folder has no readable `.metadata`; or, while tensors are read, a file is missing or
+            damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -45,19 +45,19 @@ class CheckpointReader(StorageReader):
         """Do nothing: each reader reads one folder."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Do nothing: planners may change what tensors are asked for, not where they lie."""
+        """Do nothing; planners may change the requested tensors, but not their places."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is: every rank reads its own tensors."""
+        """Return the plan unchanged; every rank reads its own tensors."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans as they are: every rank reads its own tensors."""
+        """Return the plans unchanged; every rank reads its own tensors."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: readers are made for a folder, never chosen by one."""
+        """Return False, as readers are made for a folder and never chosen by an id."""
         return False
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -89,7 +89,7 @@ class CheckpointReader(StorageReader):
 
 
 def _tensor(file: BinaryIO, place: Place) -> Tensor:
-    """The piece of a tensor at a place of a file."""
+    """A tensor read from a place in a file."""
     # One archive for each piece: anything else, and what would unpack to more than there is, is refused.
     with zipfile.ZipFile(_Slice(file, place)) as archive:
         records = archive.infolist()
@@ -110,7 +110,7 @@ def _part(tensor: Tensor, item: ReadItem) -> Tensor:
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A part of a file as a file object."""
 
     def __init__(self, file: BinaryIO, place: Place) -> None:
         self.file, self.start, self.size = file, place.offset, place.length

@@ -1,4 +1,4 @@
-"""run.json: what a checkpoint is of."""
+"""run.json: the description of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ RUN_FILE = "run.json"
 """The file with model, iteration, optimizer state, loss scale, and the arguments of `save`."""
 
 LARGEST_RUN_FILE = 1 << 24
-"""Bytes; what is larger is no run.json."""
+"""Most bytes of a run.json."""
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
 class LossScaleState(BaseModel):
-    """The loss scale of fp16."""
+    """The state of fp16's loss scale."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -35,21 +35,21 @@ class LossScaleState(BaseModel):
 
 
 class RunFile(BaseModel):
-    """The contents of run.json; further fields are those that `save` was given."""
+    """The contents of run.json; further fields are the arguments of `save`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     iteration: Count
     model: ModelSpec
     skipped_iterations: Count = 0
-    """Iterations that changed nothing, so that schedules and the optimizer do not count them."""
+    """Number of skipped iterations, which schedules and the optimizer do not count."""
     optimizer_state: list[str] = []
-    """Slots of the optimizer's state, such as exp_avg; none where weights alone are stored."""
+    """Slots of the optimizer's state, such as exp_avg; empty where only weights are stored."""
     loss_scale: LossScaleState | None = None
     base: Base | None = None
-    """The base of the adapters of `model.lora`; None where there are none."""
+    """The base of the adapters of `model.lora`; None without adapters."""
     consumed_samples: Count = 0
-    """Samples of the training data that were trained on."""
+    """Number of samples of the training data that were trained on."""
 
     @model_validator(mode="after")
     def _skips_what_was_run(self) -> RunFile:
@@ -65,7 +65,7 @@ class RunFile(BaseModel):
 
 
 def run_text(run: Mapping[str, Any]) -> str:
-    """The contents of a run.json; raises `pydantic.ValidationError` for what could not be read again."""
+    """The text of a run.json; raises `pydantic.ValidationError` for values that could not be read again."""
     RunFile.model_validate(run)
     return json.dumps(run, indent=1)
 

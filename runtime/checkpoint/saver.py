@@ -1,4 +1,5 @@
-"""The checkpoints that a run writes: one at a time, beside training if it likes, and what a failure means."""
+"""The checkpoints that a run writes, one at a time, optionally beside training, with the handling of
+failures."""
 
 from __future__ import annotations
 
@@ -20,21 +21,20 @@ from runtime.parallel.cores import use_all_cores
 from runtime.train.trainer import Trainer
 
 SAVE_TIMEOUT = timedelta(hours=2)
-"""Seconds after which ranks give up waiting for one whose disk does not answer."""
+"""Seconds after which ranks stop waiting for a rank whose disk does not answer."""
 
 LAST_CHANCE_S = 60.0
-"""Seconds that a run that ends with an error waits for a save that is under way."""
+"""Seconds that a run that ends with an error waits for a running save."""
 
 
 class Saver:
-    """Saves into one folder; every rank has one and calls it at the same iterations.
+    """A writer of checkpoints into one folder; every rank has one and calls it at the same iterations.
 
-    A save that fails because of the disk leaves the checkpoints that were there and is told; training goes
-    on, since the next one may find room. If that fails too, or it was the last of the run, the run ends: what
-    it would go on to compute might be lost.
-
-    An asynchronous save takes a copy of this rank's share in host memory, and a thread writes that, with a
-    process group of its own. The copy is kept for the next save, which waits until this one is written.
+    A save that fails because of the disk keeps the earlier checkpoints and is reported. Training goes on,
+    since the next save may find room. If that one fails too, or it was the last save of the run, the run
+    ends, as further work might be lost. An asynchronous save copies this rank's share to host memory, and a
+    thread with its own process group writes the copy. The copy's memory is reused for the next save, which
+    waits until this one is written.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Saver:
         """The errors of the last saves in a row that failed."""
 
     def save(self, trainer: Trainer, spec: ModelSpec, run: dict[str, Any]) -> None:
-        """Write the state of `trainer`, or begin to.
+        """Write the state of `trainer`, or begin to write it.
 
         Raises:
             InputError: the second save in a row has failed.
@@ -104,14 +104,14 @@ class Saver:
         planner.taken.wait()
 
     def wait(self) -> None:
-        """Wait until the last save is written; raises what became of it, as `save` does."""
+        """Wait until the last save is written; raises its error, as `save` does."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
         self._settle()
 
     def abandon(self) -> None:
-        """The run ends with an error: let what is being written become whole, unless that takes long."""
+        """Let a running save finish when the run ends with an error, unless that takes too long."""
         if self.thread is not None:
             self.thread.join(LAST_CHANCE_S)
 

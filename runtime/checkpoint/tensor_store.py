@@ -1,7 +1,7 @@
 """The tensors of a checkpoint without ranks: written piece by piece, and read one at a time.
 
-The files are those of torch.distributed.checkpoint, which any layout reads. Neither direction holds more
-than a few pieces in memory, however large the model is.
+The files are those of torch.distributed.checkpoint, which any layout reads. Reading and writing hold only a
+few pieces in memory, for a model of any size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from costmodels.errors import InputError
 from runtime.checkpoint.reader import CheckpointReader
 
 FILE_BYTES = 2**28
-"""About the size of a file: PyTorch keeps what it writes to one file until the file is whole."""
+"""Approximate bytes of a file; PyTorch keeps the contents of a file in memory until it is complete."""
 
 
 _OF_FILES = (OSError, RuntimeError, ValueError, EOFError)
@@ -48,11 +48,11 @@ class Piece(NamedTuple):
     start: tuple[int, ...]
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
-    """Gives its contents, when they are written."""
+    """A function that returns the contents; it is called when they are written."""
 
 
 class Whole(NamedTuple):
-    """Shape and number format of a tensor that pieces make together."""
+    """Shape and number format of a whole tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -62,9 +62,9 @@ def write_tensors(folder: Path, wholes: Mapping[str, Whole], pieces: Sequence[Pi
     """Write a checkpoint's tensors, one piece after the other.
 
     Args:
-        folder: made if need be.
+        folder: created if missing.
         wholes: shape and number format of each tensor.
-        pieces: blocks that fill them, without gaps and without overlap.
+        pieces: blocks that fill the tensors, without gaps and without overlap.
     """
     with _alone(f"checkpoint {folder} cannot be written"):
         save({}, storage_writer=_Writer(folder), planner=_Planner(wholes, pieces), no_dist=True)
@@ -72,7 +72,8 @@ def write_tensors(folder: Path, wholes: Mapping[str, Whole], pieces: Sequence[Pi
 
 @contextmanager
 def _alone(failure: str) -> Iterator[None]:
-    """PyTorch's functions without ranks; what they run into is raised as it is, of files as `InputError`."""
+    """Run PyTorch's functions without ranks; errors of files become `InputError`, other errors are raised
+    unchanged."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -94,7 +95,7 @@ def _reason(error: BaseException) -> str:
 
 
 class _Planner(DefaultSavePlanner):
-    """Says where pieces belong, and reads each when it is written."""
+    """A planner that gives the place of each piece, and reads the piece when it is written."""
 
     def __init__(self, wholes: Mapping[str, Whole], pieces: Sequence[Piece]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -122,7 +123,7 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Spreads pieces over files, which are written one by one."""
+    """A writer that distributes pieces over files, which are written one by one."""
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[Any]:
         results = []
@@ -165,13 +166,13 @@ class StoredTensors:
         }
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, in the number format that it is stored in."""
+        """A whole tensor, in its stored number format."""
         whole = self.wholes[name]
         tensor = torch.empty(whole.shape, dtype=whole.dtype)
         self.read_into({name: tensor})
         return tensor
 
     def read_into(self, tensors: dict[str, Any]) -> None:
-        """Fill tensors, which may be distributed and of other number formats, in place."""
+        """Fill tensors in place; they may be distributed and have other number formats."""
         with _alone(f"checkpoint {self.folder} cannot be read"):
             load(tensors, storage_reader=self.reader, no_dist=True)

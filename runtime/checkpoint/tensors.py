@@ -25,7 +25,7 @@ from runtime.train.trainer import Trainer
 def run_contents(
     trainer: Trainer, spec: ModelSpec, run: dict[str, Any], with_optimizer: bool = True
 ) -> dict[str, Any]:
-    """Fields of run.json that tell the state of `trainer`, and those of `run`, which the loop adds."""
+    """Fields of run.json with the state of `trainer`, and those of `run`, which the loop adds."""
     return {
         "iteration": trainer.iteration,
         "skipped_iterations": trainer.iteration - trainer.updates,
@@ -44,19 +44,19 @@ def stored_tensors(trainer: Trainer, spec: ModelSpec, with_optimizer: bool = Tru
 
 
 def load_weights(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
-    """Read what trains, and buffers, alone: weights that came from elsewhere, or adapters."""
+    """Read only trained parameters and buffers: weights of another run, or adapters."""
     _read(_weights(trainer), spec, folder)
 
 
 def load_state(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
-    """Read all tensors; `trainer.updates` says how often the optimizer has stepped."""
+    """Read all tensors; `trainer.updates` is the number of optimizer steps."""
     states = trainer.optimizer.rule.states()
     _read(_weights(trainer) | states, spec, folder)
     trainer.optimizer.rule.load(states, trainer.updates)
 
 
 def load_frozen(trainer: Trainer, spec: ModelSpec, folder: Path) -> None:
-    """Read what adapters are added to, of the model `spec`, which has none."""
+    """Read the frozen weights of adapters from a checkpoint of the model `spec`, which has no adapters."""
     frozen: dict[str, Tensor] = {}
     for stage in trainer.executor.stages:
         every = stage.named_parameters(remove_duplicate=False)
@@ -85,14 +85,14 @@ def _buffers(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _stored_name(name: str, spec: ModelSpec) -> str:
-    """Copies of the embedding, a tied head among them, are stored once, and read by all that hold one."""
+    """The name under which a tensor is stored; copies of the embedding, such as a tied head, share one."""
     if name.startswith(FURTHER_EMBEDDING):
         return name.replace(FURTHER_EMBEDDING, "embedding.tokens.weight")
     return name.replace("head.weight", "embedding.tokens.weight") if spec.tied else name
 
 
 class _PaddedPlanner(DefaultLoadPlanner):
-    """Reads vocabularies of other padding: the rows that both have. What we have more is zero already."""
+    """A planner that reads vocabularies with other padding: the common rows. Further rows stay zero."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

@@ -1,4 +1,4 @@
-"""Writing the tensors of a checkpoint through torch.distributed.checkpoint, with checksums on the way."""
+"""Writing of a checkpoint's tensors through torch.distributed.checkpoint, with checksums."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ from runtime.parallel.accelerator import device_module, is_accelerator
 Result = TypeVar("Result")
 
 ALIGNMENT = 64
-"""Bytes that copies in host memory start at multiples of."""
+"""Alignment of copies in host memory, in bytes."""
 
 BUFFER_BYTES = 1 << 20
-"""Headers of tensors are small: they are gathered before they are written."""
+"""Bytes of the buffer that collects small writes, such as headers of tensors."""
 
 
 class SaveFailed(Exception):
-    """The files could not be written; every rank raises it, with the same line."""
+    """Error: the files could not be written; every rank raises it with the same line."""
 
 
 class _SummedFile(io.BufferedWriter):
-    """A new file whose checksum is taken of what is written, and which is on the disk when it is closed."""
+    """A new file that computes the checksum of the written bytes, and is flushed to disk when it is
+    closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "w"), BUFFER_BYTES)
@@ -70,7 +71,7 @@ class _SummedFile(io.BufferedWriter):
 
 
 class _SummingFileSystem(FileSystem):
-    """torch's file system that keeps a record of each file that it writes."""
+    """PyTorch's file system with a record of each written file."""
 
     def __init__(self) -> None:
         self.files: dict[str, FileRecord] = {}
@@ -99,10 +100,10 @@ class _SummingFileSystem(FileSystem):
 
 
 class HostCopies:
-    """Host memory that copies of a rank's share of the state are taken into, save after save.
+    """Host memory for copies of a rank's share of the state, reused by each save.
 
-    The buffer is one piece, as large as what this rank writes. It is page-locked where there is a GPU, so
-    that a copy is as fast as the link to the host.
+    It is one buffer of the size of the rank's written bytes. With a GPU it is page-locked, so that copies
+    reach the speed of the host link.
     """
 
     def __init__(self) -> None:
@@ -144,7 +145,8 @@ def _runtime() -> Any:
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """A planner that copies the tensors of this rank as soon as the ranks have agreed on who writes them."""
+    """A planner that copies this rank's tensors as soon as the ranks have agreed on the division of
+    writing."""
 
     def __init__(self, copies: HostCopies) -> None:
         super().__init__()
@@ -175,10 +177,10 @@ def write(
     planner: DefaultSavePlanner | None = None,
     keep_last: int | None = None,
 ) -> Path:
-    """Write a checkpoint on all ranks of `group`; the world's where it is None. Returns its folder.
+    """Write a checkpoint on all ranks of `group`, or of the world if None. Returns its folder.
 
     Raises:
-        SaveFailed: the disk is full, say. The checkpoints that were there before are as they were.
+        SaveFailed: for example, the disk is full. Earlier checkpoints are unchanged.
         InputError: another job has taken the folder; see `runtime.checkpoint.owner`.
     """
     partial = partial_folder(folder, iteration)
@@ -222,16 +224,16 @@ def _finish(folder: Path, iteration: int, run: Mapping[str, Any], files: Mapping
 
 
 def _discard(folder: Path) -> None:
-    """Delete what a failed save has left, if the disk lets us and the folder is still ours."""
+    """Delete the remains of a failed save, if the disk allows it and this job still owns the folder."""
     with suppress(OSError, InputError):
         check_ownership(folder)
         clear_folder(folder)
 
 
 def _on_first(work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
-    """Do file work on the first rank; if the system refuses it, `SaveFailed` is raised on all.
+    """Do file work on the first rank; if the system refuses it, all ranks raise `SaveFailed`.
 
-    So is its `InputError`.
+    Its `InputError` is raised on all ranks too.
     """
     answer: list[Any] = [None, None]
     if dist.get_rank(group) == 0:

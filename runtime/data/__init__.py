@@ -1,4 +1,4 @@
-"""Text to training samples: tokenizers, Megatron's token files, its sample order. numpy, never torch."""
+"""Preparation of samples from text: tokenizers, Megatron's token files and sample order. No torch."""
 
 from runtime.data.corpus import stdlib_corpus
 from runtime.data.datasets import (

@@ -1,7 +1,7 @@
 """Several corpora mixed by weight, in the order of Megatron's BlendedDataset.
 
-Position i takes the next sample of the corpus whose count lags most behind its weight: the largest w_j *
-max(i, 1) - count_j. The first corpus wins a tie (build_blending_indices in
+Position i gets the next sample of the corpus whose count is furthest behind its weight, which has the largest
+w_j * max(i, 1) - count_j. The first corpus wins a tie (build_blending_indices in
 megatron/core/datasets/helpers.cpp).
 """
 
@@ -36,9 +36,9 @@ def normalised_weights(weights: Sequence[float]) -> list[float]:
 class BlendedDataset:
     """Samples of several corpora of one sequence length; `weights` add up to one.
 
-    The choice of the corpus is a recurrence over positions. The recurrence is worked out in blocks, as far as
-    positions are asked for. Of a finished block only its start is kept. `size` positions exist; an `endless`
-    blend of endless corpora goes on after them.
+    The choice of the corpus is a recurrence over positions. It is computed in blocks, up to the requested
+    positions; only the start of a finished block is kept. `size` positions exist; an `endless` blend of
+    endless corpora continues after them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The treatment of boundaries between the documents of a sample."""
+"""Options for boundaries between the documents of a sample."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _LOOKED_AT = 1000
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Options that decide what tokens see across documents, and the sign of a document's end.
+    """Options for attention across documents, and the mark of a document's end.
 
-    In a stream of documents the token `eod` ends a document and belongs to it. Where `eod` is None samples
-    hold whole documents, and say where each begins (`runtime.data.packing`): such documents may hold that
-    token anywhere.
+    In a stream of documents the token `eod` ends a document and belongs to it. If `eod` is None, samples hold
+    whole documents with known starts (`runtime.data.packing`), which may contain that token anywhere.
 
     The options have the names of Megatron-LM's. `reset_attention_mask`: tokens attend to their own document
     only. `reset_position_ids`: positions count from the start of the document. `eod_mask_loss`: the token

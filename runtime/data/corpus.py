@@ -1,7 +1,7 @@
-"""The corpus that every Python carries: the source of its own standard library.
+"""A corpus that every Python installation has: the source of its standard library.
 
-It lets a first job train on real text without a download. The documents are in an order that hashes the
-file names, so that the training and validation splits hold alike text.
+A first job can train on real text without a download. Documents are ordered by a hash of the file name, so
+training and validation splits have similar text.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _NAME = "stdlib"
 def stdlib_corpus(
     tokenizer: Tokenizer, cache_dir: str | Path | None = None, stdlib: str | Path | None = None
 ) -> Path:
-    """The prefix of the standard library's sources as token files, prepared at the first call.
+    """The prefix of token files with the standard library's sources, prepared at the first call.
 
-    One document a file, 16 MiB of text at most. The files are kept in `cache_dir`
-    (`$XDG_CACHE_HOME/llm-parallelism-planner` by default), which processes may fill at once; if it cannot be
-    written they live in a temporary folder until the process ends. `stdlib` is the folder to read instead.
+    Each file is one document; the text has at most 16 MiB. The files are kept in `cache_dir`
+    (`$XDG_CACHE_HOME/llm-parallelism-planner` by default), which several processes may fill at once. If it
+    cannot be written, a temporary folder is used until the process ends. `stdlib` is the folder to read
+    instead.
 
-    Raises InputError if this Python carries no sources.
+    Raises InputError if this Python has no sources.
     """
     folder = Path(stdlib or sysconfig.get_path("stdlib"))
     sources = _sources(folder)
@@ -68,7 +69,8 @@ def _default_cache() -> Path:
 
 
 def _sources(folder: Path) -> list[tuple[str, Path, int]]:
-    """(name relative to the folder, path, bytes) of the sources, shuffled by a hash of the name, capped."""
+    """(name relative to the folder, path, bytes) of the sources, shuffled by a hash of the name, up to the
+    size limit."""
     found = []
     for parent, below, names in os.walk(folder):
         below[:] = set(below) - _EXCLUDED
@@ -95,7 +97,8 @@ def _is_utf8(path: Path) -> bool:
 
 
 def _cached(files: list[Path], tokenizer: Tokenizer, cache: Path, name: str) -> Path:
-    """Prepare into a folder of our own and move it into place: a reader sees all of it or nothing."""
+    """Prepare the files in a private folder and move it into place, so that a reader sees all of it or
+    nothing."""
     target = cache / name
     prefix = target / f"{_NAME}_text_document"
     if _fault(prefix) is None:
@@ -118,7 +121,7 @@ def _cached(files: list[Path], tokenizer: Tokenizer, cache: Path, name: str) -> 
 
 
 def _fault(prefix: Path) -> InputError | None:
-    """The error of token files that cannot be read; None for those that can."""
+    """The error of token files that cannot be read; None for readable ones."""
     try:
         IndexedDataset(prefix)
     except InputError as error:

@@ -26,8 +26,7 @@ _PROBE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Blend:
-    """Prefixes of .bin/.idx pairs, the weights in which they are mixed (None by their sizes), and the flag
-    that names them."""
+    """Prefixes of .bin/.idx pairs, their weights in the mix (None: by size), and the flag that names them."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -36,10 +35,10 @@ class Blend:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The samples of each split, None where none were asked for, and the files that they come from.
+    """The samples of each split (None where none were asked for), and their files.
 
-    `train_samples` is the number of samples that the training order was made for; `blends` says, by split,
-    what is mixed and with which weights.
+    `train_samples` is the number of samples for which the training order was made; `blends` has the mixed
+    files and weights by split.
     """
 
     train: Samples | None
@@ -49,18 +48,18 @@ class Datasets:
     train_samples: int = 0
     blends: tuple[Blend | None, ...] = ()
     remake: Callable[[int], Samples] | None = None
-    """Makes the training order of another number of samples."""
+    """A function that makes the training order for another number of samples."""
     boundaries: Boundaries | None = None
     """The treatment of boundaries of documents; None if they do not matter."""
     record: Record | None = None
-    """The tokenizer of those files that say it; None if none does."""
+    """The recorded tokenizer of the files; None without a record."""
 
     def with_train_order(self, train_samples: int | None) -> Datasets:
-        """The datasets of a run that began with a training order for `train_samples`; None changes nothing.
+        """The datasets with a training order made for `train_samples`, as of the run's begin; None changes
+        nothing.
 
-        The order depends on the number of samples where a corpus is read more than once. A run whose length
-        or global batch changes on the way keeps the order that it began with, and so skips or repeats no
-        sample.
+        The order depends on the number of samples if a corpus is read more than once. A run whose length or
+        global batch changes keeps its first order, so it skips and repeats no sample.
         """
         if self.remake is None or train_samples in (None, 0, self.train_samples):
             return self
@@ -106,11 +105,11 @@ def build_datasets(
     """Samples of `seq` + 1 tokens for each split.
 
     `data_path` is one prefix of a .bin/.idx pair, several, or weights and prefixes by turns. `split` weighs
-    training, validation and test, as "969,30,1", and applies to the sequences of each prefix. A split of
-    which no samples are asked for is None. The order of the samples depends on the files, `split`, `seq`,
-    `seed` and the number of samples, never on the layout. With `packs` samples hold whole documents.
+    training, validation and test, as "969,30,1", and applies to the sequences of each prefix. A split without
+    requested samples is None. The order of the samples depends on the files, `split`, `seq`, `seed` and the
+    number of samples, never on the layout. With `packs` samples hold whole documents.
 
-    Raises InputError if a file is not readable or a split that is asked for holds no documents.
+    Raises InputError if a file is not readable or a requested split has no documents.
     """
     blend = parse_data_path(data_path)
     return _build((blend,) * 3, split, seq, seed, (train_samples, valid_samples, test_samples), packs)
@@ -191,7 +190,7 @@ def _split_samples(
     samples: int,
     packs: bool,
 ) -> Samples:
-    """The order of one split, as Megatron's BlendedMegatronDatasetBuilder makes it."""
+    """The order of one split, equal to that of Megatron's BlendedMegatronDatasetBuilder."""
     trains = number == 0
     # One prefix after its weight is a blend too, unless each split has files of its own.
     mixed = len(files) > 1 or (blend.weights is not None and split is not None)

@@ -21,12 +21,12 @@ _FIRST_TOKENS = 64
 
 @dataclass(frozen=True)
 class Description:
-    """Counts of a pair; lengths in tokens.
+    """Counts of a pair of token files; lengths in tokens.
 
-    `prepared_with` is the tokenizer of its record, None without one, and `tokenizer` the one that it is read
-    with, None of an unknown one. `smallest` and `largest` are ids among the first 2^28 tokens, None of an
-    empty file. `ended` of the first `looked_at` documents that are not empty end with `eod`, its end of a
-    document. `first_text` is how the first of them begins; where it is None, `lacking` says why.
+    `prepared_with` is the tokenizer of its record, or None. `tokenizer` is the one used to read it; None if
+    unknown. `smallest` and `largest` are the extreme ids among the first 2^28 tokens; None for an empty file.
+    `looked_at` non-empty documents were examined, and `ended` of them end with the end-of-document token
+    `eod`. `first_text` is the beginning of the first document; if it is None, `lacking` has the reason.
     """
 
     prefix: Path
@@ -110,7 +110,7 @@ def describe(prefix: str | Path, tokenizer: Tokenizer | None = None) -> Descript
 
 
 def id_range(pair: IndexedDataset, hides: bool = False) -> tuple[int | None, int | None]:
-    """The smallest and the largest id among the first 2^28 tokens; None of an empty file."""
+    """The smallest and the largest id among the first 2^28 tokens; None for an empty file."""
     smallest: int | None = None
     largest: int | None = None
     scanned = min(pair.token_count, _SCANNED_TOKENS)

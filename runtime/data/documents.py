@@ -1,6 +1,6 @@
 """Reading raw text in bounded pieces: JSON lines, a JSON array, WikiExtractor's documents, or plain text.
 
-A piece is cut in one process and its documents are extracted in another, so that parsing runs in parallel.
+One process cuts pieces, and other processes extract the documents, so parsing runs in parallel.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ FORMATS = ("jsonl", "json", "wiki", "text")
 _PIECE_BYTES = 4 * 2**20
 _BOM = b"\xef\xbb\xbf"
 ARRAY = 'an array of them, [{"text": ...}, ...]'
-"""The form of a file that has no object on each line, for messages."""
+"""The name of the JSON-array format, for messages."""
 
 MOST_KEYS = 8
-"""Keys of an object that a message lists."""
+"""Most keys of an object that a message lists."""
 
 _WIKI_START, _WIKI_END = b"<doc ", b"</doc>"
 
@@ -47,10 +47,10 @@ class Piece:
 
 
 def detect_format(path: Path) -> str:
-    """The format of a file: by its name if that says .jsonl or .txt, else by how it begins.
+    """The format of a file: by its suffix if that is .jsonl or .txt, else by its beginning.
 
-    A [ that opens an array of strings or objects is a JSON array, a { opens JSON lines, and <doc
-    WikiExtractor's. Other files are plain text, unless the name says .json.
+    An array of strings or objects is a JSON array, `{` begins JSON lines, and `<doc` is WikiExtractor's.
+    Other files are plain text, unless the suffix is .json.
     """
     ending = bare_name(path).suffix.lower()
     by_name = {".jsonl": "jsonl", ".txt": "text"}.get(ending)
@@ -67,7 +67,7 @@ def detect_format(path: Path) -> str:
 
 
 def read_pieces(path: Path, form: str, most: int) -> Iterator[Piece]:
-    """The documents of a file in order, at most `most` and about 4 MiB at a time."""
+    """The documents of a file in order, in pieces of at most `most` documents and about 4 MiB."""
     with open_source(path) as source:
         taken = 0
         for documents, lines, size in _READERS[form](path, source, most):
@@ -77,7 +77,7 @@ def read_pieces(path: Path, form: str, most: int) -> Iterator[Piece]:
 
 
 def extract_texts(piece: Piece, form: str, keys: Sequence[str]) -> list[list[Texts]]:
-    """The text of each document of a piece under each of `keys`; a list of texts is one of sentences.
+    """The text of each document of a piece under each of `keys`; a list of texts is a list of sentences.
 
     Raises InputError with file and line if a document is not JSON or has no text under a key.
     """
@@ -99,11 +99,11 @@ def extract_texts(piece: Piece, form: str, keys: Sequence[str]) -> list[list[Tex
 
 
 Part = tuple[Sequence[Any], Sequence[int], int]
-"""Documents, their lines, and the bytes of text that they take."""
+"""Documents, their line numbers, and their bytes of text."""
 
 
 class _Cutter:
-    """Collects documents until they make a piece."""
+    """A collector of documents until a piece is full."""
 
     def __init__(self, most: int) -> None:
         self.most = most

@@ -1,4 +1,4 @@
-"""Checksums that tell the data of a run from other data, without reading all of it."""
+"""Checksums that identify the data of a run without reading all of it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from runtime.data.indexed_dataset import IndexedDataset
 
 BLOCKS = 64
 BLOCK_BYTES = 2**16
-"""Bytes of a block of `.bin`: as many blocks are read as cover all of a file of up to 4 MiB."""
+"""Bytes of a block of `.bin`; the blocks read cover all of a file of up to 4 MiB."""
 
 _STEP = 2**22
 
 
 def identity(files: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
-    """The name of each of some files, with checksums of its index and of blocks of its tokens."""
+    """The name of each file, with checksums of its index and of sampled blocks of its tokens."""
     return [{"name": one.prefix.name, **_checksums(one)} for one in files]
 
 

@@ -1,4 +1,4 @@
-"""Megatron's indexed token files: `.bin` holds the tokens, `.idx` where each sequence lies.
+"""Megatron's indexed token files: `.bin` has the tokens, `.idx` the place of each sequence.
 
 All numbers are little-endian and unpadded (megatron/core/datasets/indexed_dataset.py):
 
@@ -7,8 +7,8 @@ All numbers are little-endian and unpadded (megatron/core/datasets/indexed_datas
           int32[N] sequence lengths, tokens | int64[N] sequence offsets in .bin, bytes |
           int64[D] document ends, in sequences, after a leading 0 | int8[N] modes, multimodal files only
 
-A document of text is one sequence, one of a list of texts as many; an empty document has none and repeats the
-previous end. `runtime.data.indexed_writer` writes them.
+A document of one text is one sequence; a document of a list of texts has one sequence for each. An empty
+document has no sequence and repeats the previous end. `runtime.data.indexed_writer` writes them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np
 CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 _CHECKED = 2**20
-"""Sequences that are checked at a time."""
+"""Number of sequences that are checked at a time."""
 
 _READ_BYTES = 16 * 2**20
 
 
 def best_dtype(vocab: int) -> np.dtype[np.integer]:
-    """The type in which Megatron stores the ids of a vocabulary of this size."""
+    """The integer type with which Megatron stores the ids of a vocabulary of this size."""
     return np.dtype(np.uint16 if vocab < 65500 else np.int32)
 
 
@@ -55,19 +55,19 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def bare_prefix(prefix: str | Path) -> str:
-    """A prefix without the ending of either file."""
+    """A prefix without the suffix of either file."""
     return str(prefix).removesuffix(".bin").removesuffix(".idx")
 
 
 class IndexedDataset:
-    """Reads a pair of `.bin` and `.idx`. The index is memory-mapped; tokens are read when they are asked for.
+    """A reader of a pair of `.bin` and `.idx`. The index is memory-mapped; tokens are read on demand.
 
-    Attributes: `prefix`; `dtype` of the tokens; `lengths` int32[N], tokens of each sequence;
-    `pointers` int64[N], its byte offset in `.bin`; `document_indices` int64[D], 0 and then the number
-    of sequences up to the end of each document; `modes` int8[N] of multimodal files, None of others.
+    Attributes: `prefix`; `dtype` of the tokens; `lengths` int32[N], tokens of each sequence; `pointers`
+    int64[N], its byte offset in `.bin`; `document_indices` int64[D], 0 and then the number of sequences up to
+    the end of each document; `modes` int8[N] for multimodal files, otherwise None.
 
     Raises InputError if a file is missing, unreadable, truncated or not in this format, or if the two do not
-    belong together. Reading tokens raises it if the file cannot be read any more.
+    belong together. Reading tokens raises it if the file has become unreadable.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -109,7 +109,7 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> Tokens:
-        """All tokens in the order of the file, memory-mapped: nothing is read yet."""
+        """All tokens in the order of the file, memory-mapped without reading."""
         path = bin_path(self.prefix)
         return np.memmap(path, self.dtype, mode="r") if self._bytes else np.empty(0, self.dtype)
 
@@ -180,7 +180,7 @@ def _unreadable(path: Path, error: OSError) -> InputError:
 
 
 def _mapped(path: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a file, which has been read through once: a mapping cannot report a failing disk."""
+    """The mapped bytes of a file after one full read, as a mapping cannot report a failing disk."""
     try:
         with open_regular(path) as file:
             buffer = bytearray(min(_READ_BYTES, os.fstat(file.fileno()).st_size))

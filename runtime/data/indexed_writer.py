@@ -1,4 +1,4 @@
-"""Writes Megatron's indexed token files whole or not at all, in memory that documents do not add to."""
+"""A writer of Megatron's indexed token files, atomic and with constant memory."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _CHUNK_BYTES = 16 * 2**20
 class IndexedWriter:
     """Writes a pair of `.bin` and `.idx`; the pair appears when the context ends without an error.
 
-    With it appears the `record` of the tokenizer that its ids are of, if one is given.
+    The `record` of its tokenizer appears too, if one is given.
 
-    Until then the tokens lie in a temporary file beside the target, which an error removes. The numbers of
-    the index lie in files without a name.
+    Until then the tokens are in a temporary file beside the target, which is removed on an error. The numbers
+    of the index are in unnamed files.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike, record: Record | None = None) -> None:
@@ -96,7 +96,7 @@ class IndexedWriter:
     ) -> None:
         """Append many documents: their tokens one after the other, and the length of each, tokens.
 
-        With `sequences`, how many sequences each document has, `lengths` are those of the sequences.
+        With `sequences`, the number of sequences of each document, `lengths` are those of the sequences.
         """
         limits = np.iinfo(self._dtype)
         if tokens.size and not (limits.min <= tokens.min() and tokens.max() <= limits.max):
@@ -111,7 +111,8 @@ class IndexedWriter:
         self._count(lengths[lengths > 0], self._sequences + np.cumsum(counts, dtype=np.int64))
 
     def add_pair(self, pair: IndexedDataset) -> None:
-        """Append all documents of another pair, as Megatron-LM's `add_index`; its dtype must be the same."""
+        """Append all documents of another pair, like Megatron-LM's `add_index`; its dtype must be the
+        same."""
         step = _CHUNK_BYTES // self._dtype.itemsize
         for start in range(0, pair.token_count, step):
             self._bin.write(pair.read(start, min(step, pair.token_count - start)).data)
@@ -124,7 +125,7 @@ class IndexedWriter:
             self._count(pair.lengths[start : start + step], ends)
 
     def finish(self) -> None:
-        """Write out all that there is to write; what remains to be done is to rename files."""
+        """Write all remaining data, so that only renaming is left."""
         if self._finished:
             return
         self._bin.flush()
@@ -142,7 +143,7 @@ class IndexedWriter:
         self._finished = True
 
     def _count(self, lengths: npt.NDArray[np.integer], ends: npt.NDArray[np.integer]) -> None:
-        """Note lengths of sequences, and after how many sequences documents end."""
+        """Note lengths of sequences, and the number of sequences at each document's end."""
         self._lengths.write(lengths.astype("<i4").tobytes())
         self._ends.write(ends.astype("<i8").tobytes())
         self._sequences += lengths.size

@@ -13,7 +13,7 @@ _READ_CHARS = 2**20
 
 
 class ArrayReader:
-    """Yields the values of a JSON array one by one, with only the current stretch of the file in memory."""
+    """A reader of the values of a JSON array, one by one, with only a part of the file in memory."""
 
     def __init__(self, path: Path, file: IO[str]) -> None:
         self.path, self.file = path, file
@@ -23,7 +23,7 @@ class ArrayReader:
         self.decoder = json.JSONDecoder()
 
     def values(self) -> Iterator[tuple[int, Any]]:
-        """(line, value) of each element."""
+        """The line and the value of each element."""
         if self._peek() == "{":
             raise InputError(
                 f"{self.path}:{self.line}: a JSON dictionary; expected an array of texts or of objects, "
@@ -43,7 +43,7 @@ class ArrayReader:
             raise InputError(f"{self.path}:{self.line}: text after the end of the JSON array")
 
     def _more(self) -> None:
-        """Drop what is behind the position and read as much again as there is ahead of it."""
+        """Drop the text before the position, and double the text after it."""
         rest = self.buffer[self.position :]
         try:
             read = self.file.read(max(_READ_CHARS, len(rest)))
@@ -59,7 +59,7 @@ class ArrayReader:
         self.position = position
 
     def _peek(self) -> str:
-        """The next character that is not white space; none at the end of the file."""
+        """The next character that is not white space; empty at the end of the file."""
         while True:
             position = self.position
             while position < len(self.buffer) and self.buffer[position] in " \t\r\n":

@@ -1,4 +1,4 @@
-"""Several pairs of token files to one, in the order of Megatron-LM's tools/merge_datasets.py."""
+"""Merging of several pairs of token files, in the order of Megatron-LM's tools/merge_datasets.py."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def merge(
     Each of `inputs` is a prefix, or a folder whose pairs are taken by name. All must hold ids of one type,
     and all or none of them modes. `progress` is called after every pair with the summary so far.
 
-    Pairs with the record of a tokenizer must be of one; the merged pair has it too, unless some have none,
-    which `note` is told.
+    Pairs with the record of a tokenizer must have the same one. The merged pair has it too, unless some pairs
+    have no record; `note` is called then.
 
-    Raises InputError if a pair is not readable or does not fit the others; then nothing is written.
+    Raises InputError, and writes nothing, if a pair is not readable or does not suit the others.
     """
     prefixes = [
         prefix for path in map(Path, inputs) for prefix in (prefixes_in(path) if is_folder(path) else [path])
@@ -84,7 +84,8 @@ def merge(
 
 
 def _unrecorded(lacking: Sequence[Path], known: KnownTokenizer | None) -> str:
-    """The note on pairs without a record; `InputError` if they hold ids that the known tokenizer has not."""
+    """The note on pairs without a record; raises `InputError` if they have ids that the known tokenizer
+    lacks."""
     others = f" and {len(lacking) - 1} more have" if len(lacking) > 1 else " has"
     said = f"{lacking[0]}{others} no record of a tokenizer"
     if known is None:

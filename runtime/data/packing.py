@@ -1,8 +1,8 @@
 """Whole documents packed into samples of a fixed length, for fine-tuning on prompts and answers.
 
-Ids of what is read and not predicted, such as a prompt, are stored as their complement, ~id: negative ones.
-Documents end where they end in their file, whatever tokens they hold: the end of a turn is often the token
-that ends a document too.
+Ids of tokens that are read but not predicted, such as those of prompts, are stored as their complement ~id,
+which is negative. Documents end as in their file, regardless of their tokens, as the end-of-turn token often
+is the end-of-document token too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from runtime.data.indexed_dataset import IndexedDataset
 from runtime.data.samples import rows_of
 
 PADDING = ~0
-"""The id that fills a sample up: every model has it, and it is not predicted."""
+"""The id of padding tokens; every model has this id, and it is not predicted."""
 
 
 def packed_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Documents of each row: the longest first, each into the fullest row that has room for it.
+    """Documents of each row: the longest documents first, each into the fullest row with room for it.
 
     A document longer than `capacity` has a row of its own, which holds its beginning. A document without
     tokens has no row.
@@ -44,7 +44,7 @@ def packed_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def documents_of(indexed: IndexedDataset, sequences: range) -> list[range]:
-    """The documents that some sequences belong to, each as its sequences among them."""
+    """The documents of some sequences, each with its sequences."""
     ends = indexed.document_indices.clip(sequences.start, sequences.stop).tolist()
     return [range(begin, end) for begin, end in pairwise(ends) if begin < end]
 
@@ -52,7 +52,7 @@ def documents_of(indexed: IndexedDataset, sequences: range) -> list[range]:
 class PackedDataset:
     """Samples of `seq` + 1 tokens that hold whole documents, and padding that is not predicted.
 
-    Rows are the same in every epoch, and shuffled anew in each; samples go on without an end.
+    Rows are the same in every epoch, in a new order; samples continue without end.
     """
 
     def __init__(self, indexed: IndexedDataset, sequences: range, seq: int, seed: int) -> None:
@@ -67,11 +67,11 @@ class PackedDataset:
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """The number of samples of an epoch."""
         return len(self.rows)
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
-        """The tokens at a position of the order, int64[seq + 1]; negative ones are not predicted."""
+        """The tokens at a position of the order, int64[seq + 1]; negative tokens are not predicted."""
         row = np.full(self.seq + 1, PADDING, np.int64)
         at = 0
         for number in self._row(position):
@@ -109,6 +109,6 @@ class PackedDataset:
 
 
 def with_prompts(samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The ids of samples, those of prompts and padding too."""
+    """The ids of samples, with those of prompts and padding made positive."""
     result: npt.NDArray[np.int64] = np.where(samples < 0, ~samples, samples)
     return result

@@ -1,4 +1,5 @@
-"""Raw text to Megatron's token files, on many processes, with the same bytes for any number of them."""
+"""Preparation of Megatron's token files from raw text, in parallel; the bytes do not depend on the number of
+processes."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ Result = tuple[list[EncodedPiece], int, int]
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Turns a piece of a file into token ids; runs in the worker processes."""
+    """An encoder of pieces of files to token ids; it runs in the worker processes."""
 
     tokenizer: Tokenizer
     keys: tuple[str, ...]
@@ -62,7 +63,7 @@ class _Encoder:
         return [self._encode(documents) for documents in texts], piece.size, piece.taken
 
     def _answers(self, prompts: Sequence[Texts], answers: Sequence[Texts]) -> EncodedPiece:
-        """One sequence of each prompt and its answer; ids of prompts are stored as their complement."""
+        """One sequence for each prompt with its answer; ids of prompts are stored as their complement."""
         texts = [
             [one if isinstance(one, str) else "".join(one) for one in part] for part in (prompts, answers)
         ]
@@ -77,8 +78,8 @@ class _Encoder:
         return EncodedPiece(tokens, lengths[lengths > 0], (lengths > 0).astype(np.int64))
 
     def _encode(self, documents: Sequence[Texts]) -> EncodedPiece:
-        """Encode documents as Megatron-LM's tools/preprocess_data.py does: sentences without tokens are left
-        out, and the end-of-document token belongs to the last sentence that has some."""
+        """Encode documents like Megatron-LM's tools/preprocess_data.py: sentences without tokens are left
+        out, and the end-of-document token belongs to the last non-empty sentence."""
         sentences = [[document] if isinstance(document, str) else document for document in documents]
         ids = self.tokenizer.encode([sentence for document in sentences for sentence in document])
         counts = np.fromiter(map(len, sentences), np.int64, len(sentences))
@@ -127,9 +128,9 @@ def prepare(
     ...>) or text (each file is one document). It is detected per file if None. `workers` processes, but no
     more than there are cores or work, take `chunk_size` documents at a time. An end-of-document token follows
     each document that is not empty. `progress` is called after every chunk with the summary so far. The text
-    under `prompt_key` stands before that of each other key, and is not predicted.
+    under `prompt_key` is put before that of each other key, and is not predicted.
 
-    Raises InputError, with file and line where there is one; then nothing is written.
+    Raises InputError, with file and line if known, and writes nothing then.
     """
     keys = (json_keys,) if isinstance(json_keys, str) else tuple(dict.fromkeys(json_keys))
     _check(keys, prompt_key, workers, chunk_size, form)
@@ -165,7 +166,7 @@ def prepare(
 def _check(
     keys: Sequence[str], prompt_key: str | None, workers: int | None, chunk_size: int, form: str | None
 ) -> None:
-    """Raise `InputError` for arguments of `prepare` that make no sense."""
+    """Raise `InputError` for contradictory or impossible arguments of `prepare`."""
     if workers is not None and workers < 1:
         raise InputError(f"--workers {workers}: expected at least 1")
     if chunk_size < 1:
@@ -188,7 +189,7 @@ def _pieces(files: Sequence[Path], form: str | None, most: int) -> Iterator[tupl
 
 
 def _processes(wanted: int | None) -> int:
-    """Workers to start at most: to encode leaves no core idle, so that more of them only wait."""
+    """Most workers to start; encoding keeps cores busy, so more workers than cores would only wait."""
     cores = available_cores()
     return cores if wanted is None else min(wanted, cores)
 

@@ -1,9 +1,9 @@
 """The tokenizer of a pair of token files, recorded in `PREFIX.tokenizer` beside its `.bin` and `.idx`.
 
-The record is a JSON object. It identifies the tokenizer and says how to load it. It also has the pair's
-numbers of sequences and tokens, which tell a record that other files of that name have left behind. Pairs
-that Megatron-LM wrote have no record. Megatron-LM's merge_datasets.py stops at a file whose name without the
-ending has no `.idx`; this one has.
+The record is a JSON object. It identifies the tokenizer and the files to load it from. It also has the pair's
+numbers of sequences and tokens, so a record left over from other files of the same name is detected. Pairs
+written by Megatron-LM have no record. Megatron-LM's merge_datasets.py only accepts files with a `.idx` of the
+same prefix, which the record has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runtime.data.tokenizers import Origin, Tokenizer, load_tokenizer
 
 @dataclass(frozen=True)
 class Record:
-    """A tokenizer as the files that it prepared know it; `digest` is what tells it from others."""
+    """The tokenizer of prepared files; `digest` identifies it."""
 
     name: str
     vocab_size: int
@@ -30,20 +30,21 @@ class Record:
     digest: str
     origin: Origin
     hides_prompts: bool = False
-    """Ids of prompts are stored as their complement."""
+    """True if ids of prompts are stored as their complement."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.vocab_size} ids, {self.eod} ends a document)"
 
     def text(self, sequences: int, tokens: int) -> str:
-        """The record of a pair of so many sequences and tokens, as it is written."""
+        """The text of the record for a pair with the given numbers of sequences and tokens."""
         return json.dumps({**asdict(self), "sequences": sequences, "tokens": tokens}, indent=2) + "\n"
 
 
 def digest(tokenizer: Tokenizer, eod: int | None = None) -> str:
-    """A checksum of a tokenizer, alike for those whose ids mean the same, whichever files they come from.
+    """A checksum of a tokenizer; tokenizers whose ids have the same meaning have the same one, from any
+    files.
 
-    With `eod` it is that of the same vocabulary in which that id ends a document.
+    With `eod`, that id is taken as the end-of-document token.
     """
     meaning = sorted(tokenizer.vocabulary().items()), tokenizer.eod if eod is None else eod
     return hashlib.sha256(repr(meaning).encode()).hexdigest()[:32]
@@ -60,7 +61,7 @@ def record_path(prefix: str | Path) -> Path:
 
 
 def read_record(pair: IndexedDataset) -> Record | None:
-    """The record of a pair; None if it has none, or one of other tokens.
+    """The record of a pair; None if it has none, or a record of other tokens.
 
     Raises InputError if it cannot be read or is damaged.
     """
@@ -102,7 +103,8 @@ KnownTokenizer = tuple[Path, Record]
 
 
 def common_tokenizer(known: KnownTokenizer | None, flag: str, pair: IndexedDataset) -> KnownTokenizer | None:
-    """`known`, or else what is known of a pair, which `flag` names; raises InputError if the two differ."""
+    """The tokenizer `known`, or else the recorded one of a pair named by `flag`; raises InputError if they
+    differ."""
     record = read_record(pair)
     if record is None:
         return known
@@ -117,7 +119,7 @@ def common_tokenizer(known: KnownTokenizer | None, flag: str, pair: IndexedDatas
 
 
 def recorded_tokenizer(record: Record) -> Tokenizer:
-    """The tokenizer of a record; raises InputError if its files are gone or have become another's."""
+    """The tokenizer of a record; raises InputError if its files are missing or have changed."""
     tokenizer, found = _loaded(record.origin)
     if found != record.digest:
         file = record.origin.tokenizer_model or record.origin.vocab_file or record.origin.kind

@@ -1,10 +1,9 @@
 """Fixed-length training samples from documents, in the order of Megatron's GPTDataset.
 
-The documents of all epochs are shuffled and read as one stream. Sample k holds the tokens k*seq .. (k+1)*seq
-inclusive, so that consecutive samples share one token. Then the samples are shuffled. The arithmetic and the
-random stream are those of megatron/core/datasets/gpt_dataset.py and helpers.cpp, hence the same files, seed
-and sample count give the same samples as there. The order depends on nothing else, in particular not on the
-layout.
+The documents of all epochs are shuffled and read as one stream. Sample k has the tokens k*seq to (k+1)*seq
+inclusive, so consecutive samples share one token. Then the samples are shuffled. The arithmetic and the
+random stream are those of megatron/core/datasets/gpt_dataset.py and helpers.cpp. So the same files, seed and
+sample count give Megatron's samples. The order depends on nothing else, in particular not on the layout.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from runtime.data.indexed_dataset import IndexedDataset
 _FINAL_EPOCH_SHARE = 0.80
 
 BYTES_OF_PLACE = 24
-"""Bytes of a document of the order while it is made: twice its number, its length and where it ends."""
+"""Bytes for each document while the order is made: its number twice, its length and its end."""
 
 BYTES_OF_SAMPLE = 36
-"""Bytes of a sample: its start and its place as 64-bit numbers, the index, and the shuffled order."""
+"""Bytes for each sample: its start and its place as 64-bit numbers, the index, and the shuffled order."""
 
 SMALL = GIB
-"""Bytes for which no machine need be asked."""
+"""Bytes that fit into any machine, so that memory need not be checked."""
 
 
 def split_sequences(count: int, split: str) -> tuple[range, range, range]:
@@ -63,8 +62,8 @@ def split_sequences(count: int, split: str) -> tuple[range, range, range]:
 class Epochs:
     """Passes over the documents that fill the samples.
 
-    `count` epochs; `before_last` samples are complete without the last one; `separate` tells whether the last
-    epoch is shuffled apart.
+    `count` is the number of epochs; `before_last` samples are complete without the last epoch; `separate` is
+    True if the last epoch is shuffled separately.
     """
 
     count: int
@@ -92,7 +91,7 @@ def _numbers(sequences: Sequence[int]) -> npt.NDArray[np.int64]:
 def document_index(
     sequences: Sequence[int], epochs: Epochs, random: np.random.RandomState
 ) -> npt.NDArray[np.int32]:
-    """The sequences of all epochs in the order in which they are read, int32[epochs * sequences]."""
+    """The sequences of all epochs in reading order, int32[epochs * sequences]."""
     once = _numbers(sequences).astype(np.int32)
     parts = [epochs.count - 1, 1] if epochs.separate else [epochs.count]
     order = [np.tile(once, part) for part in parts]
@@ -121,7 +120,7 @@ def sample_index(lengths: npt.NDArray[np.integer], seq: int) -> npt.NDArray[np.i
 
 
 def shuffle_index(samples: int, epochs: Epochs, random: np.random.RandomState) -> npt.NDArray[np.integer]:
-    """The sample that stands at each position, uint32[samples] (int64 beyond 2^32)."""
+    """The sample at each position, uint32[samples] (int64 beyond 2^32)."""
     dtype = np.int64 if samples >= np.iinfo(np.uint32).max - 1 else np.uint32
     first = epochs.before_last if epochs.separate else samples
     parts = [np.arange(first, dtype=dtype), np.arange(first, samples, dtype=dtype)]
@@ -131,7 +130,7 @@ def shuffle_index(samples: int, epochs: Epochs, random: np.random.RandomState) -
 
 
 def _check_memory(indexed: IndexedDataset, places: int, samples: int) -> None:
-    """Refuse an order of samples that does not fit into memory before minutes are spent on it."""
+    """Raise `InputError` early if the order of samples does not fit into memory."""
     needed = BYTES_OF_PLACE * places + BYTES_OF_SAMPLE * samples
     if needed > SMALL and needed > available_memory():
         raise InputError(
@@ -144,9 +143,9 @@ def _check_memory(indexed: IndexedDataset, places: int, samples: int) -> None:
 class SampleDataset:
     """Samples of `seq` + 1 tokens from some sequences of an indexed dataset; at least `num_samples` of them.
 
-    `num_samples` None takes one epoch. An `endless` order goes on after its last sample with as many again,
-    in the order of the next seed. A run that turns out longer goes on where it is, whatever it will be in
-    all.
+    If `num_samples` is None, it has one epoch. An `endless` order continues after its last sample with the
+    same number of samples, in the order of the next seed. So a run may become longer without a change of its
+    earlier order.
 
     Raises InputError if the sequences hold too few tokens.
     """
@@ -182,7 +181,7 @@ class SampleDataset:
         self.shuffle_index = shuffle_index(len(self.sample_index) - 1, epochs, random)
 
     def __len__(self) -> int:
-        """Samples of the order, which an endless dataset repeats."""
+        """The number of samples of the order, which an endless dataset repeats."""
         return self.shuffle_index.size
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
@@ -216,7 +215,7 @@ class SampleDataset:
         return rows_of(self, positions)
 
     def starts(self, positions: Sequence[int]) -> None:
-        """Nothing: samples of a stream say by its tokens where documents begin (`Boundaries`)."""
+        """None, as the tokens of a stream show where documents begin (`Boundaries`)."""
 
 
 class OrderedSamples(Protocol):

@@ -1,4 +1,4 @@
-"""Files of raw text: those that a name, a pattern or a folder stands for, compressed or not."""
+"""Files of raw text, compressed or not, from a name, a pattern or a folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ZSTD_WINDOW = 2**31
 
 @dataclass(frozen=True)
 class Source:
-    """An open file: `text` gives its bytes, decompressed; `taken` how many bytes of it on disk are read."""
+    """An open file: `text` gives its decompressed bytes; `taken` is the number of bytes read from disk."""
 
     text: IO[bytes]
     taken: Callable[[], int]
@@ -35,9 +35,9 @@ class Source:
 def expand(inputs: Sequence[str]) -> list[Path]:
     """The files that `inputs` name, each a file, a pattern, or a folder whose files are taken by path.
 
-    Of a folder and the folders in it, empty files and those whose name starts with a dot are left out.
+    In folders and their subfolders, empty files and names that start with a dot are skipped.
 
-    Raises InputError if one of them stands for no file.
+    Raises InputError if an input matches no file.
     """
     files: list[Path] = []
     for name in inputs:
@@ -64,8 +64,8 @@ def _matches(pattern: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """The files in a folder and in those below it; a folder that cannot be read is wrong input, as text of it
-    would be missing."""
+    """The files in a folder and in those below it; a folder that cannot be read raises `InputError`, as its
+    text would be missing."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -78,7 +78,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def bare_name(path: Path) -> Path:
-    """A path without the ending of its compression."""
+    """A path without the suffix of its compression."""
     return path.with_suffix("") if path.suffix.lower() in _OPENERS else path
 
 
@@ -86,7 +86,7 @@ def bare_name(path: Path) -> Path:
 def open_source(path: Path) -> Iterator[Source]:
     """Open a file to read it, decompressed if its name ends in .gz, .bz2, .xz or .zst.
 
-    Raises InputError, here and inside the context, if it cannot be read, or is damaged or cut off.
+    Raises InputError, here and inside the context, if it cannot be read, or is damaged or truncated.
     """
     opener = _OPENERS.get(path.suffix.lower())
     if opener is _open_zstd and find_spec("zstandard") is None:
@@ -112,9 +112,9 @@ def _damaged(path: Path, error: Exception) -> InputError:
 
 
 class _ZstdFile(io.RawIOBase):
-    """The decompressed bytes of a file of zstd frames; a damaged one or a cut off one raises EOFError.
+    """The decompressed bytes of a file of zstd frames; a damaged or truncated frame raises EOFError.
 
-    The library's own reader takes the end of the file for the end of the text, wherever that is.
+    The library's own reader treats any end of the file as the end of the text.
     """
 
     def __init__(self, raw: IO[bytes], zstandard: Any) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 class Summary:
     """The prefix of the files (the first of several), and counts of what has been written.
 
-    `documents` and `tokens` of all files; `bytes_read` of text, and `bytes_taken` of the files it came from,
-    which may be compressed.
+    `documents` and `tokens` count all files. `bytes_read` are bytes of text, and `bytes_taken` bytes of their
+    files, which may be compressed.
     """
 
     prefix: Path
@@ -21,7 +21,7 @@ class Summary:
     bytes_taken: int = 0
 
     def plus(self, documents: int, tokens: int, bytes_read: int, bytes_taken: int) -> Summary:
-        """The summary after some more."""
+        """The summary with further counts added."""
         return replace(
             self,
             documents=self.documents + documents,

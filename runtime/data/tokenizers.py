@@ -1,4 +1,4 @@
-"""Text to token ids and back: GPT-2's byte-pair encoding, any `tokenizer.json`, or plain bytes."""
+"""Tokenizers: GPT-2's byte-pair encoding, any `tokenizer.json`, or plain bytes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ END_OF_TEXT = "<|endoftext|>"
 # Names of the end of a document in widespread tokenizers, tried in turn when tokenizer_config.json is silent.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<｜end▁of▁sentence｜>")
 LARGEST_TOKENIZER = 200 * MIB
-"""Bytes of a file of a tokenizer; the largest have some tens of MiB."""
+"""Most bytes of a tokenizer's file; the largest have some tens of MiB."""
 _GPT2_MERGES = Path(__file__).with_name("gpt2_merges.txt")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The files that `load_tokenizer` made a tokenizer from; paths are absolute."""
+    """The files from which `load_tokenizer` made a tokenizer; paths are absolute."""
 
     kind: str
     vocab_file: str | None = None
@@ -67,7 +67,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255; 256 ends a document."""
+    """A tokenizer with UTF-8 bytes as ids 0 to 255; 256 ends a document."""
 
     name: ClassVar[str] = "bytes"
     vocab_size: ClassVar[int] = 257
@@ -75,7 +75,7 @@ class ByteTokenizer:
     origin: ClassVar[Origin] = Origin("ByteTokenizer")
 
     def vocabulary(self) -> dict[str, int]:
-        """The id of each byte's symbol, as a byte-level encoding without pairs has it."""
+        """The id of each byte's symbol, as in a byte-level encoding without pairs."""
         return {symbol: byte for byte, symbol in enumerate(_byte_symbols())} | {END_OF_TEXT: self.eod}
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
@@ -90,8 +90,8 @@ class ByteTokenizer:
 class BPETokenizer:
     """A tokenizer of the `tokenizers` library.
 
-    With GPT-2's rules (`is_gpt2`) long texts are encoded in parts: the library takes some hundred bytes of
-    memory for each token of a text.
+    With GPT-2's rules (`is_gpt2`) long texts are encoded in parts: the library needs some hundred bytes of
+    memory for each token.
     """
 
     name: str
@@ -132,7 +132,8 @@ _LONE_BREAK = re.compile(r"(?<=\S\n)(?=\S)")
 
 
 def _parts(text: str) -> Iterator[str]:
-    """A text in parts of about a million characters: under GPT-2's rules their ids are those of the whole."""
+    """A text in parts of about a million characters; under GPT-2's rules, the parts' ids are those of the
+    whole text."""
     start = 0
     while start < len(text):
         found = _LONE_BREAK.search(text, start + _PART_CHARS)
@@ -146,7 +147,7 @@ def _parts(text: str) -> Iterator[str]:
 def implied_kind(
     vocab_file: str | Path | None, merge_file: str | Path | None, tokenizer_model: str | Path | None
 ) -> str | None:
-    """The `--tokenizer-type` that given files are of; None without any."""
+    """The `--tokenizer-type` implied by the given files; None without files."""
     return (
         "HuggingFaceTokenizer"
         if tokenizer_model
@@ -164,10 +165,10 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that Megatron's `--tokenizer-type` names.
 
-    GPT2BPETokenizer reads `vocab_file` and `merge_file` (GPT-2's own, which the package carries, when
-    neither is given). HuggingFaceTokenizer reads the `tokenizer.json` that `tokenizer_model` is or holds, or
-    that of a model on the Hugging Face Hub whose id it is. ByteTokenizer needs no file. Raises InputError if
-    a file is missing or not what it should be.
+    GPT2BPETokenizer reads `vocab_file` and `merge_file` (when neither is given, GPT-2's own, which are part
+    of the package). HuggingFaceTokenizer reads a `tokenizer.json`: `tokenizer_model` is its path, its folder,
+    or the id of a model on the Hugging Face Hub. ByteTokenizer needs no file. Raises InputError if a file is
+    missing or wrong.
     """
     if kind == "GPT2BPETokenizer":
         if bool(vocab_file) != bool(merge_file):
@@ -192,7 +193,7 @@ def load_tokenizer(
 
 
 def gpt2_tokenizer() -> BPETokenizer:
-    """GPT-2's tokenizer from the merges that the package carries."""
+    """GPT-2's tokenizer from the merges in this package."""
     merges = _merges(_GPT2_MERGES)
     origin = Origin("GPT2BPETokenizer")
     return _byte_level_bpe("gpt2", gpt2_vocabulary(merges), merges, _GPT2_MERGES, origin)
@@ -262,7 +263,7 @@ def _hugging_face(path: Path) -> BPETokenizer:
 
 
 def _tokenizer_file(path: Path) -> Path:
-    """The tokenizer.json that a path is or holds, or that of the model on the Hub whose id it is."""
+    """The tokenizer.json at a path or in a folder, or that of the model with a Hub id."""
     model = hub_model(path)
     if model is None:
         return path / "tokenizer.json" if is_folder(path) else path

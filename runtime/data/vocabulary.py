@@ -1,4 +1,4 @@
-"""Vocabularies made of a corpus: of characters, words or byte pairs, as the `tokenizer.json` of a folder."""
+"""Vocabularies made from a corpus (characters, words or byte pairs), written as a `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from runtime.data.tokenizers import BPETokenizer, Tokenizer, load_tokenizer
 
 UNKNOWN, END = "[UNK]", "<|endoftext|>"
 SPECIAL = {"char": (UNKNOWN, END), "word": (UNKNOWN, END), "bpe": (END,)}
-"""Tokens that each kind of vocabulary has besides those of the corpus.
+"""Special tokens of each kind of vocabulary: one for unknown text, and one for the end of a document.
 
-They are what stands for text that it lacks, and the end of a document. Byte pairs lack none."""
+Byte pairs need no token for unknown text."""
 
 BYTES = 256
-"""Tokens of every vocabulary of byte pairs: the single bytes."""
+"""Number of single-byte tokens in every vocabulary of byte pairs."""
 
 
 def make_vocabulary(
@@ -33,13 +33,12 @@ def make_vocabulary(
     size: int,
     json_keys: Sequence[str] = ("text",),
 ) -> Tokenizer:
-    """Write the tokenizer of the `size` tokens that a corpus uses most to `folder`, and return it.
+    """Write a tokenizer of a corpus's `size` commonest tokens to `folder`, and return it.
 
-    A vocabulary of `char` has single characters, one of `word` what white space and punctuation part, one of
-    `bpe` byte pairs (arXiv:1508.07909) under GPT-2's rules. The commonest come first, of equally common ones
-    the first by code point. A corpus that has fewer tokens makes a smaller vocabulary.
-
-    Raises InputError if files cannot be read, hold no text, or `size` leaves no room for tokens of theirs.
+    Kind `char` has single characters; `word` has parts between white space and punctuation; `bpe` has byte
+    pairs (arXiv:1508.07909) under GPT-2's rules. The commonest tokens come first; equally common ones are
+    ordered by code point. A corpus with fewer tokens gives a smaller vocabulary. Raises InputError if files
+    cannot be read, have no text, or `size` leaves no room for the corpus's tokens.
     """
     if kind not in SPECIAL:
         raise InputError(f"--kind {kind!r}: expected one of {', '.join(SPECIAL)}")
@@ -78,7 +77,7 @@ def _texts(files: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
 
 
 def _of_parts(parts: hf.pre_tokenizers.PreTokenizer, joined: bool) -> Callable[..., hf.Tokenizer]:
-    """Makes a vocabulary of the commonest parts that a rule cuts texts into."""
+    """Make a vocabulary of the commonest parts into which a rule cuts texts."""
 
     def make(texts: Iterator[str], size: int, special: Sequence[str]) -> hf.Tokenizer:
         counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The runtime's own training step without memory and without ranks: what every tensor of it takes.
+"""The runtime's own training step without memory and without other ranks, to find the bytes of every tensor.
 
 The trainer, the model, FSDP2, the pipeline schedules and the optimizers are the real ones. Tensors are fake
 (`torch._subclasses.FakeTensorMode`) and other ranks do not exist (PyTorch's process group "fake"), so any

@@ -1,4 +1,4 @@
-"""Ranks of a job that hold the same at the same time, of which one is traced."""
+"""Groups of ranks with the same memory over time; only one rank of each group is traced."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from runtime.dryrun.steady import enough_micro_batches
 
 
 def alike_ranks(spec: ModelSpec, layout: Layout, ranks: Sequence[int]) -> dict[int, list[int]]:
-    """Ranks by the first of them: those whose stages have the same layers and run them in the same order.
+    """Ranks by the first rank with the same memory: their stages have the same layers in the same order.
 
-    Ranks of one stage are told apart: the first one holds the largest shards.
+    Ranks within one stage differ, as the first one has the largest shards.
     """
     per_stage = layout.world_size // layout.pipeline_parallel
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -23,9 +23,9 @@ def alike_ranks(spec: ModelSpec, layout: Layout, ranks: Sequence[int]) -> dict[i
 
 
 def _work(spec: ModelSpec, layout: Layout, stage: int) -> tuple[object, ...]:
-    """The work of a pipeline rank, equal for ranks that do the same.
+    """A key for the work of a pipeline rank, equal for ranks with the same work.
 
-    A rank with several stages waits for other ranks, and is like no other.
+    A rank with several stages waits for other ranks, so it equals no other rank.
     """
     if layout.virtual_pipeline_parallel > 1 or stage in (0, layout.pipeline_parallel - 1):
         return (stage,)

@@ -1,11 +1,9 @@
-"""Passes of microbatches that do the same to memory, of which the first few are run.
+"""Passes of microbatches with the same effect on memory, of which only the first few are run.
 
-A stage of a pipeline does the same to memory in each microbatch. The exceptions are the first ones, which
-make gradients, and the last one, whose gradients are reduced. So two microbatches in the middle are run and
-compared. Of those that follow, the changes of memory are repeated in their order. Only what a pass returns is
-made.
-
-Schedules that split backward are not for this: what one of their passes finds depends on those before it.
+A pipeline stage has the same effect on memory in each microbatch, except in the first ones, which allocate
+gradients, and in the last one, which reduces them. So two microbatches in the middle are run and compared.
+For the following ones, the recorded changes of memory are repeated, and only the results of a pass are made.
+This does not work for schedules that split backward, as the state at a pass depends on earlier passes.
 """
 
 from __future__ import annotations
@@ -26,18 +24,18 @@ from runtime.dryrun.tracker import Block, Tracker
 from runtime.parallel.pipeline import Pipeline
 
 COMPARED = 2, 3
-"""Microbatches of a step that are compared: by then compiled layers run as they do from there on."""
+"""Microbatches of a step that are compared; from then on compiled layers run in their final form."""
 
 
 class UnlikePassesError(Exception):
-    """Passes that were repeated turn out to have effects that are not repeated."""
+    """Error: repeated passes have effects that cannot be repeated."""
 
 
 class Made(NamedTuple):
-    """A tensor that a pass returns, in memory that the pass has made."""
+    """A tensor that a pass returns, in memory allocated by the pass."""
 
     block: int
-    """The number of its memory among the blocks of the pass."""
+    """The number of the tensor's memory block among the blocks of the pass."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -53,7 +51,7 @@ class Change(NamedTuple):
     block: int
     """The number of the block among the blocks of that pass."""
     delta: int
-    """Bytes that come or go."""
+    """Bytes that are allocated, or freed if negative."""
     phase: str
 
 
@@ -61,24 +59,24 @@ class Pass(NamedTuple):
     """The effect of one pass on memory."""
 
     first: int
-    """The number of the first block that the pass has made."""
+    """The number of the first block that the pass allocates."""
     blocks: int
-    """The number of blocks that the pass has made."""
+    """The number of blocks that the pass allocates."""
     changes: list[Change] | None
-    """Changes in their order; None if blocks of others change."""
+    """Changes in order; None if blocks of other passes change."""
     returned: tuple[Made | None, ...] | None
-    """Tensors that the call returns in memory of its own, if any; None if it returns something else."""
+    """Tensors that the pass returns in its own memory, if any; None if it returns other objects."""
     given: tuple[int, ...]
     """Numbers of the blocks of the pass's inputs."""
 
     @property
     def blocks_kept(self) -> set[int]:
-        """Blocks that end with a change of memory in this pass or in a later one."""
+        """Number of blocks that are still allocated after the pass."""
         returned = {one.block for one in self.returned or () if one is not None}
         return {*range(self.blocks)} - returned
 
     def is_like(self, other: Pass) -> bool:
-        """Return whether two passes have the same effect, which is one that can be repeated."""
+        """Return whether two passes have the same, repeatable effect."""
         own, others = (
             (self.blocks, self.changes, self.returned),
             (other.blocks, other.changes, other.returned),
@@ -92,11 +90,11 @@ class Passes:
 
     count: int = 0
     known: dict[int, Pass] = field(default_factory=dict)
-    """Passes that were compared, by their microbatch."""
+    """Compared passes, by microbatch."""
 
     @property
     def pattern(self) -> Pass | None:
-        """The pass that others are like; None while it is not known, or where they are unlike."""
+        """The pass that represents the others; None while unknown, or if passes differ."""
         one, other = (self.known.get(micro_batch) for micro_batch in COMPARED)
         return other if one is not None and other is not None and other.is_like(one) else None
 
@@ -108,14 +106,14 @@ class Stage:
     forward: Passes = field(default_factory=Passes)
     backward: Passes = field(default_factory=Passes)
     first_blocks: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Microbatches whose forward pass was repeated: numbers of its blocks, until backward."""
+    """Numbers of the blocks of repeated forward passes by microbatch, until backward."""
 
 
 class AlikePasses:
     """Passes of one rank's stages.
 
     Args:
-        tracker: follows the memory.
+        tracker: tracker of the memory.
     """
 
     def __init__(self, tracker: Tracker) -> None:
@@ -125,7 +123,7 @@ class AlikePasses:
 
     @contextmanager
     def step(self, micro_batches: int) -> Iterator[None]:
-        """The first step with this number of microbatches, of which all passes are run."""
+        """Begin the first step with this number of microbatches, in which all passes are run."""
         self.stages, self.micro_batches = {}, micro_batches
         yield
         for stage in self.stages.values():
@@ -134,7 +132,7 @@ class AlikePasses:
             self._check(stage)
 
     def _check(self, stage: Stage) -> None:
-        """See that a microbatch that was repeated left nothing, but for what its passes return."""
+        """Check that a repeated microbatch left no memory, except for the results of its passes."""
         forward, backward = stage.forward.pattern, stage.backward.pattern
         if forward is None or backward is None:
             return
@@ -148,7 +146,7 @@ class AlikePasses:
             raise UnlikePassesError("memory outlives its microbatch")
 
     def forward(self, of_stage: Any, given: Any, run: Any) -> Any:
-        """The output of a forward pass with the arguments `given`, which `run` runs."""
+        """The output of a forward pass, run by `run` with the arguments `given`."""
         stage = self.stages.setdefault(of_stage.stage_index, Stage())
         number = stage.forward.count
         stage.forward.count += 1
@@ -163,7 +161,7 @@ class AlikePasses:
         return output
 
     def backward(self, of_stage: Any, given: Any, run: Any) -> Any:
-        """The gradients of a backward pass that `run` runs with the gradients `given`."""
+        """The gradients of a backward pass, run by `run` with the gradients `given`."""
         stage = self.stages.setdefault(of_stage.stage_index, Stage())
         number = stage.backward.count
         stage.backward.count += 1
@@ -175,7 +173,7 @@ class AlikePasses:
         return self._repeat(pattern, given, {}, stage.first_blocks.pop(number)), None
 
     def _run(self, stage: Stage, passes: Passes, number: int, given: Any, run: Any) -> Any:
-        """Run a pass, and take note of its effect if it is to be compared."""
+        """Run a pass, and record its effect if it is compared."""
         if number not in COMPARED:
             return run()
         tracker = self.tracker
@@ -190,11 +188,11 @@ class AlikePasses:
         return result
 
     def _changes(self, first: int, start: int, is_forward: bool, forward: Pass | None) -> list[Change] | None:
-        """The changes of a pass, if they are of its own blocks or of those of its `forward` pass.
+        """The changes of a pass, if they only concern its own blocks or those of its `forward` pass.
 
         Args:
-            first, start: the number of its first block, and that of its first change.
-            is_forward: it is a forward pass.
+            first, start: the numbers of its first block and of its first change.
+            is_forward: True for a forward pass.
         """
         tracker, changes = self.tracker, list[Change]()
         for block, delta, phase in zip(
@@ -209,7 +207,7 @@ class AlikePasses:
         return changes
 
     def _blocks_of(self, tensors: Any) -> tuple[int, ...]:
-        """Numbers of the blocks of tensors, -1 for a tensor without a block."""
+        """Numbers of the blocks of tensors; -1 for a tensor without a block."""
         numbers = []
         for tensor in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
             key = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else 0
@@ -217,7 +215,7 @@ class AlikePasses:
         return tuple(numbers)
 
     def _returned(self, given: Any, first: int, changed: list[int]) -> tuple[Made | None, ...] | None:
-        """Memory that a pass returns; None if the pass has not made it, or has freed it."""
+        """Memory that a pass returns; None if the pass did not allocate it, or has freed it."""
         made: list[Made | None] = []
         for part in given if isinstance(given, (tuple, list)) else (given,):
             if part is None:
@@ -245,12 +243,12 @@ class AlikePasses:
     def _repeat(
         self, pattern: Pass, given: Any, own: dict[int, int], of_forward: dict[int, int]
     ) -> tuple[Tensor | None, ...]:
-        """Repeat the changes of a pass; returns what the pass returns.
+        """Repeat the changes of a pass; returns the results of the pass.
 
         Args:
-            given: tensors that the pass is given, which it may keep.
-            own: gets the numbers of the blocks that it makes.
-            of_forward: numbers of the blocks that the forward pass has made, for a backward pass.
+            given: input tensors of the pass, which it may keep.
+            own: filled with the numbers of the pass's new blocks.
+            of_forward: for a backward pass, numbers of the blocks of its forward pass.
         """
         tracker = self.tracker
         assert pattern.changes is not None and pattern.returned is not None
@@ -289,10 +287,10 @@ def _name_alike(block: Block, like: Block) -> None:
 
 @contextmanager
 def alike_passes(tracker: Tracker) -> Iterator[None]:
-    """Repeat passes that are alike, while this lasts.
+    """Within this context equal passes are repeated instead of run.
 
     Raises:
-        UnlikePassesError: that was wrong, and all of them have to run.
+        UnlikePassesError: passes differ, so all of them must be run.
     """
     passes = AlikePasses(tracker)
     forward: Any = PipelineStage.forward_maybe_with_nosync

@@ -1,20 +1,18 @@
-"""Compiled layers without a compiler: PyTorch's own graphs, of which only the memory is made.
+"""Compiled layers without code generation:
 
-Dynamo, AOTAutograd and Inductor's passes and partitioner run as for the device, so that a layer saves what
-the compiled one does. Code is not generated. Each graph runs node by node and makes the buffers that
-Inductor's code would:
+PyTorch's own graphs run for their memory only. Dynamo, AOTAutograd and Inductor's passes and partitioner run
+as for the device, so a layer saves the same tensors as the compiled one. Each graph runs node by node and
+allocates the buffers of Inductor's code:
 
-- GEMMs, attention, collectives and all else that Inductor calls as a kernel of its own read and
-  write buffers;
-- element-wise operations are computed where they are read, and have a buffer only if such a kernel reads them
-  or the graph returns them; so do copies and casts;
-- reductions write theirs, and read what is element-wise without a buffer;
-- views share the buffer of what they show; a sum over ranks is made in place where nothing else reads it;
-- a buffer lives to its last reader, also one that reads through element-wise operations.
+- GEMMs, attention, collectives and all other separate kernels read and write buffers;
+- element-wise operations, copies and casts are computed where they are read; they have a buffer only if a
+  separate kernel reads them or the graph returns them;
+- reductions write a buffer, and read element-wise operations without a buffer;
+- views share the buffer of their base; a sum over ranks is made in place if nothing else reads its input;
+- a buffer lives until its last reader, including readers through element-wise operations.
 
-Inductor may besides write into a buffer that is read for the last time (in place), and order kernels anew to
-save memory. Neither is done here. Temporaries within a layer are therefore larger by up to a few tensors of
-its inputs' size.
+Inductor may also write in place into a buffer at its last read, and reorder kernels to save memory. Neither
+is done here, so temporaries within a layer are larger by up to a few tensors of its inputs' size.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ INLINED_OPERATORS = {
     "flip",
     "repeat",
 }
-"""Operators that Inductor computes where they are read, besides those that PyTorch calls pointwise."""
+"""Operators that Inductor inlines into their readers, besides PyTorch's pointwise operators."""
 
 REDUCTIONS = {
     "sum",
@@ -94,25 +92,24 @@ REDUCTIONS = {
     "scatter_add",
 }
 """Operators whose result has a buffer, and whose inputs need none. `cat` is one, since its parts are written
-where they belong. So are operators that write to places of a new tensor."""
+into the result, and so are operators that write to places of a new tensor."""
 
 ALIASES = {"_unsafe_view", "reshape", "wait_tensor", "lift_fresh", "alias", "copy_"}
-"""Operators that share memory besides those that PyTorch calls views; what is copied into an input is added
-right there."""
+"""Operators whose result shares memory, besides PyTorch's views; a copy into an input is written in place."""
 
 READERS = ("kernel", "output")
-"""Kinds of nodes that read buffers only."""
+"""Kinds of nodes that only read buffers."""
 
 SUMS, WAIT = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
 
 NORMS = ("attention_norm", "attended_norm", "mlp_norm", "computed_norm")
 
 KINDS = (*((name, "norm") for name in NORMS), ("attention", "attention"), ("mlp", "mlp"))
-"""Parts of a block by the name of the module that holds them."""
+"""Parts of a block by the name of their module."""
 
 
 class _EveryFile:
-    """Files whose lines are not told."""
+    """A set that contains every file name, so that no source lines are recorded."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -120,9 +117,9 @@ class _EveryFile:
 
 @contextmanager
 def compiled_layers(tracker: Callable[[], Tracker]) -> Iterator[None]:
-    """Let `torch.compile` make functions that only make memory, while this lasts.
+    """Within this context `torch.compile` makes functions that only allocate memory.
 
-    They tell the tracker that is there when they run.
+    They report to the tracker that is active when they run.
     """
     import torch._dynamo
     import torch._functorch.config as functorch_config
@@ -172,7 +169,7 @@ def compiled_layers(tracker: Callable[[], Tracker]) -> Iterator[None]:
 
 
 def memory_function(graph: fx.GraphModule, current: Callable[[], Tracker]) -> Any:
-    """A function of a list of inputs, which it empties, that makes the outputs of `graph`."""
+    """A function that allocates the outputs of `graph` from a list of inputs, which it empties."""
     steps = plan(graph)
 
     def run(inputs: list[Any]) -> Any:
@@ -221,20 +218,20 @@ class Step:
     layer: str
     name: str
     makes: bool = False
-    """The step allocates a buffer, or returns a view of one."""
+    """True if the step allocates a buffer, or returns a view of one."""
     returned: bool = False
-    """The step's buffer outlives the graph."""
+    """True if the step's buffer outlives the graph."""
     sizes: list[int] = field(default_factory=list)
-    """Bytes of the step's own buffers that end within the graph."""
+    """Bytes of the step's own buffers that are freed within the graph."""
     in_place: bool = False
     reads: set[fx.Node] = field(default_factory=set)
     """Nodes whose buffers the step reads, also through nodes without buffers."""
     last: list[fx.Node] = field(default_factory=list)
-    """Nodes that nothing reads after the step."""
+    """Nodes whose last reader is this step."""
 
     @cached_property
     def category(self) -> str | None:
-        """The category of the operator's buffers; None where the operator does not tell."""
+        """The category of the operator's buffers; None where the operator does not decide it."""
         return "message" if self.name.startswith(COLLECTIVES) else None
 
 
@@ -286,7 +283,7 @@ def reduction_source(node: fx.Node) -> fx.Node:
 
 
 def bytes_of(value: Any) -> int:
-    """Bytes of the memory of a tensor of this shape; 0 for what is none."""
+    """Bytes of a tensor of this shape; 0 for other values."""
     return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
 
 
@@ -310,12 +307,12 @@ def kind_of(node: fx.Node) -> str:
 
 
 def name_of(node: fx.Node) -> str:
-    """The operator of a node with its namespace; nothing for what is none of PyTorch's."""
+    """The operator of a node with its namespace; empty for other functions than PyTorch's operators."""
     return str(node.target.name()) if isinstance(node.target, torch._ops.OpOverload) else ""  # type: ignore[no-untyped-call]
 
 
 def layer_of(node: fx.Node) -> str:
-    """The kind of layer that a node of a forward graph belongs to."""
+    """The kind of layer of a node in a forward graph."""
     path = ".".join(str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values())
     return next((kind for part, kind in KINDS if part in path), "residual")
 
@@ -336,7 +333,7 @@ def node_buffers(step: Step, values: dict[fx.Node, Any]) -> Any:
 
 
 def node_memory(value: Any) -> Any:
-    """Memory for what a node returns."""
+    """Memory for the result of a node."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

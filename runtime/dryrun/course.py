@@ -1,11 +1,10 @@
-"""The course of memory over the steps of a dry run, and that of many layers told from two of few.
+"""The course of memory over the steps of a dry run, and its extrapolation from few layers to many.
 
-Layers that are alike allocate and free the same, one after the other. A step of more layers passes through
-the changes of memory of a step of fewer, in the same order, and through those of further layers between them.
-What is held after a change is linear in the number of layers. So two steps, of few layers and of a few more,
-whose changes are matched, tell what is held after each matched change in a step of any number of layers. The
-changes of further layers lie between those of a first and of a last layer, which are matched: the highest
-moment is among these.
+Equal layers allocate and free the same bytes, one after the other. A step with more layers has the same
+changes of memory as a step with fewer, in the same order, and further changes between them. The held bytes
+after a change are linear in the number of layers. So two steps, with few layers and with a few more, give the
+held bytes after each matched change for any number of layers. The changes of further layers lie between those
+of a first and a last layer, which are matched, so the highest moment is among the matched ones.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ from costmodels.spec.table import Ints
 from runtime.dryrun.memory_trace import CATEGORIES, Moment
 
 BUILD = "build"
-"""The label of all that comes before the first step."""
+"""The label of all changes before the first step."""
 
 SEEN = (48, 12, 4, 1)
-"""Changes that must be alike for two places of courses to be taken for the same, as many as there are."""
+"""Number of following changes that must be equal for two places of courses to match."""
 
 Kind = tuple[str, str]
-"""Category of a byte, and the layer that saved it where it is an activation."""
+"""Category of bytes, and for activations the layer that saved them."""
 
 
 class UnlikeError(Exception):
-    """Courses do not belong to one step with more and with fewer layers."""
+    """Error: the courses do not belong to the same step with more and with fewer layers."""
 
 
 class Course(NamedTuple):
-    """Bytes that are held after each change of memory: of the build, and of the last step."""
+    """Held bytes after each change of memory, in the build and in the last step."""
 
     labels: npt.NDArray[np.str_]
-    """The phase of each change; none for the one that stands for all before the last step."""
+    """The phase of each change; none for the single change that represents all before the last step."""
     changes: Ints
-    """Bytes that come, or go where negative, without rounding."""
+    """Bytes that are allocated, or freed if negative, without rounding."""
     places: Ints
     """The number of the kind of each change."""
     kinds: tuple[Kind, ...]
     allocated: Ints
-    """Held bytes as the allocator rounds them, [kinds, changes]."""
+    """Held bytes with the allocator's rounding, [kinds, changes]."""
     live: Ints
     """Held bytes without rounding, [kinds, changes]."""
     host_bytes: int
@@ -78,7 +77,8 @@ class Course(NamedTuple):
 
 
 def of_more_layers(few: Course, others: Sequence[tuple[Course, int]]) -> Course:
-    """The course of a step that has as often as each number says what another course has beyond `few`.
+    """The course of a step with more layers: `few`, plus each other course's difference from it, times the
+    given number.
 
     Raises:
         UnlikeError: the changes of two courses cannot be matched.
@@ -120,10 +120,10 @@ def _renumbered(course: Course, kinds: Sequence[Kind]) -> Ints:
 
 
 def matched(few: Course, other: Course) -> Ints:
-    """The change of `other` that is the same as each one of `few`.
+    """The matching change of `other` for each change of `few`.
 
     Raises:
-        UnlikeError: there is none for some of them.
+        UnlikeError: some changes have no match.
     """
     (own, own_roles), (others, other_roles) = _tokens(few, other)
     result = np.empty(len(own), dtype=np.int64)
@@ -135,9 +135,10 @@ def matched(few: Course, other: Course) -> Ints:
 
 
 def _tokens(*courses: Course) -> list[tuple[Ints, Ints]]:
-    """Numbers of the changes of each course, with sizes and without; alike changes have the same number.
+    """Numbers of the changes of each course, with and without their sizes; equal changes have the same
+    number.
 
-    A size that not all courses have belongs to a tensor over all layers, and is left out of the number.
+    A size that does not occur in all courses belongs to a tensor over all layers, and is ignored.
     """
     numbers: dict[tuple[object, ...], int] = {}
     roles: dict[tuple[object, ...], int] = {}
@@ -163,8 +164,8 @@ def _roles_and_sizes(course: Course) -> list[tuple[object, ...]]:
 def _aligned(own: Ints, others: Ints, own_roles: Ints, other_roles: Ints) -> Ints:
     """Places of the numbers `own` among `others`, which have more rounds of the repeated part.
 
-    Rounds are left out in the middle of those that both have: the first and the last ones are matched.
-    Changes may have unlike sizes where there is no further round: they are of tensors over all layers.
+    The first and the last rounds are matched, and the surplus rounds in the middle are skipped. Changes
+    without a further round may differ in size, as they are of tensors over all layers.
     """
     result = np.arange(len(own), dtype=np.int64)
     at = shift = start = 0
@@ -186,14 +187,14 @@ def _aligned(own: Ints, others: Ints, own_roles: Ints, other_roles: Ints) -> Int
 
 
 def _common(one: Ints, other: Ints) -> int:
-    """The number of equal entries from the start on."""
+    """The number of equal entries from the start."""
     count = min(len(one), len(other))
     differs = np.flatnonzero(one[:count] != other[:count])
     return int(differs[0]) if len(differs) else count
 
 
 def _gap(own: Ints, others: Ints, at: int, shift: int) -> int:
-    """Numbers of `others` that are further rounds of what `own` has before `at`; 0 for no round."""
+    """Number of entries of `others` that repeat the entries of `own` before `at`; 0 without a repetition."""
     here = at + shift
     choices = [len(others) - here]
     if at < len(own):

@@ -1,9 +1,8 @@
-"""Rows that travel to experts and arrive there, when tensors have no content.
+"""Numbers of rows dispatched to experts, for tensors without content.
 
-Routers are assumed to be as balanced as the planner assumes (`costmodels.layers.shapes`). A rank sends its
-rows evenly to the ranks of the experts. The rank that is traced is the fullest one: it receives `peak_load`
-times the mean where experts are spread over ranks. A capacity factor below one drops the rows beyond it, and
-one below that load bounds it.
+Routers are as balanced as the planner assumes (`costmodels.layers.shapes`). A rank sends its rows evenly to
+the ranks of the experts. The traced rank is the fullest one: it receives `peak_load` times the mean if
+experts are spread over ranks. A capacity factor below that load bounds it; one below 1 also drops rows.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from runtime.parallel import expert as expert_parallel
 
 @contextmanager
 def even_load(spec: ModelSpec) -> Iterator[None]:
-    """Let the runtime's routers choose evenly, while this lasts."""
+    """Within this context the runtime's routers choose experts evenly."""
     limit = spec.router.capacity_factor
 
     def row_count(chosen: Tensor, counts: Tensor) -> int:
@@ -49,5 +48,5 @@ def even_load(spec: ModelSpec) -> Iterator[None]:
 
 
 def shares(total: int, parts: int) -> list[int]:
-    """`total` in whole numbers that differ by one at most, the larger ones first."""
+    """`total` divided into whole numbers that differ by at most one, the larger ones first."""
     return [total // parts + (part < total % parts) for part in range(parts)]

@@ -1,4 +1,4 @@
-"""Tensors of a GPU on a machine that has none."""
+"""GPU tensors on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 CPP_DEVICE = torch.device("lazy", 0)
-"""The device that PyTorch's C++ sees; Python sees `GPU`.
+"""The device that PyTorch's C++ code sees; Python sees `GPU`.
 
-The autograd engine asks a CUDA device for streams, which a PyTorch without CUDA cannot answer. It asks a
-device of this type for nothing.
+For a CUDA device the autograd engine needs streams, which a PyTorch build without CUDA does not have; for a
+device of this type it needs none.
 """
 
 GPU = torch.device("cuda", 0)
@@ -25,20 +25,20 @@ _cache: dict[Any, Any] = {}
 """The cache of `FakeTensorMode` for operations, shared by all dry runs of a process."""
 
 MOST_OPERATIONS = 20_000
-"""Operations that are remembered before a dry run begins; with more, all are forgotten."""
+"""Most operations cached when a dry run begins; with more, the cache is cleared."""
 
 
 def cpp_device(device: Any) -> Any:
-    """The device that C++ should see for another; anything else as it is."""
+    """The device that C++ code should see instead of another; other values are unchanged."""
     if isinstance(device, torch.device):
         return CPP_DEVICE if device.type == "cuda" else device
     return CPP_DEVICE if isinstance(device, str) and device.partition(":")[0] == "cuda" else device
 
 
 def kernel_device(device: Any) -> Any:
-    """The device whose operators autograd should find, which every PyTorch has.
+    """The device whose operators autograd uses; every PyTorch build has it.
 
-    Without kernels of its own for a device, PyTorch would take an operator such as `silu_backward` apart.
+    For a device without kernels, PyTorch would decompose operators such as `silu_backward`.
     """
     return torch.device("cpu") if cpp_device(device) == CPP_DEVICE else device
 
@@ -47,7 +47,7 @@ class Stream(torch.cpu.Stream):
     """A stream on which nothing runs."""
 
     stream_id = device_index = device_type = 0
-    """Fields that PyTorch passes to the allocator."""
+    """The id that PyTorch passes to the allocator with other fields."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Stream(torch.cpu.Stream):
 
 
 class Event(torch.cpu.Event):
-    """An event that has happened."""
+    """An event that has always completed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -65,9 +65,10 @@ class Event(torch.cpu.Event):
 
 @contextmanager
 def fake_gpu() -> Iterator[None]:
-    """Let `FakeTensorMode` make tensors on device "cuda", differentiable ones too, with or without a GPU.
+    """Within this context `FakeTensorMode` makes tensors on device "cuda", also differentiable ones, with or
+    without a GPU.
 
-    `torch.cuda` says that no GPU is available; streams and events do nothing.
+    `torch.cuda` reports no GPU; streams and events do nothing.
     """
     make, shown = Tensor._make_subclass, FakeTensor.device
     wrap = Tensor._make_wrapper_subclass

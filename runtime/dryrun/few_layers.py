@@ -1,4 +1,4 @@
-"""Models of few layers whose dry runs tell that of the whole model."""
+"""Models with few layers whose dry runs give that of the whole model."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import NamedTuple
 from costmodels import Layout, ModelSpec
 
 LEAST = 4
-"""Layers of a run that are kept beside a period: the first and last ones find other things around them."""
+"""Layers of a run that are kept besides a period, as the first and last ones have other neighbours."""
 
 Run = tuple[bool, bool]
-"""Layers of a stage that follow each other: whether their MLP is a dense one that leads the model, and
-whether they recompute something."""
+"""Consecutive equal layers of a stage: True or False for leading dense layers, and for layers with
+recomputation."""
 
 
 class FewLayers(NamedTuple):
-    """A model of few layers, and models that have one period more in one of its runs."""
+    """A model with few layers, and models with one more period in one of its runs."""
 
     few: tuple[ModelSpec, Layout]
     more: list[tuple[ModelSpec, Layout, int]]
-    """Models with one period more, and the number of periods that `few` leaves out of that run."""
+    """Models with one more period in a run, and the number of periods missing from that run in `few`."""
 
 
 def few_layers(spec: ModelSpec, layout: Layout, pipeline_rank: int) -> FewLayers | None:
-    """Models that tell what `pipeline_rank` holds; None where they would have as many layers as `spec`."""
+    """Models that give the memory of `pipeline_rank`; None where they would have as many layers as `spec`."""
     period = period_of(spec, layout)
     stages = [runs(spec, layout, stage) for stage in layout.stages_of(pipeline_rank)]
     left_out: dict[Run, int] = {}
@@ -46,7 +46,7 @@ def few_layers(spec: ModelSpec, layout: Layout, pipeline_rank: int) -> FewLayers
 
 
 def period_of(spec: ModelSpec, layout: Layout) -> int:
-    """Layers after which the same kinds come again, and the same places in units that are recomputed."""
+    """Number of layers after which the kinds of layers, and their places in recomputed units, repeat."""
     unit = 1
     if layout.recompute == "full" and layout.recompute_method == "uniform":
         unit = layout.recompute_num_layers
@@ -65,7 +65,7 @@ def runs(spec: ModelSpec, layout: Layout, stage: int) -> Counter[Run]:
 def without(
     spec: ModelSpec, layout: Layout, pipeline_rank: int, left_out: dict[Run, int]
 ) -> tuple[ModelSpec, Layout]:
-    """The model, and the layout, whose stages of a pipeline rank lack so many periods of each run."""
+    """The model and the layout with a number of periods removed from each run of a pipeline rank's stages."""
     period, per_stage = period_of(spec, layout), list(layout.layers_per_stage)
     dense, again = spec.dense_layers, layout.recompute_num_layers
     for stage in layout.stages_of(pipeline_rank):

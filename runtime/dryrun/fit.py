@@ -1,4 +1,4 @@
-"""A trace of a rank beside the plan that it is of: whether the plan fits, and how near its estimate is."""
+"""Comparison of a rank's trace with its plan: a test if the plan fits, and the error of the estimate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOTAL = "bytes"
 """The name of the sum of all categories."""
 
 NEEDS_PROOF = 0.8
-"""Share of a device's memory: a job whose range reaches above it is traced before its ranks start."""
+"""Share of a device's memory; a job whose memory range exceeds it is traced before its ranks start."""
 
 
 @dataclass(frozen=True)
@@ -23,27 +23,27 @@ class Proof:
 
     @property
     def fullest(self) -> MemoryTrace:
-        """The trace of the rank that needs most."""
+        """The trace of the rank that needs the most memory."""
         return max(self.traces, key=lambda trace: needed_bytes(self.plan, trace))
 
     @property
     def needed_bytes(self) -> float:
-        """Bytes that a device must have."""
+        """Bytes that a device needs."""
         return needed_bytes(self.plan, self.fullest)
 
     @property
     def fits(self) -> bool:
-        """True if the devices of all ranks have their bytes."""
+        """True if all ranks fit into their devices."""
         return fits(self.plan, self.fullest)
 
     def describe(self) -> str:
-        """The bytes of the fullest rank and those of its device, in words."""
+        """A text with the bytes of the fullest rank and of its device."""
         have = self.plan.cluster.memory_bytes / GIB
         where = f"pipeline rank {self.fullest.pipeline_rank}" if len(self.traces) > 1 else "a rank"
         return f"{where} takes {self.needed_bytes / GIB:.2f} of {have:.2f} GiB by its dry run"
 
     def proven_plan(self) -> Plan:
-        """The plan with the traced bytes in place of the estimated ones."""
+        """The plan with traced bytes instead of estimated ones."""
         memory = list(self.plan.estimate.memory)
         for trace in self.traces:
             traced = {name: float(size) for name, size in trace.peak.allocated.items()}
@@ -63,17 +63,17 @@ class Proof:
 
 
 def needs_proof(plan: Plan) -> bool:
-    """Return whether the upper end of a plan's range comes near the memory of a device."""
+    """Return whether the upper end of a plan's memory range is close to a device's memory."""
     return plan.estimate.peak_memory_bytes > NEEDS_PROOF * plan.cluster.memory_bytes
 
 
 def workspace_bytes(plan: Plan) -> float:
-    """Bytes of the libraries' workspaces, which are no tensors of the step."""
+    """Bytes of library workspaces, which are not tensors of the step."""
     return plan.engine.for_device(plan.cluster.device).allocator.workspace_bytes
 
 
 def needed_bytes(plan: Plan, trace: MemoryTrace) -> float:
-    """Bytes that a device must have: the traced tensors, and what the plan adds for all that is none."""
+    """Bytes that a device needs: the traced tensors, and the plan's bytes besides tensors."""
     return trace.peak.total + workspace_bytes(plan) + plan.estimate.memory[trace.pipeline_rank].overhead
 
 
@@ -83,7 +83,7 @@ def fits(plan: Plan, trace: MemoryTrace) -> bool:
 
 
 def estimated_bytes(plan: Plan, trace: MemoryTrace) -> dict[str, float]:
-    """Bytes that the plan estimates for the traced tensors, by category and in all (`TOTAL`)."""
+    """Estimated bytes for the traced tensors, by category and in total (`TOTAL`)."""
     memory = plan.estimate.memory[trace.pipeline_rank]
     parts = {name: float(getattr(memory, name)) for name in CATEGORIES}
     parts["temporaries"] = max(0.0, parts["temporaries"] - workspace_bytes(plan))

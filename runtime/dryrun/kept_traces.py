@@ -1,7 +1,7 @@
-"""Dry runs that were made before: a file for each rank, in the user's cache.
+"""A cache of earlier dry runs, with a file for each rank.
 
-A file is of one rank of one job under one state of the code. Its name is a digest of all that a dry run can
-depend on. Comments are no part of it.
+A file belongs to one rank of one job and one state of the code. Its name is a digest of everything on which a
+dry run depends, without comments in the code.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from runtime.dryrun.memory_trace import MemoryTrace, Moment
 from runtime.settings.training_options import TrainingOptions
 
 LARGEST = 1 << 20
-"""Bytes of a file."""
+"""Most bytes of a file."""
 
 MOST = 2000
-"""The most files that are kept; beyond this number the older half is deleted."""
+"""Most cached files; beyond this number the older half is deleted."""
 
 TRACED = (
     *("costmodels/spec", "costmodels/layers"),
     *(f"runtime/{name}" for name in ("model", "parallel", "optimizers", "settings", "train", "dryrun")),
 )
-"""Folders whose code decides what a dry run finds."""
+"""Folders whose code affects the result of a dry run."""
 
 IDLE_OPTIONS = frozenset(
     (
@@ -47,7 +47,8 @@ IDLE_OPTIONS = frozenset(
         *("compile", "no_compile"),
     )
 )
-"""Flags that are numbers of a step, or what is told apart from them (`compiled`)."""
+"""Flags without effect on the cached result, or with an effect that is part of the name in another way
+(`compiled`)."""
 
 
 def kept_trace(name: str) -> MemoryTrace | None:
@@ -86,7 +87,7 @@ def trace_name(
 
 @cache
 def code_digest() -> str:
-    """A digest of the code that a dry run runs, whatever its comments and spacing."""
+    """A digest of the code that a dry run runs, independent of comments and spacing."""
     found = hashlib.sha256()
     for path in _files():
         # Python's cached code object is read much faster than the source is parsed.
@@ -98,7 +99,7 @@ def code_digest() -> str:
 
 
 def _add(code: CodeType, update: Callable[[bytes], None]) -> None:
-    """Tell `update` what a piece of compiled code does, but not in which lines it stands."""
+    """Pass the instructions of compiled code to `update`, without line numbers."""
     update(code.co_code)
     update(repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)).encode())
     for value in code.co_consts:

@@ -1,4 +1,4 @@
-"""The kernels that the device to be described would run, for tensors that have no memory."""
+"""Stand-ins for the kernels of the described device, for tensors without memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def gpu_kernels(fake: FakeTensorMode) -> Iterator[None]:
-    """Let PyTorch's functions run as in its CUDA build, on tensors of `fake`'s GPU."""
+    """Within this context PyTorch's functions run as in its CUDA build, on tensors of `fake`'s GPU."""
     attend, norm, empty, to = F.scaled_dot_product_attention, F.rms_norm, torch.empty, Tensor.to
 
     def attending(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -66,7 +66,7 @@ def gpu_kernels(fake: FakeTensorMode) -> Iterator[None]:
 
 @contextmanager
 def cpu_kernels() -> Iterator[None]:
-    """Let fake tensors of a CPU take grouped GEMMs in any format, as real ones do."""
+    """Within this context fake CPU tensors support grouped GEMMs in any format, like real ones."""
     grouped = F.grouped_mm
 
     def multiplied(mat_a: Tensor, mat_b: Tensor, *, offs: Tensor, **kwargs: Any) -> Tensor:
@@ -80,7 +80,7 @@ def cpu_kernels() -> Iterator[None]:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Rows [R, K] by matrices [E, K, N]."""
+    """A grouped GEMM of rows [R, K] by matrices [E, K, N]."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
@@ -103,10 +103,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` by the first kernel of CUDA's that takes the operands.
+    """`scaled_dot_product_attention` by the first CUDA kernel that accepts the operands.
 
-    Flash attention takes heads of one size in 16 bits without a mask; the memory-efficient kernel no grouped
-    queries; what neither takes holds all scores.
+    Flash attention accepts 16-bit heads of one size without a mask. The memory-efficient kernel does not
+    accept grouped queries. Otherwise all scores are kept.
     """
     heads = {x.shape[-1] for x in (query, key, value)}
     if attn_mask is None and len(heads) == 1 and takes_flash(query):
@@ -131,7 +131,7 @@ def attention(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """CUDA's kernel: keeps its input, the weight, if any, and 4 bytes a row."""
+    """CUDA's RMS norm kernel, which keeps its input, its weight if any, and 4 bytes for each row."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None) -> Tensor:

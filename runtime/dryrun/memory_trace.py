@@ -1,4 +1,4 @@
-"""Memory of a training step: the highest moments, and the tensors that were alive then."""
+"""Memory of a training step: the highest moments, with the tensors alive at these moments."""
 
 from __future__ import annotations
 
@@ -18,23 +18,18 @@ CATEGORIES = (
     "communication",
     "temporaries",
 )
-"""Owners of a byte.
-
-parameters: weights as the optimizer sees them, and buffers;
-gradients: of weights, whole or sharded;
-optimizer: its state;
-activations: tensors that forward saved for backward;
-logits: the head's output and tensors that the loss makes of it, forward and backward;
-communication: gathered parameters, buffers of collectives and messages of the pipeline;
-temporaries: all else.
+"""Categories of bytes. parameters: weights in the optimizer's form, and buffers; gradients: weight gradients,
+whole or sharded; optimizer: optimizer state; activations: tensors that forward saved for backward; logits:
+the head's output and the loss's tensors from it, forward and backward; communication: gathered parameters,
+buffers of collectives and pipeline messages; temporaries: all other tensors.
 """
 
 BLOCK_BYTES = 512
-"""Sizes are rounded up to a multiple of this by PyTorch's CUDA caching allocator (`kMinBlockSize`)."""
+"""Bytes to a multiple of which PyTorch's CUDA caching allocator rounds sizes up (`kMinBlockSize`)."""
 
 
 def block_bytes(size: int) -> int:
-    """Bytes that the caching allocator hands out for `size` bytes."""
+    """Bytes that the caching allocator uses for `size` bytes."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -43,27 +38,27 @@ class Moment:
     """Tensors that are alive at one moment of a step; all sizes in bytes."""
 
     label: str
-    """forward, backward, reduce, optimizer, schedule for what is between them (messages of the pipeline, the
-    losses), or build for what comes before the first step."""
+    """The phase: forward, backward, reduce, optimizer, schedule (between these: pipeline messages, losses),
+    or build (before the first step)."""
     allocated: Mapping[str, int]
-    """Bytes by category, each tensor rounded up as the allocator does; on a CPU as it is."""
+    """Bytes by category, each tensor with the allocator's rounding; without rounding on a CPU."""
     live: Mapping[str, int]
     """Bytes by category, without rounding."""
     layers: Mapping[str, int]
-    """The activations of `allocated` by the kind of layer that saved them."""
+    """Bytes of the activations in `allocated` by the kind of layer that saved them."""
 
     @property
     def total(self) -> int:
-        """Allocated bytes: what `torch.cuda.max_memory_allocated` counts."""
+        """Allocated bytes, as counted by `torch.cuda.max_memory_allocated`."""
         return sum(self.allocated.values())
 
     @property
     def live_total(self) -> int:
-        """Bytes without rounding."""
+        """Bytes of live tensors without rounding."""
         return sum(self.live.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The moment as JSON has it."""
+        """The moment as a record for JSON."""
         return {
             "moment": self.label,
             "bytes": self.total,
@@ -82,20 +77,20 @@ class MemoryTrace:
     pipeline_rank: int
     device: DeviceKind
     compiled: bool
-    """The layers were compiled; a compiled layer saves other tensors than an eager one."""
+    """True if the layers were compiled; a compiled layer saves other tensors than an eager one."""
     peak: Moment
     """The highest moment of all steps."""
     moments: Mapping[str, Moment]
     """The highest moment of each label."""
     host_bytes: int
-    """Most bytes that were in host memory at once; 0 on a CPU, whose memory is the device's."""
+    """Peak bytes in host memory; 0 on a CPU, where host memory is device memory."""
     micro_batches: int
-    """Microbatches that were traced: as many as the schedule needs to reach its steady state."""
+    """Number of traced microbatches, enough for the schedule's steady state."""
     operations: int = field(default=0, compare=False)
-    """PyTorch operations that were traced."""
+    """Number of traced PyTorch operations."""
 
     def as_json(self) -> dict[str, Any]:
-        """The trace as JSON has it."""
+        """The trace as a record for JSON."""
         return {
             "rank": self.rank,
             "pipeline_rank": self.pipeline_rank,

@@ -1,4 +1,4 @@
-"""Garbage collection and logs, which a dry run switches off."""
+"""Contexts that switch off garbage collection and logs during a dry run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Leave garbage alone meanwhile: to look through all that is imported takes a fifth of the time."""
+    """Switch off garbage collection within this context, as scanning all imported objects takes a fifth of
+    the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -22,7 +23,7 @@ def collector_off() -> Iterator[None]:
 
 @contextmanager
 def logs_from(name: str, level: int) -> Iterator[None]:
-    """Let a logger say meanwhile what is at least of this level."""
+    """Limit a logger to messages of at least this level within this context."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""Seconds of a rank of any job by what takes them: its own measured on one device, beside the plan's."""
+"""Seconds of one rank of any job by part, measured on one device and compared with the plan's."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
 
 TIMED = 3
-"""Steps whose median counts, after one that warms up."""
+"""Number of timed steps, whose median counts, after one warm-up step."""
 
 OWN = ("products", "attention", "elementwise", "optimizer", "host_gaps")
-"""Terms that a rank takes by itself; the others are the network's."""
+"""Terms of a rank's own work; the others belong to the network."""
 
 LINKS = ("intra_node", "inter_node", "island", "nics_per_node")
-"""Fields of a cluster that are its device's own where they are None."""
+"""Fields of a cluster that default to the device's values if None."""
 
 NETWORK = (
     "tensor_parallel",
@@ -47,7 +47,7 @@ NETWORK = (
     "bubble",
     "data_parallel",
 )
-"""Parts of `StepTime` that the network model says, for no other rank is there."""
+"""Parts of `StepTime` that come from the network model, as no other rank exists."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RankProfile:
     device: str
     """The device that ran the step."""
     plan_device: str
-    """The device of the plan: the same, or one that the other stands in for."""
+    """The device of the plan: the same one, or one that the measured device replaces."""
     compiled: bool
     micro_batches: tuple[int, ...]
     """Numbers of microbatches with which the step was measured."""
@@ -74,12 +74,13 @@ class RankProfile:
 
     @property
     def step_s(self) -> float:
-        """The step: what was measured, and what the network takes."""
+        """Seconds of the step: the measured parts and the predicted network parts."""
         return sum(self.measured.values()) + sum(self.network.values())
 
     @property
     def plan_measured(self) -> dict[str, float]:
-        """Seconds on the plan's device by the name in `OWN`: measured, times the predictions' ratio."""
+        """Seconds on the plan's device by the name in `OWN`: measured seconds times the ratio of
+        predictions."""
         ratios = {
             name: self.plan_predicted[name] / seconds if seconds else 1.0
             for name, seconds in self.predicted.items()
@@ -88,11 +89,11 @@ class RankProfile:
 
     @property
     def plan_step_s(self) -> float:
-        """The step on the plan's device."""
+        """Seconds of the step on the plan's device."""
         return sum(self.plan_measured.values()) + sum(self.network.values())
 
     def as_json(self) -> dict[str, Any]:
-        """The profile as JSON has it."""
+        """The profile as a record for JSON."""
         return {
             **vars(self),
             "micro_batches": list(self.micro_batches),
@@ -104,13 +105,13 @@ class RankProfile:
 
 
 def profile_rank(plan: Plan, rank: int) -> RankProfile:
-    """Run a rank of a plan for real and time it.
+    """Run a rank of a plan on a real device and time it.
 
-    A step of as few microbatches as its schedule runs, and one of twice as many, tell what a microbatch
-    takes and what a step takes once. On a CPU it takes as many times as long as ranks share a core.
+    Two steps, with the fewest microbatches of the schedule and with twice as many, give the seconds of a
+    microbatch and of the rest of a step. On a CPU, seconds are multiplied by the ranks that share a core.
 
     Raises:
-        InputError: this machine has not the device, or not the memory; the plan has no such rank.
+        InputError: this machine lacks the device or the memory, or the plan has no such rank.
     """
     layout = plan.layout
     ranks_to_trace(layout, None, rank)
@@ -157,14 +158,15 @@ def _micro_batches(layout: Layout) -> tuple[int, ...]:
 
 
 def stands_in(here: Device, plan: Plan) -> bool:
-    """True if a device runs what a plan is for: of the same maker and kind, with the plan's number format."""
+    """True if a device can replace the plan's device: same maker and kind, and it supports the plan's number
+    format."""
     meant = plan.cluster.device
     alike = (here.vendor, here.kind) == (meant.vendor, meant.kind) and meant.kind != "cpu"
     return here.name == meant.name or (alike and plan.layout.precision in here.peak_flops)
 
 
 def plan_on(plan: Plan, here: Device) -> Plan:
-    """A plan with the seconds and bytes that it has on other devices, joined by its own links."""
+    """The plan priced on other devices with its own links."""
     meant = plan.cluster.device
     if here.name == meant.name:
         return plan
@@ -176,7 +178,7 @@ def plan_on(plan: Plan, here: Device) -> Plan:
 
 
 def _device(plan: Plan, pipeline_rank: int) -> tuple[torch.device, Device]:
-    """The device of this machine that runs a rank of a plan; `InputError` where it cannot."""
+    """This machine's device to run a rank of a plan; raises `InputError` where it cannot."""
     here = plan.cluster.device
     if plan.cluster.parts:
         raise InputError("planner profile runs on one device, and the plan is for nodes of two kinds")
@@ -206,7 +208,8 @@ def _device(plan: Plan, pipeline_rank: int) -> tuple[torch.device, Device]:
 
 
 def _step(trainer: Trainer, micro_batches: int, device: torch.device) -> StepParts:
-    """The parts of a step of so many microbatches, scaled to the median of those without a profiler."""
+    """The profiled parts of a step with a number of microbatches, scaled to the median of unprofiled
+    steps."""
     rows = micro_batches * trainer.layout.micro_batch_size
     samples = np.zeros((rows, trainer.spec.seq + 1), dtype=np.int64)
     seconds = []
@@ -225,9 +228,9 @@ def _step(trainer: Trainer, micro_batches: int, device: torch.device) -> StepPar
 
 
 def whole_step(measured: dict[int, StepParts], micro_batches: int) -> dict[str, float]:
-    """Seconds of a step of so many microbatches by the name in `OWN`, from steps of fewer.
+    """Seconds of a step with a number of microbatches by the name in `OWN`, from steps with fewer.
 
-    Collectives do nothing here; what it takes the host to call them is of the host.
+    Collectives do nothing here; the host's time to call them counts as host time.
     """
     found = {}
     counts = sorted(measured)

@@ -1,4 +1,4 @@
-"""Dry runs of several ranks of a job: those that are kept, and others beside each other."""
+"""Dry runs of several ranks of a job: from the cache, or in parallel processes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from runtime.processes.pools import brief_pool
 from runtime.settings.training_options import TrainingOptions
 
 PROCESS_BYTES = 3 * 2**29
-"""Host memory of a process that traces: PyTorch, its compiler, and what they keep of a model."""
+"""Bytes of host memory of a tracing process: PyTorch, its compiler, and their data of a model."""
 
 Tell = Callable[[str], None]
-"""Says what is done from now on."""
+"""A function that reports the current work."""
 
 
 def trace_ranks(
@@ -37,10 +37,10 @@ def trace_ranks(
     tell: Tell = lambda _: None,
     early: ProcessPoolExecutor | None = None,
 ) -> list[MemoryTrace]:
-    """The memory of each of `ranks`, in their order.
+    """The memory traces of `ranks`, in order.
 
     Args:
-        early: a process that has loaded PyTorch, or is about to (`early_tracer`).
+        early: a process that has loaded or is loading PyTorch (`early_tracer`).
     """
     groups = alike_ranks(spec, layout, ranks)
     names = {rank: trace_name(spec, layout, rank, compiled, device, options) for rank in groups}
@@ -62,7 +62,8 @@ def trace_ranks(
 
 @contextmanager
 def early_tracer() -> Iterator[ProcessPoolExecutor | None]:
-    """A process that loads PyTorch while this one searches; none where it, a core or memory is missing.
+    """A process that loads PyTorch while this one searches; None if PyTorch, a free core or memory is
+    missing.
 
     It ends with this context.
     """
@@ -83,7 +84,7 @@ def _load() -> None:
 def _traced(
     job: Callable[..., MemoryTrace], ranks: Sequence[int], tell: Tell, early: ProcessPoolExecutor | None
 ) -> dict[int, MemoryTrace]:
-    """The dry runs of `ranks`, as many at a time as this machine has cores and memory for."""
+    """The dry runs of `ranks`, in as many processes as cores and memory allow."""
     room = int(available_memory() // PROCESS_BYTES)
     processes = max(1, min(available_cores(), room, len(ranks)))
     tell("loading PyTorch")

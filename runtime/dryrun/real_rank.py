@@ -1,4 +1,4 @@
-"""One rank of a job trained for real on one device: the others are a process group that does nothing."""
+"""One rank of a job trained on one real device, with a process group that does nothing for the others."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from runtime.train.trainer import Trainer
 def real_rank(
     spec: ModelSpec, layout: Layout, rank: int, options: TrainingOptions, device: torch.device
 ) -> Iterator[Trainer]:
-    """The trainer of a rank of `layout`, whose collectives leave in their buffers what was there.
+    """The trainer of a rank of `layout`, with collectives that leave their buffers unchanged.
 
-    Its weights are zero: to draw those of a large model takes minutes, and their values do not matter.
-    Experts get their share of tokens whatever routers make of that.
+    Its weights are zero, as drawing those of a large model takes minutes and their values do not matter.
+    Experts get equal shares of tokens, independent of the routers.
     """
     with ExitStack() as stack:
         stack.enter_context(fake_process_group(layout.world_size, rank))

@@ -1,11 +1,11 @@
-"""Operations on fake tensors that were seen before, without PyTorch's search for what they return.
+"""A cache of operations on fake tensors that is faster than PyTorch's own.
 
-A training step runs few different operations many times: those of all layers and microbatches are alike. What
-an operation returns follows from the shapes, strides, formats and devices of its operands and from its other
-arguments. It is noted here the first time. After that, fake tensors of the same kind are made several times
-faster than `FakeTensorMode` makes them from its own cache. That cache heeds much that the runtime's tensors
-never have (symbolic sizes, sparse layouts, constants). Compilers ask for the same operations again and again
-while they follow a layer, take it apart and derive its backward. They are answered from here too.
+A training step repeats few different operations many times, as layers and microbatches are equal. The result
+of an operation depends on the shapes, strides, formats and devices of its operands, and on its other
+arguments. It is recorded the first time. After that, results are made several times faster than from the
+cache of `FakeTensorMode`, which handles cases that the runtime's tensors never have (symbolic sizes, sparse
+layouts, constants). Compilers also request the same operations repeatedly while they trace a layer, decompose
+it and derive its backward; they use this cache too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from runtime.dryrun.fake_gpu import kernel_device
 
 NAMESPACES = ("aten", "prims", "_c10d_functional")
-"""Namespaces of operators whose results follow from their arguments."""
+"""Namespaces of operators whose results depend only on their arguments."""
 
 IDLE_OPERATORS = frozenset(
     (
@@ -31,16 +31,16 @@ IDLE_OPERATORS = frozenset(
         torch.ops.profiler._record_function_exit._RecordFunction,
     )
 )
-"""Operators that do nothing where other ranks do not exist and nobody keeps a profile, and make no tensor."""
+"""Operators without effect and without result if there are no other ranks and no profiler."""
 
 SHAPE_TAGS = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-"""Marks of operators that change the shape of an operand, or whose results follow from its content."""
+"""Tags of operators that change the shape of an operand, or whose results depend on its content."""
 
 MOST_RESULTS = 50_000
-"""Results that are remembered, of all dry runs of a process; beyond that, all are forgotten."""
+"""Most cached results of all dry runs in a process; beyond, the cache is cleared."""
 
 FAKE_ATTRIBUTES = ("fake_mode", "fake_device", "_fake_device")
-"""Attributes of a fake tensor that are not remembered with the others."""
+"""Attributes of a fake tensor that are not cached with the others."""
 
 NUMBERS = (int, float, bool)
 
@@ -58,7 +58,7 @@ class ResultTensor(NamedTuple):
     """A tensor that an operation returns."""
 
     operand: int | None
-    """The number of the operand that the tensor is or shows; None where its memory is new."""
+    """The number of the operand that the tensor equals or is a view of; None for new memory."""
     is_operand: bool
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -67,25 +67,25 @@ class ResultTensor(NamedTuple):
     device: torch.device
     """The device of the fake tensor."""
     backend: torch.device
-    """The device whose operators autograd finds."""
+    """The device whose operators autograd uses."""
     attributes: dict[str, Any]
-    """The others of the fake tensor, but its mode."""
+    """Other attributes of the fake tensor, except its mode."""
 
 
 class Result(NamedTuple):
     """The result of an operation."""
 
     parts: tuple[ResultTensor | int | float | None, ...]
-    """Tensors, and numbers as they are."""
+    """Tensors, and unchanged numbers."""
     kind: type | None
     """List or tuple; None for a single tensor."""
 
 
 _known: dict[Key, Result | None] = {}
-"""Results by the operator and its arguments; None for what has to be asked for each time."""
+"""Cached results by operator and arguments; None for operations that must be computed each time."""
 
 _eligible: dict[Any, bool] = {}
-"""True if the results of an operator follow from its arguments."""
+"""True if the results of an operator depend only on its arguments."""
 
 _shows: dict[Any, bool] = {}
 """True if an operator always returns a view of its operand."""
@@ -94,7 +94,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def call(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation under the fake mode that is active, if one is."""
+    """The result of an operation under the active fake mode, if there is one."""
     if func in IDLE_OPERATORS:
         with torch._C._DisableTorchDispatch():
             return func(*args, **kwargs)
@@ -123,7 +123,7 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def repeats_of_compilers() -> Iterator[None]:
-    """Let the fake modes of compilers repeat operations too, instead of PyTorch's cache, while this lasts."""
+    """Within this context the fake modes of compilers use this cache instead of PyTorch's."""
     dispatch: Any = FakeTensorMode._cached_dispatch_impl
 
     def repeating(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -164,7 +164,8 @@ def _is_eligible(func: Any) -> bool:
 
 
 def operation_key(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Key, list[Tensor]] | None:
-    """The key that decides the result of an operation, and its operands; None where that cannot be told."""
+    """The key that determines the result of an operation, and its operands; None where there is no such
+    key."""
     key: list[Any] = [func, torch.get_default_dtype()]
     operands: list[Tensor] = []
     if not _describe(mode, args, key, operands):
@@ -201,14 +202,14 @@ def _describe(mode: FakeTensorMode, args: Iterable[Any], key: list[Any], operand
 
 
 def learn(mode: FakeTensorMode, key: Key, operands: Sequence[Tensor], result: Any) -> None:
-    """Take note of what an operation has returned."""
+    """Record the result of an operation."""
     if len(_known) >= MOST_RESULTS:
         _known.clear()
     _known[key] = _result_of(mode, operands, result)
 
 
 def repeat(mode: FakeTensorMode, result: Result, operands: Sequence[Tensor]) -> Any:
-    """The tensors of an operation that has once returned `result`."""
+    """New tensors for an operation with the recorded `result`."""
     made = [_make(mode, part, operands) if isinstance(part, ResultTensor) else part for part in result.parts]
     if result.kind is None:
         return made[0]
@@ -268,7 +269,8 @@ def _is_new(part: ResultTensor | int | float | None) -> bool:
 
 
 def _views_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, operand: Any) -> Result:
-    """Views that an operator returns of its operand, as PyTorch's C++ computes them without fake tensors."""
+    """The views that an operator returns of its operand, computed by PyTorch's C++ code without fake
+    tensors."""
     shape, stride, offset = operand.shape, operand.stride(), operand.storage_offset()
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     size = max(last + 1, operand.untyped_storage().nbytes() // operand.element_size())
@@ -295,14 +297,15 @@ def _views_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, operand: 
 
 
 def _attributes(mode: FakeTensorMode, device: torch.device) -> dict[str, Any]:
-    """Attributes of a new fake tensor, but its mode and its device, whose name differs between versions."""
+    """Attributes of a new fake tensor, except its mode and its device, whose name differs between
+    versions."""
     with torch._C._DisableTorchDispatch():
         fresh = FakeTensor(mode, torch.empty_strided((0,), (1,), device="meta"), device)
     return {name: value for name, value in fresh.__dict__.items() if name not in FAKE_ATTRIBUTES}
 
 
 def _made_of(mode: FakeTensorMode, operands: Sequence[Tensor], tensor: Any) -> ResultTensor | None:
-    """The recipe to make a tensor again; None where that is not clear."""
+    """The recipe to make a tensor again; None where it is not certain."""
     memory = tensor.untyped_storage()._cdata
     shown = [n for n, operand in enumerate(operands) if operand.untyped_storage()._cdata == memory]
     same = [n for n in shown if operands[n] is tensor]
@@ -323,7 +326,7 @@ def _made_of(mode: FakeTensorMode, operands: Sequence[Tensor], tensor: Any) -> R
 
 
 def _is_alike(tensor: Any, other: Any) -> bool:
-    """Return whether two tensors differ in nothing but their memory."""
+    """Return whether two tensors differ only in their memory."""
     keys = [torch._C._dispatch_key_set(x) for x in (tensor, other)]
     return (
         keys[0] == keys[1]

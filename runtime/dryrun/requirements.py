@@ -1,4 +1,4 @@
-"""Choices and checks before a dry run loads PyTorch: the ranks that it traces, and the packages."""
+"""Choices and checks before a dry run loads PyTorch: the traced ranks, and the needed packages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from costmodels import Layout
 from costmodels.errors import InputError
 
 NEEDS_TORCHAO = (("precision", "fp8"), ("optimizer", "adam8bit"))
-"""Fields of a layout and their values that the runtime leaves to torchao."""
+"""Fields of a layout with values for which the runtime needs torchao."""
 
 
 def first_rank(layout: Layout, pipeline_rank: int) -> int:
-    """The rank that stands for a pipeline rank: no other holds larger shards."""
+    """The rank that represents a pipeline rank: no other rank of it has larger shards."""
     return pipeline_rank * (layout.world_size // layout.pipeline_parallel)
 
 
@@ -38,7 +38,7 @@ def check_installed(layout: Layout) -> None:
 
 
 def check_torch(purpose: str, precision: str, optimizer: str = "adam") -> None:
-    """Raise `InputError` with the purpose of a command where a package that it needs is not installed."""
+    """Raise `InputError`, with the purpose, where a package that a command needs is not installed."""
     if find_spec("torch") is None:
         raise InputError(f"{purpose}: install torch, on a laptop its CPU build")
     for field, value in {"precision": precision, "optimizer": optimizer}.items():

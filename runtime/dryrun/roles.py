@@ -1,4 +1,5 @@
-"""Tells the tracker who owns what: hooks on the runtime's modules and on PyTorch's FSDP2 and pipeline."""
+"""Hooks on the runtime's modules and on PyTorch's FSDP2 and pipeline that tell the tracker the category of
+memory."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _STATE_OF_STEP = ("optimizer",)
 
 @contextmanager
 def roles(tracker: Tracker) -> Iterator[None]:
-    """Let `tracker` know what the runtime makes memory for, while this lasts."""
+    """Within this context `tracker` gets the category of the runtime's memory."""
     with ExitStack() as stack:
 
         def during(owner: Any, name: str, **scope: str) -> None:
@@ -109,7 +110,7 @@ def _paused(tracker: Tracker, method: Any) -> Any:
 
 
 def _make_moments(rule: Adam8bit, learning_rate: float, weight_decay: float) -> None:
-    """Make the moments of torchao's optimizer, which are all that its compiled update needs."""
+    """Allocate the moments of torchao's optimizer; its compiled update needs nothing else."""
     for owned in rule.owned:
         rule._moments(owned)
 
@@ -139,7 +140,7 @@ def _followed(method: Any, then: Callable[..., None]) -> Any:
 
 
 def _entering(tracker: Tracker) -> Any:
-    """An `__enter__` of saved-tensor hooks that tags the tensors that the hooks keep as activations."""
+    """An `__enter__` of saved-tensor hooks that marks the kept tensors as activations."""
 
     def enter(self: Any) -> None:
         pack = self.pack_hook
@@ -160,7 +161,7 @@ def _entering(tracker: Tracker) -> Any:
 
 
 def _keeping(tracker: Tracker) -> Any:
-    """A `forward` of a chain of layers that tags the tensors that the chain keeps as activations."""
+    """A `forward` of a chain of layers that marks the kept tensors as activations."""
     forward = layer_chain._Chain.forward
 
     def keeping(ctx: Any, *args: Any) -> Tensor:
@@ -186,7 +187,7 @@ def _resizing(tracker: Tracker) -> Any:
 
 
 def _labelled_call(tracker: Tracker) -> type:
-    """Calls that run again in backward, with the layer that they had in forward."""
+    """Calls that are repeated in backward, labelled with their layer in forward."""
 
     class Labelled(recomputation._Call):
         def __init__(self, *args: Any) -> None:
@@ -255,7 +256,7 @@ def _tag_sent_back(tracker: Tracker, stage: Any, _: Any, number: int, *args: Any
 
 
 def watch(tracker: Tracker, parameters: Iterable[nn.Parameter]) -> None:
-    """Tell `tracker` of the gradients that `parameters` get."""
+    """Report the gradients of `parameters` to `tracker`."""
 
     def tag(parameter: Tensor) -> None:
         tracker.tag(parameter.grad, "gradients")
@@ -267,7 +268,7 @@ def watch(tracker: Tracker, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def tag_state(tracker: Tracker, executor: Executor) -> None:
-    """Tell `tracker` what a finished build holds, and the layers to watch."""
+    """Report the tensors of a finished build to `tracker`, and watch the layers."""
     for copies in executor.copies:
         watch(tracker, copies.copies.values())
     for stage in executor.stages:
@@ -300,9 +301,9 @@ def _tables(stage: Transformer) -> Iterator[Tensor]:
 
 
 def label_layers(tracker: Tracker, executor: Executor, compiled: bool, in_two: bool = False) -> None:
-    """Let the layers of `executor` say which one is at work.
+    """Label the layers of `executor` while they run.
 
-    Compiled functions tell themselves; `in_two`: the core of attention is not in them.
+    Compiled functions report themselves; `in_two`: the core of attention is outside of them.
     """
     for stage in executor.stages:
         outer = {"embedding": stage.embedding, "norm": stage.norm}
@@ -327,7 +328,7 @@ def _label(tracker: Tracker, module: nn.Module, kind: str) -> None:
 
 
 def tag_optimizer_state(tracker: Tracker) -> None:
-    """Tag the tensors that the optimizer has made and kept in a step as its state."""
+    """Mark the tensors that the optimizer made and kept in a step as its state."""
     for number, _ in tracker.alive.values():
         if number >= 0:
             block = tracker.blocks[number]

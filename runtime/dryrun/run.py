@@ -1,4 +1,4 @@
-"""Run the real training step of one rank on fake tensors, and follow its memory."""
+"""Run the real training step of one rank on fake tensors, and track its memory."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def trace(
     options: TrainingOptions | None = None,
     whole: bool = False,
 ) -> MemoryTrace:
-    """The memory of one rank over a training step, after others: the first one makes the optimizer's state.
+    """The memory of one rank over a training step after the first, which makes the optimizer's state.
 
-    Of a model with many layers that are alike, models of few layers are run, which tell what it holds.
+    For a model with many equal layers, models with few layers are run, and their memory is extrapolated.
 
     Args:
-        pipeline_rank: whose first rank is traced, where no `rank` is given.
+        pipeline_rank: pipeline rank whose first rank is traced if no `rank` is given.
         rank: the rank to trace.
         compiled: trace compiled layers.
-        device: whose kernels to describe.
-        whole: run all layers, and each microbatch, in any case.
+        device: device whose kernels are described.
+        whole: always run all layers, and each microbatch.
 
     Raises:
         InputError: the runtime does not run the layout, or there is no such rank.
@@ -100,11 +100,11 @@ def trace(
 
 
 Run = Callable[[ModelSpec, Layout], Course]
-"""Runs the steps of a model."""
+"""A function that runs the steps of a model."""
 
 
 def _from_few(run: Run, few: FewLayers) -> Course | None:
-    """The course of a whole model from those of few layers; None where they do not tell it."""
+    """The course of a whole model from those with few layers; None where this is not possible."""
     base = run(*few.few)
     try:
         return of_more_layers(base, [(run(spec, layout), periods) for spec, layout, periods in few.more])
@@ -122,10 +122,10 @@ def dry_rank(
     options: TrainingOptions,
     whole: bool = False,
 ) -> Iterator[Run]:
-    """A function that runs the steps of one rank, for models that differ from `spec` in their layers alone.
+    """A function that runs the steps of one rank, for models that differ from `spec` only in their layers.
 
     Args:
-        whole: run each microbatch, also those that are like others.
+        whole: run each microbatch, even equal ones.
     """
     pipeline_rank = rank // (layout.world_size // layout.pipeline_parallel)
     trackers: list[Tracker] = []
@@ -181,7 +181,7 @@ def _run_steps(
     compiled: bool,
     options: TrainingOptions,
 ) -> None:
-    """Let `tracker` follow the build and the steps of a model."""
+    """Run the build and the steps of a model under `tracker`."""
     short = short_layout(layout, pipeline_rank)
     warm_up = fewest_micro_batches(short)
     device = torch.device("cuda" if tracker.on_gpu else "cpu")
@@ -206,7 +206,7 @@ def _run_steps(
 
 
 def short_layout(layout: Layout, pipeline_rank: int) -> Layout:
-    """`layout` with as few microbatches as its step needs to show its peak."""
+    """`layout` with the fewest microbatches that show the peak of a step."""
     per_rank = enough_micro_batches(layout, pipeline_rank)
     batch = per_rank * layout.micro_batch_size * layout.data_parallel
     return layout.model_copy(update={"global_batch_size": batch})
@@ -214,7 +214,7 @@ def short_layout(layout: Layout, pipeline_rank: int) -> Layout:
 
 @contextmanager
 def _rows_of(trainer: training.Trainer, micro_batches: int) -> Iterator[None]:
-    """Let a step run the first microbatches only of a batch that lies on the device as a whole."""
+    """Let a step run only the first microbatches of a batch that is whole on the device."""
     rows = micro_batches * trainer.layout.micro_batch_size
     inputs = type(trainer)._inputs
 
@@ -227,7 +227,7 @@ def _rows_of(trainer: training.Trainer, micro_batches: int) -> Iterator[None]:
 
 @contextmanager
 def _held(losses: int, executor: Executor) -> Iterator[None]:
-    """Hold the losses of microbatches that are left out: the pipeline keeps one of each."""
+    """Allocate the losses of skipped microbatches, as the pipeline keeps one for each."""
     train = executor.train
 
     def holding(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def _held(losses: int, executor: Executor) -> Iterator[None]:
 
 @contextmanager
 def frozen_objects() -> Iterator[None]:
-    """Let collections pass over objects that were there before: PyTorch alone has a million."""
+    """Exclude existing objects from garbage collections, as PyTorch alone has a million."""
     gc.freeze()
     try:
         yield
@@ -255,7 +255,7 @@ def frozen_objects() -> Iterator[None]:
 
 @contextmanager
 def collector_pause() -> Iterator[None]:
-    """Leave cycles alone, as the loop of the runtime does."""
+    """Pause garbage collection, as the runtime's loop does."""
     gc.collect()
     with collector_off():
         yield
@@ -283,7 +283,7 @@ def fake_process_group(world_size: int, rank: int) -> Iterator[None]:
 
 
 def _prepare_maps() -> None:
-    """Let torchao compute its constants while tensors have content."""
+    """Let torchao compute its constants before tensors become fake."""
     from torchao.optim import subclass_8bit
 
     subclass_8bit.get_qmap_signed()
@@ -292,7 +292,7 @@ def _prepare_maps() -> None:
 
 @contextmanager
 def meta_builds(fake: FakeTensorMode) -> Iterator[None]:
-    """Let stages be built on the real meta device, whose tensors modules can replace by fake ones."""
+    """Build stages on the real meta device, so that modules can replace its tensors by fake ones."""
     build, place = stages.build_stage, Transformer.place
 
     def built(*args: Any) -> Transformer:
@@ -317,7 +317,7 @@ def meta_builds(fake: FakeTensorMode) -> Iterator[None]:
 
 @contextmanager
 def isolated_pipeline() -> Iterator[None]:
-    """Let the pipeline start without asking its neighbours, and without random numbers of a device."""
+    """Let the pipeline start without messages to its neighbours, and without a device's random numbers."""
 
     def agree(_: Any, stages_here: list[Any], *args: Any) -> None:
         for stage in stages_here:
@@ -335,8 +335,9 @@ def isolated_pipeline() -> Iterator[None]:
 
 
 def _is_released(of_stage: Any, _: object) -> tuple[bool, str]:
-    """True if a stage lets go of an output once it is sent, and the reason if it does not.
+    """True if a stage frees an output after sending it, otherwise False with the reason.
 
-    PyTorch's answer for plain tensors; it keeps those of other classes, of which fake ones are.
+    This is PyTorch's answer for plain tensors; for other classes, such as fake tensors, PyTorch keeps
+    outputs.
     """
     return not of_stage.is_last, "last-stage output" if of_stage.is_last else ""

@@ -1,4 +1,4 @@
-"""The fewest microbatches that show every state which a rank's memory passes through in a step."""
+"""The fewest microbatches that show every state of a rank's memory in a step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from costmodels.spec.schedules import (
 from costmodels.spec.table import Bools, Ints
 
 NEIGHBOURS = 2
-"""Passes before and after one that tell what it finds in memory: messages come before they are needed."""
+"""Number of neighbouring passes that determine the memory at a pass, as messages arrive before they are
+needed."""
 
 
 ROUNDS, SPLIT_ROUNDS, MANY_ROUNDS = 3, 4, 5
-"""Least rounds of microbatches, where more rounds depend on passes further ahead: with several stages on a
-rank, with their split backward, and with more stages than a rank gathers at a time."""
+"""Least rounds of microbatches, for ranks with several stages, for split backward with several stages, and
+for more stages than a rank gathers at a time."""
 
 
 def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
@@ -37,8 +38,8 @@ def enough_micro_batches(layout: Layout, pipeline_rank: int) -> int:
     pass is a stage's last backward pass. Two batches whose steps pass through the same set of such states
     have the same peak.
 
-    With several stages on a rank, a message may come many passes before its use, by the pace of other ranks.
-    A few rounds of microbatches are taken then at least, in which all ranks come to keep pace.
+    With several stages on a rank, a message may arrive many passes before its use, depending on other ranks.
+    Then at least a few rounds of microbatches are taken, until all ranks are in step.
     """
     if layout.pipeline_parallel == 1:
         # The first makes gradients, others add to them, and the last reduces them.
@@ -67,7 +68,7 @@ def _enough(schedule: Schedule, pipeline: int, chunks: int, wanted: int, rank: i
 
 
 def fewest_micro_batches(layout: Layout) -> int:
-    """The smallest step that the schedule of `layout` runs."""
+    """The fewest microbatches that the schedule of `layout` runs."""
     pipeline = layout.pipeline_parallel
     fewest = max(1, SCHEDULE_TRAITS[layout.schedule].least_micro_batches) * pipeline
     return min(fewest, layout.micro_batches)

@@ -1,4 +1,4 @@
-"""Follows every tensor's memory from its first use to its last."""
+"""A tracker of every tensor's memory from its first use to its last."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ STRENGTH = {
     "gradients": 5,
     "optimizer": 5,
 }
-"""Ranks of the roles of a storage: of several, the one with the largest number wins.
+"""Strengths of the roles of a storage; the strongest role wins.
 
-A tensor that forward saves is an activation although a collective made it, as a gathered input is. But
-parameters that FSDP2 gathers stay communication although every GEMM saves them. "message" is the weak form of
-communication: a tensor that a collective or the pipeline has delivered.
+A tensor saved by forward is an activation even if a collective made it, such as a gathered input. But
+parameters gathered by FSDP2 stay communication although every GEMM saves them. "message" is the weak form of
+communication: a tensor delivered by a collective or the pipeline.
 """
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
-"""Namespaces of the operators that communicate."""
+"""Namespaces of communication operators."""
 
 
 SCALAR = torch.ops.aten._local_scalar_dense.default
-"""The operator that asks the device for a number."""
+"""The operator that reads a number from the device."""
 
 
 NO_LAYER = "other"
-"""Work outside of the layers."""
+"""The label of work outside of layers."""
 
 DEVICE = torch.ops.prim.device.default
 
@@ -67,15 +67,15 @@ class Block:
 
 
 class Tracker(TorchDispatchMode):
-    """Keeps an account of all storages that operations make while it is active.
+    """A record of all storages that operations make while it is active.
 
-    Memory is counted from the operation that makes a storage to the end of the last tensor that uses it, as
-    the caching allocator sees it. Views and in-place operations make no storage. What a kernel takes and
-    returns within one operation is not seen.
+    Memory counts from the operation that makes a storage to the end of the last tensor that uses it, as in
+    the caching allocator. Views and in-place operations make no storage. Temporary memory within a kernel is
+    not seen.
     """
 
     def __init__(self, on_gpu: bool, fake: bool = True) -> None:
-        """`fake`: tensors have no content."""
+        """Make a tracker; with `fake`, tensors have no content."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
         self.on_gpu = on_gpu
@@ -132,7 +132,7 @@ class Tracker(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let the compiler work while this mode is active."""
+        """Ignore the compiler's own operations while this mode is active."""
         return True
 
     def note(self, tensor: Tensor, func: Any = None) -> None:
@@ -158,19 +158,19 @@ class Tracker(TorchDispatchMode):
         self.alive[key] = number, weakref.ref(storage, self._forgetter(key, number))
 
     def open(self, size: int) -> int:
-        """Count memory that no tensor stands for; returns its number for `close`."""
+        """Count memory without a tensor; returns its number for `close`."""
         number, phase = len(self.blocks), self.now()
         self.blocks.append(Block(size, self.category or "temporaries", self.layer, phase))
         self._change(number, size, phase)
         return number
 
     def close(self, number: int) -> None:
-        """The end of what `open` has counted."""
+        """End the memory counted by `open`."""
         self._change(number, -self.blocks[number].size, self.now())
         self.blocks[number].size = 0
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
-        """Take note that `storage`, of `before` bytes, has another size now."""
+        """Record that `storage`, of `before` bytes, now has another size."""
         known = self.alive.get(storage._cdata)
         if known is None or known[0] < 0:
             return
@@ -203,13 +203,13 @@ class Tracker(TorchDispatchMode):
             self.labels.append(phase)
 
     def now(self) -> str:
-        """The phase of the step that runs."""
+        """The current phase of the step."""
         if self.phase is not None:
             return self.phase
         return "schedule" if torch._C._current_graph_task_id() == -1 else "backward"
 
     def tag(self, tensor: Tensor | None, category: Category, layer: str | None = None) -> None:
-        """Say what the storage of `tensor` is for, unless a stronger role is known."""
+        """Set the role of the storage of `tensor`, unless a stronger role is known."""
         for part in inner_tensors(tensor):
             number, _ = self.alive.get(part.untyped_storage()._cdata, (-1, None))
             if number < 0:
@@ -224,7 +224,7 @@ class Tracker(TorchDispatchMode):
     def scope(
         self, category: Category | None = None, layer: str | None = None, phase: str | None = None
     ) -> Iterator[None]:
-        """Let what is made meanwhile have this category, layer or phase."""
+        """Give memory that is made within this context this category, layer or phase."""
         before = self.category, self.layer, self.phase
         self.category, self.layer, self.phase = (
             category or self.category,
@@ -237,7 +237,7 @@ class Tracker(TorchDispatchMode):
             self.category, self.layer, self.phase = before
 
     def mark(self) -> None:
-        """Let moments count from here on, but for those of the build."""
+        """Restart the highest moments from here, except that of the build."""
         self.first = len(self.numbers)
 
     def moments(self) -> dict[str, Moment]:
@@ -245,7 +245,7 @@ class Tracker(TorchDispatchMode):
         return self.course().moments()
 
     def course(self) -> Course:
-        """Bytes that are held after each change of memory since the mark, and after those of the build."""
+        """Held bytes after each change of memory since the mark, and after those of the build."""
         numbers, live = np.array(self.numbers, dtype=np.int64), np.array(self.deltas, dtype=np.int64)
         rounded = np.sign(live) * np.array([block_bytes(abs(d)) for d in self.deltas], dtype=np.int64)
         kinds: dict[Kind, int] = {}
@@ -276,12 +276,12 @@ def kind_of(block: Block) -> Kind:
 
 
 def is_wrapper(kind: type) -> bool:
-    """Return whether tensors of this class hold others, which do the work."""
+    """Return whether tensors of this class wrap other tensors."""
     return hasattr(kind, "__tensor_flatten__")
 
 
 def inner_tensors(tensor: object) -> Iterator[Tensor]:
-    """The plain tensors that `tensor` is made of."""
+    """The plain tensors inside `tensor`."""
     if not isinstance(tensor, Tensor):
         return
     if is_traceable_wrapper_subclass(tensor):
@@ -294,7 +294,7 @@ def inner_tensors(tensor: object) -> Iterator[Tensor]:
 
 @contextmanager
 def without_cache(tensor: Any) -> Iterator[None]:
-    """Run without the cache of the fake tensors that `tensor` is one of."""
+    """Run without the fake-tensor cache of `tensor`'s mode."""
     mode, before = tensor.fake_mode, tensor.fake_mode.cache_enabled
     mode.cache_enabled = False
     try:
@@ -304,5 +304,5 @@ def without_cache(tensor: Any) -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Return whether a compiler is at work, whose fake tensors stand for nothing."""
+    """Return whether a compiler is running; its fake tensors use no memory."""
     return CompileContext.try_get() is not None

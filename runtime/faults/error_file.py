@@ -1,4 +1,5 @@
-"""The file in which the ranks of a job tell `planner launch` why the job ended. Never imports torch."""
+"""The file with which the ranks of a job report the reason of its end to `planner launch`. Never imports
+torch."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ class Report(NamedTuple):
     message: str
     exit_code: int
     restart: bool
-    """A restart of the job need not fail in this way again."""
+    """True if a restart of the job may succeed."""
 
 
 def report(message: str, exit_code: int, restart: bool = False) -> None:
-    """Tell the launcher, if there is one, why the job ends."""
+    """Report the reason of the job's end to the launcher, if there is one."""
     target = os.environ.get(ERROR_FILE_VARIABLE)
     if not target:
         return
@@ -39,7 +40,7 @@ def report(message: str, exit_code: int, restart: bool = False) -> None:
 
 
 def read_report(path: Path) -> Report | None:
-    """The reason that a job has stated for its end; None when it has not."""
+    """The reported reason of a job's end; None without a report."""
     try:
         values = json.loads(read_text(path, MIB))
         return Report(str(values["message"]), int(values["exit_code"]), bool(values.get("restart", False)))

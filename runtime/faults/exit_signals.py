@@ -1,8 +1,8 @@
-"""Requests to a run while it trains: signals and the time limit, which all ranks follow together.
+"""Requests to a training run by signals and by the time limit, which all ranks obey together.
 
-SIGTERM asks for a checkpoint and the end of the run (Megatron-LM's --exit-signal-handler), as do Ctrl-C and a
-terminal that is closed (SIGHUP). SIGUSR1 asks for a checkpoint alone, for example some minutes before a time
-limit of Slurm. Each signal may reach any one rank, and is obeyed after the step that is running.
+SIGTERM asks for a checkpoint and the end of the run (Megatron-LM's --exit-signal-handler). So do Ctrl-C and a
+closed terminal (SIGHUP). SIGUSR1 asks only for a checkpoint, for example some minutes before Slurm's time
+limit. A signal may reach any single rank, and is obeyed after the current step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 START_TIME_S = time.monotonic()
-"""The monotonic time at which this process began, up to a moment, in seconds."""
+"""The approximate monotonic time at which this process began, in seconds."""
 
 
 class Request(enum.IntEnum):
-    """An action after a step; of several the largest is taken."""
+    """An action after a step; of several requests the largest counts."""
 
     NOTHING = 0
     SAVE = 1
@@ -55,21 +55,20 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def ignore_early() -> None:
-    """Let a request for a checkpoint pass until there is something to save."""
+    """Ignore requests for a checkpoint until there is something to save."""
     if hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 class Requests:
-    """Gathers what is asked of this rank, and agrees with the others."""
+    """The requests to this rank, and their agreement among ranks."""
 
     def __init__(self, exit_minutes: float | None, saves: bool, timeout: timedelta) -> None:
         """
         Args:
-            exit_minutes: after which the run is to end, counted from the start of rank 0, whose clock alone
-                decides.
-            saves: the run writes checkpoints, so signals are worth heeding.
-            timeout: how long one rank waits for the others.
+            exit_minutes: minutes after the start of rank 0, by its clock, at which the run ends.
+            saves: True if the run writes checkpoints, so that signals are handled.
+            timeout: time for which a rank waits for the others.
         """
         self.exit_minutes = exit_minutes
         self.saves = saves
@@ -84,7 +83,7 @@ class Requests:
 
     @contextmanager
     def signal_handlers(self) -> Iterator[None]:
-        """Take signals as requests meanwhile; afterwards they do what they did before."""
+        """Treat signals as requests within this context; their earlier handlers are restored afterwards."""
         previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         if self.saves:
             # Signals that are ignored stay so: nohup ignores SIGHUP.
@@ -110,7 +109,8 @@ class Requests:
         return f"--exit-duration-in-mins {self.exit_minutes:g} has passed"
 
     def after_step(self) -> Request:
-        """The action of all ranks now; each calls it after each step, and all get the same."""
+        """The common action of all ranks; every rank calls it after each step, and all get the same
+        result."""
         # Signals that arrive from here on are for the next step.
         own, self.pending = self.pending, Request.NOTHING
         limit = self.exit_minutes

@@ -1,4 +1,4 @@
-"""Flags for what a run does when something goes wrong."""
+"""Flags for the handling of faults in a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from planner.options.flags import flag
 from planner.options.limits import AT_LEAST_1, OFF_OR_POSITIVE, Bounds, check_bounds
 
 SHARE_OF_TIMEOUT = 0.8
-"""Hangs are named after this share of the collectives' time limit: before the libraries give up."""
+"""Share of the collectives' time limit after which a hang is reported, before the libraries give up."""
 
 
 @dataclass(frozen=True)
 class FaultOptions:
-    """Limits for steps that are skipped and ranks that are slow or stuck, and logs to find out why."""
+    """Limits for skipped steps and for slow or stuck ranks, and logs of the causes."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"no_check_for_nan_in_loss_and_grad": "Faults"}
 
@@ -51,7 +51,7 @@ class FaultOptions:
     )
 
     def check(self, log_dir: str | None, timeout_minutes: float) -> None:
-        """Raise `InputError` for values that make no sense."""
+        """Raise `InputError` for impossible values."""
         check_bounds(self)
         if 0 < self.straggler_factor <= 1:
             raise InputError(f"--straggler-factor {self.straggler_factor}: must be above 1, such as 10")

@@ -1,7 +1,7 @@
 """The current operation of this rank: attributes that the training thread sets and a watching thread reads.
 
-Setting them takes a fraction of a microsecond and never touches the device. Times are of the monotonic clock.
-Other ranks get durations only, as clocks of hosts are never compared.
+Setting them takes a fraction of a microsecond and never uses the device. Times are from the monotonic clock.
+Only durations are sent to other ranks, as clocks of hosts are never compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEP_OPERATIONS = (
 """The operations of a training step."""
 
 MEETINGS = ("all-reduce of loss and gradient norm", "waiting for the others to end")
-"""Operations in which a rank waits for the slowest one; on a GPU Python does not show the wait."""
+"""Operations in which a rank waits for the slowest rank; on a GPU this wait is not visible in Python."""
 
 _WAITING = (
     "torch/distributed/distributed_c10d.py",
@@ -32,7 +32,7 @@ _WAITING = (
     "torch/distributed/fsdp/",
     "torch/distributed/pipelining/schedules.py",
 )
-"""Python files whose code blocks until other ranks come."""
+"""Python files whose code blocks until other ranks arrive."""
 
 _DISPATCH = ("torch/_ops.py", "torch/utils/_contextlib.py", "contextlib.py")
 """Files of PyTorch between an operator and its caller."""
@@ -45,15 +45,15 @@ class Activity(NamedTuple):
 
     operation: str
     micro_batch: int | None
-    """Counted from 1."""
+    """The number of the microbatch, from 1."""
     period: str
     """The phase of the run, such as `iteration 12`."""
     iteration: int
-    """Steps that were begun."""
+    """Number of steps that have begun."""
     in_step: bool
-    """The activity is a part of a training step."""
+    """True if the activity is a part of a training step."""
     since: float
-    """Seconds of this machine's monotonic clock."""
+    """Time of the begin, in seconds of this machine's monotonic clock."""
 
     def describe(self) -> str:
         """The operation in words, such as `forward of microbatch 3 of iteration 12`."""
@@ -71,29 +71,29 @@ _current = _Current()
 
 
 def set_operation(operation: str, micro_batch: int | None = None) -> None:
-    """Say what this rank starts to do; a microbatch counts from 1."""
+    """Set the operation that this rank starts; microbatches are numbered from 1."""
     now = _current
     now.activity = Activity(operation, micro_batch, now.period, now.iteration, now.in_step, time.monotonic())
 
 
 def set_period(period: str, iteration: int, in_step: bool = False) -> None:
-    """Say what the operations that follow are a part of, such as `iteration 12`, a training step."""
+    """Set the phase of the following operations, such as `iteration 12`, a training step."""
     _current.period, _current.iteration, _current.in_step = period, iteration, in_step
 
 
 def activity() -> Activity:
-    """The operation that this rank is in now."""
+    """The current operation of this rank."""
     return _current.activity
 
 
 def leave_out(seconds: float) -> None:
-    """Leave out time for which the process did not run: stopped, or the machine was busy elsewhere."""
+    """Exclude time in which the process did not run because it was stopped or the machine was busy."""
     now = _current.activity
     _current.activity = now._replace(since=now.since + seconds)
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """True if the thread whose innermost frame this is waits for other ranks, as far as Python knows."""
+    """True if the thread with this innermost frame waits for other ranks, as far as Python shows it."""
     while frame is not None and frame.f_code.co_filename.endswith(_DISPATCH):
         frame = frame.f_back
     return frame is not None and any(part in frame.f_code.co_filename for part in _WAITING)
@@ -105,7 +105,7 @@ def is_main_waiting() -> bool:
 
 
 def main_frame() -> FrameType | None:
-    """The innermost frame of the thread that trains."""
+    """The innermost frame of the training thread."""
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 

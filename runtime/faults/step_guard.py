@@ -1,4 +1,4 @@
-"""Steps that must not change the weights: losses and gradients that are no numbers, and spikes."""
+"""Steps that must not change the weights: losses or gradients that are NaN or infinite, and spikes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from planner.options.flags import one_line
 from runtime.faults.fault_options import FaultOptions
 
 NORM_WINDOW = 128
-"""Gradient norms that a spike is held against: those of the last steps that changed the weights."""
+"""Number of gradient norms with which a spike is compared: those of the last steps that changed the
+weights."""
 
 FEWEST_NORMS = 16
-"""Norms that make a median worth comparing with."""
+"""Fewest norms for a comparison with their median."""
 
 
 class TrainingDiverged(InputError):
-    """Too many steps in a row had to be skipped. Exit code 4: the same would happen again."""
+    """Error: too many steps in a row were skipped. Exit code 4, as a restart would fail again."""
 
     exit_code = 4
 
@@ -36,7 +37,8 @@ class GuardState(BaseModel):
 
 
 class StepGuard:
-    """Judges each step by the loss and the gradient norm of all ranks, so that all decide alike."""
+    """A judge of each step by the loss and the gradient norm of all ranks, so that all ranks decide
+    equally."""
 
     def __init__(self, options: FaultOptions) -> None:
         self.checks_numbers = not options.no_check_for_nan_in_loss_and_grad
@@ -81,7 +83,7 @@ class StepGuard:
         return {"norms": list(self.norms), "in_a_row": self.in_a_row}
 
     def load(self, state: object) -> None:
-        """Go on from the `state` of a checkpoint; raises `InputError` when that is none."""
+        """Continue from the `state` in a checkpoint; raises `InputError` for any other value."""
         try:
             kept = GuardState.model_validate(state)
         except ValidationError as error:

@@ -1,6 +1,6 @@
-"""Slow ranks: how long each works itself, without the waiting for others that a step's time is full of.
+"""Detection of slow ranks by each rank's own work, without its waiting for other ranks.
 
-A step takes as long as its slowest rank, on all ranks. So a thread looks, many times a second, at whether the
+On all ranks, a step takes as long as on the slowest rank. So a thread samples many times a second whether the
 training thread works or waits in a collective, and in which operation.
 """
 
@@ -16,21 +16,21 @@ from runtime.faults import heartbeat
 PERIOD_S = 0.02
 
 FEWEST_SAMPLES = 100
-"""Samples of a rank from which on its figures are compared."""
+"""Fewest samples of a rank for a comparison."""
 
 
 class Work(NamedTuple):
-    """Seconds that one rank has worked itself since the last comparison, and how often it was looked at."""
+    """Seconds of a rank's own work since the last comparison, and its number of samples."""
 
     own_s: float
-    """Seconds of each step."""
+    """Seconds of own work in each step."""
     samples: float
     operation: float
-    """Index in `STEP_OPERATIONS` of what took most of it."""
+    """Index in `STEP_OPERATIONS` of the longest operation."""
 
 
 class Sampler:
-    """Looks at the training thread of this rank; another thread calls `sample`."""
+    """A sampler of this rank's training thread; another thread calls `sample`."""
 
     period_s = PERIOD_S
 
@@ -40,7 +40,7 @@ class Sampler:
         self.steps = 0
 
     def sample(self, elapsed_s: float) -> None:
-        """Look once at the rank; its operation stands for the `elapsed_s` seconds since the last look."""
+        """Take one sample; its operation counts for the `elapsed_s` seconds since the last sample."""
         now = heartbeat.activity()
         if now.in_step:
             self.samples += 1
@@ -63,17 +63,17 @@ class Sampler:
 
 
 def has_enough_samples(work: Sequence[Work]) -> bool:
-    """Return whether the ranks have been looked at often enough; the same answer on all of them."""
+    """Return whether there are enough samples; the answer is the same on all ranks."""
     return min(rank.samples for rank in work) >= FEWEST_SAMPLES
 
 
 def slowest_rank(work: Sequence[Work], peers: Sequence[int], factor: float) -> tuple[int, float] | None:
-    """The rank whose own work takes most, over the median of its peers, if that exceeds `factor`.
+    """The rank with the most own work relative to the median of its peers, if the ratio exceeds `factor`.
 
     Args:
-        work: of each rank.
-        peers: the pipeline rank of each; stages may differ in what they have to do, so ranks are compared
-            with those of the same one where there are any.
+        work: the work of each rank.
+        peers: the pipeline rank of each. Stages may have different work, so ranks are compared within a
+            pipeline rank where possible.
     """
     found: tuple[int, float] | None = None
     for rank, mine in enumerate(work):
@@ -86,7 +86,7 @@ def slowest_rank(work: Sequence[Work], peers: Sequence[int], factor: float) -> t
 
 
 def straggler_line(rank: int, host: str, work: Work, ratio: float) -> str:
-    """The line of the log that names a slow rank."""
+    """The log line that names a slow rank."""
     operation = heartbeat.STEP_OPERATIONS[int(work.operation)]
     return (
         f"straggler: rank {rank} on {host} works {work.own_s:.3g} s in each step, {ratio:.1f} times the "

@@ -1,7 +1,7 @@
-"""Names ranks that hang, and ends all ranks of a job together when one of them cannot go on.
+"""A watchdog that names hanging ranks, and ends all ranks of a job together when one cannot continue.
 
-Each rank has a thread that publishes, in the store through which the ranks met, what the rank does and for
-how long. The threads of the first and of the last rank read it all: a stuck rank 0 has a witness too.
+A thread of each rank publishes the rank's operation and its duration in the store of the process group. The
+threads of the first and the last rank read all of these, so that a stuck rank 0 is detected too.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from runtime.logs.console import flush, say
 PREFIX = "watchdog"
 
 LOOK_PERIOD_S = 1.0
-"""Seconds between looks at whether the job is to end."""
+"""Seconds between checks if the job has to end."""
 
 LONGEST_BEAT_S, SHORTEST_BEAT_S = 10.0, 0.1
-"""Seconds between two heartbeats: a tenth of the time limit, within these."""
+"""Bounds of the seconds between two heartbeats, which are a tenth of the time limit."""
 
 BREAK_S = 2.0
-"""A thread that sleeps longer than it wanted by this has been stopped, which is not time spent hanging."""
+"""Seconds by which a thread sleeps too long if the process was stopped; such time does not count as
+hanging."""
 
 FILE_WORK = ("saving a checkpoint", "loading a checkpoint", "opening the data")
 """Operations that wait for storage, which may be slow without hanging."""
 
 PATIENCE = 15
-"""Their time limit, in those of the others: two hours unless told otherwise."""
+"""Time limit of file work, as a multiple of that of other operations: two hours by default."""
 
 MOST_NAMED = 4
-"""Ranks that one line names."""
+"""Most ranks that one line names."""
 
 
 class Beat(NamedTuple):
-    """The last words of a rank, and since when it has not spoken again."""
+    """The last published state of a rank, and the seconds since then."""
 
     rank: int
     words: Mapping[str, Any]
@@ -59,20 +60,20 @@ class Beat(NamedTuple):
         return float(self.words["age"]) + self.silent_s
 
     def is_over(self, timeout_s: float) -> bool:
-        """Return whether the rank hangs, or waits for one that does."""
+        """Return whether the rank hangs, or waits for a hanging rank."""
         patience = PATIENCE if str(self.words["doing"]).startswith(FILE_WORK) else 1
         return self.silent_s > timeout_s or self.stuck_s > patience * timeout_s
 
     def description(self) -> str:
-        """Rank, host and operation."""
+        """A text with rank, host and operation."""
         return f"rank {self.rank} on {self.words['host']} in {self.words['doing']} ({self.words['place']})"
 
 
 def hang_report(beats: list[Beat], timeout_s: float) -> str:
-    """One line that names the ranks that hang; empty when none does.
+    """One line that names the hanging ranks; empty when none hangs.
 
-    Those that give no sign of life are to blame first; then those that do not wait for others; then those
-    that are the furthest behind.
+    Ranks without a heartbeat are blamed first, then ranks that do not wait for others, then the ranks that
+    are furthest behind.
     """
     if not any(beat.is_over(timeout_s) for beat in beats):
         return ""
@@ -88,7 +89,8 @@ def hang_report(beats: list[Beat], timeout_s: float) -> str:
 
 
 class Watchdog:
-    """The thread of one rank. Use it as a context manager around everything that talks to other ranks."""
+    """The watchdog thread of one rank. Use it as a context manager around all communication with other
+    ranks."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class Watchdog:
         """Watch with a time limit; 0 for none.
 
         Args:
-            samples: sample what the rank does, for `runtime.faults.stragglers`.
+            samples: True to sample the rank's operations for `runtime.faults.stragglers`.
             end: called with the exit code instead of ending the process.
         """
         # A copy, as calls of the other wait under a lock. Any: the stubs of PyTorch lack some methods.
@@ -133,21 +135,21 @@ class Watchdog:
         self.thread.join(LOOK_PERIOD_S)
 
     def is_over(self) -> bool:
-        """Return whether a rank has already said why the job ends."""
+        """Return whether a rank has already reported the reason of the job's end."""
         try:
             return bool(self.store.check(["verdict"]))
         except RuntimeError:
             return False
 
     def first_to(self, what: str) -> bool:
-        """Return whether this rank is the first to report `what`; rank 0 is where the store is gone."""
+        """Return whether this rank is the first to report `what`; without a store, rank 0 is."""
         try:
             return bool(self.store.add(what, 1) == 1)
         except RuntimeError:
             return self.rank == 0
 
     def fail(self, message: str, exit_code: int, restart: bool = False) -> None:
-        """End all ranks with one line; the first that calls it counts."""
+        """End all ranks with one line; the first call counts."""
         if self.first_to("claims"):
             report(message, exit_code, restart)
             say(f"runtime.pretrain: error: {message}", sys.stderr)
@@ -183,7 +185,7 @@ class Watchdog:
         self.heard = {rank: (number, when + seconds) for rank, (number, when) in self.heard.items()}
 
     def _obey(self) -> None:
-        """End this process when a rank has given a reason."""
+        """End this process when a rank has reported a reason."""
         if self.store.check(["verdict"]):
             self.end(int(self.store.get("verdict")))
 
@@ -225,12 +227,12 @@ _active: Watchdog | None = None
 
 
 def running_watchdog() -> Watchdog | None:
-    """The watchdog of this rank, if it has one now."""
+    """The running watchdog of this rank, if there is one."""
     return _active
 
 
 def fail_alone(error: InputError) -> NoReturn:
-    """This rank alone cannot go on: end all of them with its line, or raise `error` where nothing watches."""
+    """End all ranks with a line from this rank, which cannot continue; raise `error` without a watchdog."""
     watchdog = _active
     if watchdog is not None:
         message = f"rank {watchdog.rank} on {watchdog.host}: {one_line(error)}"

@@ -1,11 +1,11 @@
-"""Attention's memory of earlier tokens: keys and values, the latents that these are made of, or a state.
+"""Caches of attention for earlier tokens: keys and values, the latents from which these are made, or a state.
 
-A model is given caches from outside: the core of each attention, or all of a latent one, is replaced. Every
-row of a batch has its own length. Prompts go through together, filled up at their end with tokens that no
-earlier token sees. Then each row's tokens are written behind its own prompt, over the filling.
+A model gets its caches from outside: the core of each attention, or the whole latent attention, is replaced.
+Every row of a batch has its own length. Prompts are processed together, padded at the end with tokens that no
+earlier token sees. Then each row's new tokens are written after its own prompt, over the padding.
 
-Shapes: B rows, L tokens that the cache has room for, N and K query and key/value heads of this rank, H head
-size, C and R the latent and the rotary part of latent attention.
+Shapes: B rows, L tokens of the cache's capacity, N and K query and key/value heads of this rank, H head size,
+C and R the latent and the rotary part of latent attention.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from runtime.parallel.tensor import local_weight
 
 
 class Cache:
-    """The positions of a batch's rows, and what each layer keeps of them.
+    """The positions of a batch's rows, and the caches of all layers.
 
     Args:
-        stage: the model or a part of it, whose attention this replaces.
-        device: of the stage.
+        stage: the model or a part of it, whose attention is replaced.
+        device: the device of the stage.
     """
 
     def __init__(self, stage: Transformer, device: torch.device) -> None:
@@ -44,15 +44,15 @@ class Cache:
         self.layers = [_kept_by(block.attention, self) for block in stage.blocks]
 
     def begin(self, lengths: Tensor, tokens: int, room: int) -> None:
-        """Forget all; prompts of `lengths` [B] come next, of up to `tokens` tokens, and no row will be longer
-        than `room`."""
+        """Clear the cache for prompts of `lengths` [B], at most `tokens` tokens each; no row will exceed
+        `room` tokens."""
         self.lengths, self.room, self.at = lengths, room, None
         for layer in self.layers:
             layer.forget()
         self.stage.place(torch.arange(tokens, device=self.device))
 
     def go_to(self, positions: Tensor, longest: int) -> None:
-        """One token of each row comes next, at `positions` [B], of which `longest` is the largest."""
+        """Prepare for one token of each row at `positions` [B]; `longest` is the largest position."""
         self.at, self.end = positions, longest + 1
         if self.stage.embedding is not None:
             self.stage.embedding.at = positions.unsqueeze(1)
@@ -64,13 +64,13 @@ class Cache:
         self.stage.turn(tables)
 
     def visible(self) -> Tensor:
-        """A mask [B, 1, 1, end] of the tokens before each row's new one, and that one."""
+        """A mask [B, 1, 1, end] of each row's new token and the tokens before it."""
         assert self.at is not None
         seen = torch.arange(self.end, device=self.device) <= self.at.unsqueeze(1)
         return seen[:, None, None]
 
     def reached(self, reach: Reach, dtype: torch.dtype) -> Tensor:
-        """A mask [B, 1, 1, end] that hides what each row's new token does not see by -inf, and is 0 else."""
+        """A mask [B, 1, 1, end] that is -inf for tokens hidden from each row's new token, otherwise 0."""
         assert self.at is not None
         return reach.mask(self.at, self.end, dtype)[:, None, None]
 
@@ -82,7 +82,7 @@ class Cache:
             kept[torch.arange(len(self.at), device=self.device), :, self.at] = new[:, :, 0]
 
     def make(self, like: Tensor) -> Tensor:
-        """Zeros [B, K, room, H] for keys or values that begin as `like` [B, K, S, H]."""
+        """Zeros [B, K, room, H] for keys or values of the form of `like` [B, K, S, H]."""
         batch, heads, _, size = like.shape
         return like.new_zeros(batch, heads, self.room, size)
 
@@ -96,8 +96,8 @@ def _kept_by(attention: MultiHeadAttention, cache: Cache) -> _KeysAndValues | _L
 
 
 class _States:
-    """The cache of one layer of linear attention: a state of each head, and the last positions that its
-    convolution goes over."""
+    """The cache of one layer of linear attention: a state of each head, and the last inputs of its
+    convolution."""
 
     def __init__(self, attention: GatedDelta, cache: Cache) -> None:
         self.inputs, self.cache, self.chunk = attention.inputs, cache, attention.core.chunk
@@ -110,7 +110,7 @@ class _States:
         self.tails, self.state = {}, None
 
     def mix(self, name: str, projected_BSI: Tensor) -> Tensor:
-        """[B, S, I], as `DeltaInputs.mixed`, whose place this takes."""
+        """Replacement of `DeltaInputs.mixed`: [B, S, I]."""
         before = self.inputs.weight(f"{name}_conv").shape[1] - 1
         if self.cache.at is None:
             seen_BSI = F.pad(projected_BSI, (0, 0, before, 0))
@@ -124,7 +124,7 @@ class _States:
         return self.inputs.convolved(name, seen_BSI)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, decay_BNS: Tensor, strength_BNS: Tensor) -> Tensor:
-        """[B, N, S, Z], as the rule whose place this takes."""
+        """Replacement of the delta rule: [B, N, S, Z]."""
         if self.cache.at is None:
             # Filling tokens leave the state of a row as it is.
             filling_B1S = torch.arange(q.shape[2], device=q.device) >= self.cache.lengths[:, None, None]
@@ -135,7 +135,7 @@ class _States:
 
 
 class _KeysAndValues:
-    """The cache of one attention with heads of keys and values."""
+    """The cache of one attention layer with key and value heads."""
 
     def __init__(self, attention: MultiHeadAttention, cache: Cache) -> None:
         self.cache, self.core = cache, attention.core
@@ -148,7 +148,7 @@ class _KeysAndValues:
         self.keys = self.values = None
 
     def attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
-        """[B, N, S, H], as the attention whose core this takes the place of."""
+        """Replacement of the core of attention: [B, N, S, H]."""
         cache = self.cache
         if self.keys is None or self.values is None:
             self.keys, self.values = cache.make(k_BKSH), cache.make(v_BKSH)
@@ -166,11 +166,11 @@ class _KeysAndValues:
 
 
 class _Latents:
-    """The cache of one latent attention: C + r elements of a token, however many heads there are.
+    """The cache of one latent attention layer:
 
-    The matrices that make keys and values of a latent are applied to the query and to the result instead
-    (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). A new token then costs N (C + r) for each token that it
-    sees.
+    C + r elements for each token, for any number of heads. The matrices from latents to keys and values are
+    applied to the query and to the result instead (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). A new token
+    then takes N (C + r) multiplications for each token that it sees.
     """
 
     def __init__(self, attention: LatentAttention, cache: Cache) -> None:
@@ -193,7 +193,7 @@ class _Latents:
         return q_BSQ, latent_BSC, k_BSr
 
     def attend(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D], as the attention whose place this takes."""
+        """Replacement of latent attention: [B, S, D]."""
         if self.cache.at is None:
             return self.plain(x_BSD)
         own = self.attention
@@ -218,7 +218,7 @@ class _Latents:
         return result_BSD
 
     def _turned(self, x_BNSr: Tensor) -> Tensor:
-        """`x_BNSr` turned by the positions of its tokens."""
+        """`x_BNSr` after rotary embedding at the positions of its tokens."""
         if not self.attention.rotates:
             return x_BNSr
         assert self.attention.tables is not None

@@ -1,4 +1,5 @@
-"""`planner generate`: in this process, or on ranks of this machine whose text is shown as it comes."""
+"""`planner generate`: in this process, or on several ranks of this machine, with text shown as it is
+generated."""
 
 from __future__ import annotations
 
@@ -39,31 +40,31 @@ from runtime.parallel.ranks import (
 from runtime.settings.checks import check_host, check_job
 
 EVENTS_VARIABLE = "PLANNER_GENERATE_EVENTS"
-"""Environment variable: print pieces of text as lines of JSON, for the process that started the ranks."""
+"""Environment variable that makes ranks print pieces of text as JSON lines for their parent process."""
 
 TIMEOUT_MINUTES = 30.0
-"""Seconds after which a rank that nobody answers gives up: reading a large model takes long."""
+"""Minutes after which a rank without an answer gives up; reading a large model takes long."""
 
 
 class StatusDisplay(Protocol):
-    """A display of what goes on while there is no text yet."""
+    """A display of the current work while there is no text yet."""
 
     def tell(self, what: str) -> None:
-        """Say what goes on from now on."""
+        """Show the current work."""
 
     def clear(self) -> None:
-        """Make place for text."""
+        """Remove the display before text is shown."""
 
 
 class _FirstRank:
-    """Tells the process that started this rank."""
+    """A display that sends the first rank's messages to its parent process."""
 
     def tell(self, what: str) -> None:
         if dist.get_rank() == 0:
             progress(what)
 
     def clear(self) -> None:
-        """Text itself makes place there."""
+        """Do nothing, as the parent process removes its own display."""
 
 
 def run(options: GenerateOptions, waiting: StatusDisplay) -> None:
@@ -159,7 +160,7 @@ def _generator(options: GenerateOptions, device: torch.device) -> Generator:
 
 
 class _Printer:
-    """Shows a text while it grows; of several, each when all are done."""
+    """A printer that shows a single text while it grows, and several texts when all are complete."""
 
     def __init__(self, generator: Generator, prompts: list[str]) -> None:
         self.alone = len(prompts) == 1
@@ -174,7 +175,7 @@ class _Printer:
             _show(self.stream.add(tokens[0]))
 
     def end(self, completions: list[Completion]) -> None:
-        """Show what is still to be shown."""
+        """Show the remaining text."""
         if self.alone:
             _show(completions[0].text[len(self.stream.shown) :] + "\n")
             return
@@ -190,7 +191,7 @@ def _show(piece: str) -> None:
 
 
 def _start_ranks(options: GenerateOptions, waiting: StatusDisplay) -> None:
-    """Run torchrun on this machine and show what its first rank says."""
+    """Run torchrun on this machine and show the messages of its first rank."""
     ranks = options.world_size
     gpus = 0 if options.device == "cpu" else local_device_count()
     if gpus and ranks > gpus:
@@ -200,7 +201,7 @@ def _start_ranks(options: GenerateOptions, waiting: StatusDisplay) -> None:
     waiting.tell(f"starting {ranks} ranks")
 
     def pass_on(line: str) -> None:
-        """Show a piece of text, or what goes on; all else is for people who look for an error."""
+        """Show a piece of text, or the current work; other lines are kept for error messages."""
         try:
             piece = json.loads(line)["piece"]
         except (ValueError, KeyError, TypeError):
@@ -228,7 +229,7 @@ def _start_ranks(options: GenerateOptions, waiting: StatusDisplay) -> None:
 
 
 def _check_split(options: GenerateOptions, on_cpu: bool) -> None:
-    """Refuse, before ranks start, what they would refuse: how the stored model cannot be split."""
+    """Raise `InputError`, before ranks start, if the stored model cannot be split in this way."""
     split = _split(options)
     spec = open_model(options.load, options.ckpt_step, verify=False).spec
     check_job(spec, split.layout(spec), split.world_size)

@@ -10,14 +10,14 @@ from planner.options.flags import flag
 from planner.options.limits import AT_LEAST_1, Bounds, check_bounds
 
 LARGEST_PROMPTS = 64 * MIB
-"""Bytes of a file of prompts."""
+"""Most bytes of a file of prompts."""
 
 DTYPES = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """The model, the prompts, how tokens are chosen, and the ranks that compute."""
+    """The model, the prompts, the choice of tokens, and the ranks."""
 
     load: str = flag(
         "",
@@ -102,7 +102,7 @@ class GenerateOptions:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def check(self) -> None:
-        """Raise `InputError` for values that nothing can be generated with."""
+        """Raise `InputError` for impossible values."""
         if not self.load:
             raise InputError("--load: none given: name a folder of checkpoints or of a Hugging Face model")
         for name in ("context_parallel_size", "data_parallel_size"):
@@ -119,7 +119,7 @@ class GenerateOptions:
             raise InputError(f"--device {self.device}: expected cpu, cuda, npu or xpu")
 
     def notes(self) -> list[str]:
-        """Flags of draws that have no effect, as no token is drawn."""
+        """Notes on sampling flags without effect, as no token is drawn."""
         names: tuple[str, ...]
         if self.temperature == 0:
             names, why = ("top_k", "top_p", "seed"), "--temperature 0 takes the likeliest token"

@@ -36,17 +36,18 @@ class Completion(NamedTuple):
     tokens: list[int]
     """The completion's token ids, with the end-of-text id where it was reached."""
     ended: str
-    """`end` of the text, or `length`."""
+    """The reason of the end: `end` of the text, or `length`."""
 
 
 class Generator:
     """A trained model that continues texts, on one device or as one rank of several.
 
     Args:
-        model: a folder of checkpoints or of a Hugging Face model, or what `open_model` made of it.
+        model: a folder of checkpoints or of a Hugging Face model, or the result of `open_model`.
         dtype: number format of weights and activations.
-        device: where to compute.
-        split: over ranks in an initialised process group of that size; all call the same methods.
+        device: device of the computation.
+        split: the split over ranks, in an initialised process group of that size; all ranks call the same
+            methods.
         text: the tokenizer; the one beside the model when not given.
 
     Raises:
@@ -74,12 +75,12 @@ class Generator:
         ignore_end: bool = False,
         cached: bool = True,
     ) -> list[Completion]:
-        """Continue `prompts`, together.
+        """Continue `prompts` together.
 
         Args:
-            on_tokens: sees tokens as they come.
-            ignore_end: go on after the end of the text.
-            cached: keep keys and values; without, each token computes all before it again.
+            on_tokens: called with the tokens as they are generated.
+            ignore_end: continue after the end of the text.
+            cached: keep keys and values; without a cache, all tokens are computed again for each new one.
         """
         ids = [self.text.encode(prompt) for prompt in prompts]
         rows = self.continue_ids(ids, max_new_tokens, sampling, on_tokens, ignore_end, cached)
@@ -147,7 +148,7 @@ class Generator:
                 )
 
     def _cached_step(self, prompts: Sequence[Sequence[int]], most: int) -> Callable[..., Tensor | None]:
-        """Computes logits for rows that grow by a token each time, from that token alone."""
+        """A step function that computes logits from each row's new token only, with a cache."""
         stage, device = self.stage, self.stage.device
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         longest = max(map(len, prompts))
@@ -164,7 +165,7 @@ class Generator:
         return step
 
     def _plain_step(self, prompts: Sequence[Sequence[int]]) -> Callable[..., Tensor | None]:
-        """Computes the same from all tokens, as training does."""
+        """A step function that computes logits from all tokens, as in training."""
         stage, device = self.stage, self.stage.device
 
         def step(rows: list[list[int]]) -> Tensor | None:
@@ -178,7 +179,7 @@ class Generator:
 
 
 def _filled(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Texts as one tensor [B, S], the shorter ones with zeros behind, which nothing before them sees."""
+    """Texts as one tensor [B, S], with zeros after the shorter ones, which no earlier token sees."""
     longest = max(map(len, texts))
     return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
 

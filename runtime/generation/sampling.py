@@ -1,4 +1,4 @@
-"""The choice of the next token: the likeliest, or one that is drawn."""
+"""The choice of the next token: the likeliest one, or a random draw."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings by which tokens are chosen from logits.
+    """Settings for choosing tokens from logits.
 
-    Logits are divided by `temperature`. Of those the `top_k` largest stay, and then the largest whose
+    Logits are divided by `temperature`. Then the `top_k` largest are kept, and of these the largest whose
     probabilities add up to at least `top_p` (nucleus sampling, arXiv:1904.09751). With none of the three, or
     a temperature of 0, the likeliest token is taken.
     """
@@ -28,11 +28,11 @@ class Sampling:
         return self.temperature == 0 or (self.temperature, self.top_k, self.top_p) == (None, None, None)
 
     def generators(self, rows: int) -> list[torch.Generator]:
-        """One source of draws for each row, so that a text does not depend on those beside it."""
+        """One random generator for each row, so that a text does not depend on the other rows."""
         return [torch.Generator().manual_seed(self.seed + row) for row in range(rows)]
 
     def choose(self, logits: Tensor, generators: list[torch.Generator]) -> Tensor:
-        """The next tokens [B] by logits [B, V]."""
+        """The next tokens [B] from logits [B, V]."""
         logits = logits.float()
         if self.greedy:
             return logits.argmax(-1)
@@ -43,7 +43,7 @@ class Sampling:
         return torch.cat(drawn).to(logits.device)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Probabilities [B, V] that tokens are drawn with; zero for those that are left out."""
+        """Probabilities [B, V] of tokens in the draw; zero for excluded tokens."""
         logits = logits / (self.temperature or 1.0)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, -1).values[:, -1:]

@@ -1,4 +1,4 @@
-"""The part of a model that one rank generates with: layers of a pipeline stage, slices of their matrices."""
+"""The part of a model on one generating rank: layers of a pipeline stage, slices of their matrices."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from runtime.settings.checks import check_job
 
 @dataclass(frozen=True)
 class Split:
-    """Degrees of parallelism of a model that generates."""
+    """Degrees of parallelism in generation."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
-    """Tensor-parallel ranks over which experts are spread whole; the others split each expert."""
+    """Tensor-parallel ranks over which whole experts are spread; the remaining factor of ranks splits each
+    expert."""
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.tensor_parallel * self.pipeline_parallel
 
     def layout(self, spec: ModelSpec) -> Layout:
-        """The layout of these ranks, by which a model is split; `InputError` where that is impossible."""
+        """The layout for splitting a model over these ranks; raises `InputError` where that is impossible."""
         tp, pp, ep = self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
         if pp > spec.layers:
             raise InputError(
@@ -67,10 +68,10 @@ class GeneratingStage:
     """This rank's part of a model with its weights.
 
     Args:
-        files: what weights are read from.
-        split: of more than one rank, these are in an initialised process group of that size.
+        files: files of the weights.
+        split: the split over ranks; several ranks need an initialised process group of that size.
         dtype: number format of weights and activations.
-        device: where they are.
+        device: device of the weights.
 
     Raises:
         InputError: the model cannot be split so.
@@ -111,10 +112,10 @@ class GeneratingStage:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, last: Tensor) -> Tensor | None:
-        """Logits [B, V] of what follows each row, on the ranks of the last stage; None on the others.
+        """Logits [B, V] of the next token of each row, on the ranks of the last stage; None on other ranks.
 
         Args:
-            tokens: [B, S] ids, of which the cache knows the positions.
+            tokens: [B, S] ids at the cache's positions.
             last: [B] places of the rows' last tokens among the S.
         """
         x = self._receive(tokens) if self.index else tokens
@@ -132,7 +133,7 @@ class GeneratingStage:
         return logits[:, 0, : self.spec.vocab]  # type: ignore[no-any-return]
 
     def agree(self, tokens: Tensor | None, rows: int) -> Tensor:
-        """The tokens [B] that the speaker has chosen, on every rank."""
+        """The tokens [B] chosen by the deciding rank, on every rank."""
         if self.grid is None:
             assert tokens is not None
             return tokens
@@ -148,16 +149,16 @@ class GeneratingStage:
 
 
 def _plain(spec: ModelSpec) -> ModelSpec:
-    """The model without what training alone has: multi-token prediction, and a limited capacity of experts.
+    """The model without features of training: multi-token prediction, and a limited capacity of experts.
 
-    The latter depends on tokens that come later; here experts take in all of them.
+    The capacity depends on later tokens; here experts process all tokens.
     """
     router = spec.router.model_copy(update={"capacity_factor": 0.0})
     return spec.model_copy(update={"router": router, "mtp": None})
 
 
 def _fill_up_tokens(stage: Transformer, ranks: int) -> None:
-    """Let experts take sequences that `ranks` does not divide, which share the tokens among themselves."""
+    """Pad sequences so that the `ranks` that divide tokens before experts can divide them evenly."""
     for block in stage.blocks:
         if isinstance(block.mlp, MixtureOfExperts):
             filled: Any = _filled_up(block.mlp.forward, ranks)

@@ -1,4 +1,4 @@
-"""Prompts to token ids and ids to text, with the tokenizer that a model was trained with."""
+"""Conversion of prompts to token ids and of ids to text, with the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from runtime.huggingface.model_tokenizer import tokenizer_of_folder
 from runtime.huggingface.stored_model import ModelFiles
 
 REPLACEMENT = "\ufffd"
-"""The character that stands for bytes that are no character yet."""
+"""The character for bytes that are not yet a complete character."""
 
 
 class Text:
-    """A tokenizer as generation needs it.
+    """A tokenizer for generation.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         ends: ids that end a text, besides the tokenizer's own.
-        special_tokens: put before a text what the tokenizer's file says, as transformers does.
+        special_tokens: True to put the special tokens of the tokenizer's file before a text, as transformers
+            does.
     """
 
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int] = (), special_tokens: bool = True) -> None:
@@ -34,7 +35,7 @@ class Text:
         self.special_tokens = special_tokens
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt; one without any begins after the end of another text."""
+        """Ids of a prompt; an empty prompt becomes the end-of-text token."""
         if isinstance(self.tokenizer, BPETokenizer) and self.special_tokens:
             ids = self.tokenizer.model.encode(text).ids
         else:
@@ -42,12 +43,12 @@ class Text:
         return list(ids) or [self.tokenizer.eod]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids; those that only fill up the model's vocabulary have none."""
+        """The text of some ids; padding ids of the model's vocabulary have no text."""
         return self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])
 
 
 class Stream:
-    """The text of a row as it grows: each piece when its characters are complete."""
+    """The growing text of a row, in pieces of complete characters."""
 
     def __init__(self, text: Text) -> None:
         self.text = text
@@ -55,7 +56,7 @@ class Stream:
         self.shown = ""
 
     def add(self, token: int) -> str:
-        """The text that the next token adds to what is shown."""
+        """The text that the next token adds to the shown text."""
         self.ids.append(token)
         whole = self.text.decode(self.ids)
         if whole.endswith(REPLACEMENT):
@@ -72,7 +73,7 @@ def text_of(
     tokenizer_model: str | None = None,
     special_tokens: bool = True,
 ) -> Text:
-    """The tokenizer that is named, or else the one that lies beside a model.
+    """The named tokenizer, or else the one beside a model.
 
     Raises `InputError` where there is none.
     """
@@ -92,7 +93,7 @@ def text_of(
 
 
 def _ends(folder: Path, vocab: int) -> list[int]:
-    """Ids that end a text by generation_config.json or config.json: chat models have several."""
+    """Ids that end a text, from generation_config.json or config.json; chat models have several."""
     for name in ("generation_config.json", "config.json"):
         ends = _read_key(folder / name, "eos_token_id")
         found = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]

@@ -1,6 +1,6 @@
-"""Files beside weights: config.json, tokenizer and licence, carried from one format to the other.
+"""Files beside weights: config.json, tokenizer and licence, which are copied from one format to the other.
 
-A folder of checkpoints keeps them in its folder `huggingface`, for all its iterations.
+A folder of checkpoints keeps them in its subfolder `huggingface`, for all its iterations.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LARGEST_NAMES = 4096
 _KINDS = (".json", ".txt", ".model", ".jinja", ".md", ".tiktoken")
 _WITHOUT_ENDING = ("LICENSE", "LICENCE", "NOTICE")
 LARGEST_BYTES = 200 * 10**6
-"""Bytes of the largest tokenizer: a larger file holds weights."""
+"""Most bytes of a tokenizer file; larger files are weights."""
 
 
 class Names(BaseModel):
-    """Differences of the tensors in a model's files from those that transformers writes today."""
+    """Differences between the names in a model's files and those that transformers writes today."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -41,7 +41,7 @@ class Names(BaseModel):
 
 
 class Companions(NamedTuple):
-    """Configuration and names that were carried with a checkpoint."""
+    """Configuration and names stored with a checkpoint."""
 
     config: Config
     spec: ModelSpec
@@ -50,7 +50,7 @@ class Companions(NamedTuple):
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what lies in `source` beside weights and config.json; what is in `target` already stays."""
+    """Copy the files in `source` except weights and config.json; existing files in `target` stay."""
     target.mkdir(parents=True, exist_ok=True)
     for file in entries(source):
         wanted = file.suffix in _KINDS or file.stem in _WITHOUT_ENDING

@@ -1,4 +1,4 @@
-"""The config.json of a model that was trained here: which Hugging Face architecture it is."""
+"""The config.json of a model that was trained here, with its Hugging Face architecture."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from planner.inputs.huggingface.keys import ACTIVATIONS, ATTENTION_KINDS, SCALIN
 from planner.inputs.huggingface.readers import model_fields
 
 FREE_FIELDS = ("name", "source", "published_parameters", "seq", "mtp_layers", "lora", "mtp")
-"""Fields of a model that none of its own weights and logits depends on; adapters, and MTP modules, are
-added to them."""
+"""Fields of a model that do not affect its own weights and logits, including adapters and MTP modules."""
 
 _SCALING_FIELDS = {
     "linear": ("factor",),
@@ -25,10 +24,10 @@ _SCALING_FIELDS = {
 
 
 def differences(one: ModelSpec, other: ModelSpec) -> list[str]:
-    """Names of the fields in which two models differ so that weights of one are not weights of the other.
+    """Names of the fields whose difference makes the weights of two models incompatible.
 
-    The tokens of a sample, the reach of rotary positions and the tokens that experts take in do not count.
-    Nor does the width of dense layers where there are none.
+    The tokens of a sample, the range of rotary positions and the capacity of experts do not count. Neither
+    does the width of dense layers where there are none.
     """
     names = set(ModelSpec.model_fields) - set(FREE_FIELDS)
     if one.position == other.position != "learned":
@@ -54,9 +53,9 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[str]:
 
 
 def config_for(spec: ModelSpec) -> Config:
-    """The keys of a config.json of `spec`, with the first architecture that is the same model.
+    """The keys of a config.json for `spec`, with the first architecture that is the same model.
 
-    Raises `InputError` where there is none, and says what the nearest one has differently.
+    Raises `InputError` where there is none, with the differences of the nearest one.
     """
     nearest: list[str] | None = None
     for model_type, write in _WRITERS.items():
@@ -80,7 +79,7 @@ def with_dtype(config: Config, dtype: torch.dtype) -> Config:
 
 
 def _differences_from(spec: ModelSpec, config: Config) -> list[str]:
-    """Fields in which the model that is read from `config` differs from `spec`."""
+    """Fields in which the model of `config` differs from `spec`."""
     try:
         fields = model_fields(config)
         fields |= {"name": spec.name, "seq": fields["max_positions"]}
@@ -90,7 +89,7 @@ def _differences_from(spec: ModelSpec, config: Config) -> list[str]:
 
 
 _FIRST_NAMES = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-"""Hugging Face name of an activation by ours; of several the first."""
+"""Hugging Face name of an activation function by this package's name; the first of several."""
 
 
 def _gpt2(spec: ModelSpec) -> Config:
@@ -153,7 +152,7 @@ def _mistral(spec: ModelSpec) -> Config:
 
 
 def _late_windows(spec: ModelSpec) -> Config:
-    """Keys of Qwen models, whose last layers alone may have windows."""
+    """Keys for windows of Qwen models, where only the last layers may have windows."""
     full = sum(spec.layer_kind(layer).attention == "full" for layer in range(spec.layers))
     return {"use_sliding_window": full < spec.layers, "max_window_layers": full, **_window(spec)}
 
@@ -204,7 +203,7 @@ def _gemma(spec: ModelSpec) -> Config:
 
 
 def _positions_by_kind(spec: ModelSpec) -> Config:
-    """Positions of layers that see all tokens, and of layers with windows."""
+    """Keys of positions for layers with full attention, and for layers with windows."""
     scaling = _scaling(spec.rope_scaling) if spec.rope_scaling else {"rope_type": "default"}
     positions = {
         "full_attention": scaling | {"rope_theta": spec.rope_theta},
@@ -442,7 +441,7 @@ _WRITERS: dict[str, Callable[[ModelSpec], Config]] = {
     "granite": _granite,
     "llama4_text": _llama4,
 }
-"""Writers by model type; a model may be several, of which the first counts."""
+"""Writers by model type; if several types suit a model, the first counts."""
 
 CLASSES = {
     "gpt2": "GPT2LMHeadModel",

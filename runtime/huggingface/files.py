@@ -1,4 +1,5 @@
-"""Safetensors files: which tensors a folder holds, reading one of them, and writing files piece by piece."""
+"""Safetensors files: listing the tensors of a folder, reading one of them, and writing files piece by
+piece."""
 
 from __future__ import annotations
 
@@ -42,13 +43,13 @@ class TensorPlace(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """None for a number format that weights do not have."""
+    """The number format in PyTorch; None for a format that weights do not have."""
 
 
 def list_tensors(folder: Path) -> dict[str, TensorPlace]:
     """The tensors of a model's folder by name.
 
-    Raises `InputError` where a file of the index is missing, is no safetensors file or lacks a tensor.
+    Raises `InputError` where a file of the index is missing, is not a safetensors file or lacks a tensor.
     """
     found: dict[str, TensorPlace] = {}
     for file, names in _files(folder).items():
@@ -70,7 +71,7 @@ def list_tensors(folder: Path) -> dict[str, TensorPlace]:
 
 
 def read_tensor(found: TensorPlace) -> Tensor:
-    """A tensor in memory of its own: the file is mapped while it is copied, and no longer."""
+    """A copy of a tensor; the file is mapped only during the copy."""
     try:
         with safe_open(found.file, framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(found.name).clone()
@@ -85,7 +86,7 @@ def _unreadable(file: Path, error: Exception) -> InputError:
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Files with tensors, and the names that are to be read of each; None for all."""
+    """Files with tensors, and the names to read from each; None for all."""
     index = folder / INDEX_FILE
     if not exists(index):
         if exists(folder / ONE_FILE):
@@ -116,13 +117,13 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
-    """Gives its contents, when they are written."""
+    """A function that returns the contents; it is called when they are written."""
 
     @property
     def bytes(self) -> int:
@@ -131,10 +132,10 @@ class PlannedTensor(NamedTuple):
 
 
 def write_files(folder: Path, tensors: Sequence[PlannedTensor], largest_file: int) -> list[Path]:
-    """Write tensors to as many files as it takes, with an index where that is more than one.
+    """Write tensors to one or several files, with an index for several.
 
     Args:
-        largest_file: bytes of tensors in a file; one that is larger has a file of its own.
+        largest_file: most bytes of tensors in a file; a larger tensor has its own file.
 
     Returns:
         The files of tensors.
@@ -164,10 +165,11 @@ def _by_file(tensors: Sequence[PlannedTensor], largest_file: int) -> Iterator[li
 
 
 def _write_file(path: Path, tensors: Sequence[PlannedTensor]) -> None:
-    """One safetensors file, tensor after tensor: the library's own writer takes all of them at once.
+    """Write one safetensors file, tensor after tensor, as the library's own writer needs all of them in
+    memory.
 
-    Eight bytes with the length of the header, little end first; the header, JSON filled up with blanks to a
-    multiple of 8 bytes; the tensors (https://github.com/huggingface/safetensors, "Format").
+    The format is: eight bytes with the header's length, little-endian; the header as JSON, padded with blanks
+    to a multiple of 8 bytes; the tensors (https://github.com/huggingface/safetensors, "Format").
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

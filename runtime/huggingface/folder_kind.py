@@ -1,4 +1,4 @@
-"""The kind of a folder: checkpoints or a Hugging Face model, told without PyTorch."""
+"""The kind of a folder (checkpoints or a Hugging Face model), found without PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def model_folder(given: str) -> str:
-    """The folder of a model: the one that is given, or for an id that of its files in the Hub's cache.
+    """The folder of a model: the given one, or for an id the folder of its files in the Hub's cache.
 
     Raises `InputError` where the cache has no weights of it.
     """
@@ -39,7 +39,7 @@ def model_folder(given: str) -> str:
 def is_hugging_face(folder: str | Path) -> bool:
     """Return whether a folder holds a Hugging Face model rather than checkpoints.
 
-    Raises `InputError` where it holds both: a file that was added must not change how the others are read.
+    Raises `InputError` where it holds both, as an added file must not change the meaning of the others.
     """
     path = expanded(folder)
     theirs = [name for name in (CONFIG_FILE, ONE_FILE, INDEX_FILE) if exists(path / name)]
@@ -52,7 +52,7 @@ def is_hugging_face(folder: str | Path) -> bool:
 
 
 def checkpoint_in(folder: str | Path, iteration: int | None = None) -> int:
-    """The iteration of the checkpoint that a folder is to hold, the newest one's when none is given.
+    """The iteration of the checkpoint to read from a folder; the newest when not given.
 
     Raises `InputError` where there is none.
     """
@@ -69,7 +69,7 @@ def checkpoint_in(folder: str | Path, iteration: int | None = None) -> int:
 
 
 def check_model_folder(folder: str | Path, iteration: int | None = None) -> None:
-    """Raise `InputError` where a folder holds no model that can be read, as far as that shows at once."""
+    """Raise `InputError` where a folder has no readable model, by a quick check."""
     path = expanded(folder)
     if not is_hugging_face(path):
         checkpoint_in(folder, iteration)

@@ -1,4 +1,4 @@
-"""The language model in files that hold more: encoders of images, or MTP modules."""
+"""The language model in files with further parts: image encoders, or MTP modules."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ PLACES = {
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
 }
-"""Beginnings of tensors' names in a model with several parts, and in the language model by itself."""
+"""Prefixes of tensors' names in a model with several parts, and in the separate language model."""
 
 SHARED_KEYS = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
-"""Keys of a config.json that count for the language model where its own part leaves them out."""
+"""Keys of a config.json that apply to the language model if its own part lacks them."""
 
 ONLY_PARTS = ("qwen3_vl_text", "qwen3_vl_moe_text")
-"""Model types that transformers does not have by themselves."""
+"""Model types that only exist as parts of others in transformers."""
 
 FURTHER = re.compile(r"^(model\.)?mtp[._]")
-"""Names of MTP modules, which transformers leaves out too (Qwen3-Next, Qwen 3.5)."""
+"""Names of MTP modules, which transformers also skips (Qwen3-Next, Qwen 3.5)."""
 
 
 def language_config(config: Config) -> Config:
-    """The config.json that the language model of a `config.json` has by itself."""
+    """The config.json of the separate language model in a `config.json`."""
     if config.get("model_type") in READERS:
         return config
     part = text_part(config)
@@ -39,8 +39,8 @@ def language_config(config: Config) -> Config:
 
 
 def language_tensors(tensors: Mapping[str, TensorPlace]) -> tuple[dict[str, TensorPlace], list[str]]:
-    """The tensors of a language model that lie beside others, under the names that they have by themselves,
-    and the names of the others."""
+    """The tensors of the language model among others, under the names of the separate model, and the names of
+    the other tensors."""
     found, others = {}, []
     for name, place in tensors.items():
         here = next((one for one in PLACES if name.startswith(one)), None)

@@ -1,7 +1,7 @@
-"""The table of tensors of a Hugging Face model and ours that each holds, by model type.
+"""The mapping between tensors of a Hugging Face model and this runtime's tensors, by model type.
 
-A tensor of theirs is made of parts, one after the other along one dimension. Each part is a tensor of ours,
-or one expert of a stacked one, in the form that theirs has. The same table serves both directions.
+A Hugging Face tensor consists of parts along one dimension. Each part is one of this runtime's tensors, or
+one expert of a stacked tensor, in the form of the Hugging Face tensor. The same table serves both directions.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from costmodels.spec.model_parts import LayerKind
 from runtime.model.transformer import Transformer
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.weight"
-"""Our tensors with a row for each entry of the vocabulary, and padding behind them."""
+"""This runtime's tensors with a row for each entry of the vocabulary, followed by padding."""
 
 GPT2_PREFIX = "transformer."
-"""The beginning of names of a GPT-2 that was saved with its head; the first ones were saved without."""
+"""Prefix of the names of a GPT-2 that was saved with its head; the first models were saved without."""
 
 
 Shapes = Mapping[str, torch.Size]
@@ -30,24 +30,27 @@ Shapes = Mapping[str, torch.Size]
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of ours in one of theirs."""
+    """One of this runtime's tensors as a part of a Hugging Face tensor."""
 
     ours: str
     expert: int | None = None
-    """The number of the expert in our stack [E, ...]."""
+    """The number of the expert in this runtime's stack [E, ...]."""
     transposed: bool = False
-    """A Conv1D of GPT-2, and the experts of gpt-oss, hold [inputs, outputs]."""
+    """True if the Hugging Face tensor is [inputs, outputs], as Conv1D of GPT-2 and the experts of gpt-oss."""
     blocks: int = 0
-    """Equal blocks of rows of which the last `pairs` rows turn by rotary positions: theirs turns neighbours
-    by one angle, ours an element of the first half and one of the second. 0: the rows are in one order."""
+    """Number of equal blocks of rows whose last `pairs` rows have rotary embedding. Hugging Face rotates
+    neighbouring elements by one angle; this runtime rotates an element of the first half with one of the
+    second. 0: both have the same order of rows."""
     pairs: int = 0
     leading: bool = False
-    """The first rows of every block turn, not the last."""
+    """True if the first rows of every block have rotary embedding, not the last."""
     besides: int | None = None
-    """The dimension of size 1 that theirs has in addition: one channel of kernels, [rows, 1, columns]."""
+    """The additional dimension of size 1 in the Hugging Face tensor: one channel of kernels, [rows, 1,
+    columns]."""
 
     def to_theirs(self, tensor: Tensor) -> Tensor:
-        """Our tensor (of one expert, [rows, columns] or [rows]) in the form of theirs."""
+        """This runtime's tensor (for one expert, [rows, columns] or [rows]) in the form of the Hugging Face
+        tensor."""
         if self.blocks:
             halves = torch.arange(self.pairs, device=tensor.device)
             tensor = self._reordered(tensor, halves.view(2, -1).T.flatten())
@@ -66,7 +69,7 @@ class Part:
         return tensor
 
     def _reordered(self, tensor: Tensor, order: Tensor) -> Tensor:
-        """`tensor` with the rows of every block that turn in another order."""
+        """`tensor` with the rotary rows of every block in the other order."""
         rows = tensor.view(self.blocks, -1, *tensor.shape[1:])
         first = 0 if self.leading else rows.shape[1] - self.pairs
         turned = rows[:, first : first + self.pairs][:, order]
@@ -74,19 +77,20 @@ class Part:
 
 
 class Entry(NamedTuple):
-    """One tensor of theirs."""
+    """One Hugging Face tensor, with its parts."""
 
     theirs: str
     parts: tuple[Part, ...]
     dim: int = 0
-    """Along which the parts are joined."""
+    """The dimension along which the parts are concatenated."""
     interleaved: bool = False
-    """Their elements take turns there, along the last dimension."""
+    """True if the parts' elements alternate along the last dimension."""
     groups: int = 1
-    """Equal shares of the rows of each: the first of all parts come first, then the second ones."""
+    """Number of equal shares of each part's rows; the first shares of all parts come first, then the second
+    ones."""
 
     def join(self, read: Callable[[Part], Tensor]) -> Tensor:
-        """The tensor of theirs, from `read`, which gives the tensor of ours that a part names."""
+        """The Hugging Face tensor; `read` returns this runtime's tensor of a part."""
         tensors = [part.to_theirs(read(part)) for part in self.parts]
         if self.interleaved:
             return torch.stack(tensors, dim=-1).flatten(-2)
@@ -96,11 +100,11 @@ class Entry(NamedTuple):
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors, self.dim)
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
-        """The shape of the tensor of theirs, by the shapes of ours."""
+        """The shape of the Hugging Face tensor, from the shapes of this runtime's tensors."""
         return tuple(self.join(lambda part: _on_meta(part, shapes)).shape)
 
     def take(self, theirs: Tensor, wanted: Part, shapes: Shapes) -> Tensor:
-        """The tensor of ours that is the part `wanted` of `theirs`."""
+        """This runtime's tensor for the part `wanted` of the Hugging Face tensor `theirs`."""
         widths = [part.to_theirs(_on_meta(part, shapes)).shape[self.dim] for part in self.parts]
         number = self.parts.index(wanted)
         if self.interleaved:
@@ -120,7 +124,7 @@ def _on_meta(part: Part, shapes: Shapes) -> Tensor:
 def our_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     """Shapes of the tensors of a model by name, in the order of its layers and without padded entries.
 
-    A tied head is left out: it is the embedding.
+    A tied head is left out, as it is the embedding.
     """
     with torch.device("meta"):
         model = Transformer(spec, spec.vocab)
@@ -132,11 +136,12 @@ def our_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
 def mapping(
     model_type: str, spec: ModelSpec, interleaved: bool = True, is_stacked: bool = False
 ) -> list[Entry]:
-    """The tensors of a Hugging Face model of `model_type`, in an order in which ours change slowly.
+    """The tensors of a Hugging Face model of `model_type`, ordered so that parts of one of this runtime's
+    tensors are adjacent.
 
     Args:
         model_type: one of `planner.inputs.huggingface.readers.READERS`.
-        interleaved: latent attention turns neighbours (`rope_interleave` of a config.json).
+        interleaved: latent attention rotates neighbouring elements (`rope_interleave` of a config.json).
         is_stacked: the experts of a layer are one tensor, although transformers writes each by itself.
     """
     if model_type == "gpt2":
@@ -182,9 +187,9 @@ class _Stack(NamedTuple):
     gate_up: str = "experts.gate_up_proj"
     down: str = "experts.down_proj"
     transposed: bool = False
-    """The stack holds matrices [inputs, outputs]."""
+    """True if the stack has matrices [inputs, outputs]."""
     takes_turns: bool = False
-    """Columns of gate and input take turns."""
+    """True if the columns of gate and input alternate."""
 
 
 class _ExpertNames(NamedTuple):
@@ -194,9 +199,9 @@ class _ExpertNames(NamedTuple):
     matrices: dict[str, str]
     shared: str
     bias: str = "gate.e_score_correction_bias"
-    """The buffer of the choice's biases."""
+    """The name of the buffer with the routing biases."""
     bias_is_row: bool = False
-    """The bias has the shape [1, experts]."""
+    """True if the bias has the shape [1, experts]."""
     router: str = "gate"
     stacked: _Stack | None = None
 
@@ -210,7 +215,8 @@ _ERNIE_EXPERTS = _DEEPSEEK_EXPERTS._replace(bias="moe_statics.e_score_correction
 
 _STACKED = _Stack()
 STACKED_TYPES = ("qwen3_5_moe_text",)
-"""Model types that are published with the experts of a layer in one tensor, and saved with each by itself."""
+"""Model types that are published with all experts of a layer in one tensor, and saved with separate
+experts."""
 
 _GPT_OSS_EXPERTS = _ExpertNames(
     "mlp", _MATRICES, "", router="router", stacked=_Stack(transposed=True, takes_turns=True)
@@ -236,20 +242,20 @@ _GEMMA_NORMS = _AFTER | {"attention_norm": "input_layernorm", "mlp_norm": "pre_f
 
 
 class Style(NamedTuple):
-    """Names, joins and orders of the tensors of a model type that follows Llama."""
+    """Names, concatenations and orders of the tensors of a Llama-like model type."""
 
     norms: dict[str, str] = _BEFORE
     joined_attention: bool = False
-    """Queries, keys and values are one matrix."""
+    """True if queries, keys and values are one matrix."""
     joined_mlp: bool = False
-    """Gate and input of the MLP are one matrix."""
+    """True if gate and input of the MLP are one matrix."""
     turns_neighbours: bool = False
-    """Positions turn neighbours by one angle, in attention with grouped queries."""
+    """True if rotary embedding rotates neighbouring elements, in attention with grouped queries."""
     mlp: dict[str, str] = _MATRICES
     mlp_name: str = "mlp"
     experts: _ExpertNames = _QWEN_EXPERTS
     joined_delta: bool = False
-    """Queries, keys, values and gate of linear attention are one matrix, and strengths and decays are
+    """True if queries, keys, values and gate of linear attention are one matrix, and strengths and decays
     another."""
 
 
@@ -275,11 +281,11 @@ STYLES = {
     **dict.fromkeys(("gemma2", "gemma3_text"), Style(_GEMMA_NORMS)),
     "starcoder2": Style(mlp={"up": "c_fc", "down": "c_proj"}),
 }
-"""Mappings by model type; those that are missing are as Llama or Qwen."""
+"""Styles by model type; missing types are like Llama or Qwen."""
 
 
 def style_of(model_type: str) -> Style:
-    """The style of a model type other than GPT-2's."""
+    """The style of a model type except GPT-2's."""
     return STYLES.get(model_type, Style())
 
 
@@ -325,7 +331,7 @@ _FURTHER = {"token_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "n
 
 
 def _further(spec: ModelSpec, style: Style, interleaved: bool) -> Iterator[Entry]:
-    """MTP modules, as DeepSeek-V3's files have them (its README_WEIGHTS.md)."""
+    """Entries of MTP modules, as in DeepSeek-V3's files (its README_WEIGHTS.md)."""
     kind = spec.layer_kind(spec.layers - 1)
     for depth in range(spec.mtp_depths):
         theirs, ours = f"model.layers.{spec.layers + depth}.", f"mtp.{depth}."
@@ -335,7 +341,7 @@ def _further(spec: ModelSpec, style: Style, interleaved: bool) -> Iterator[Entry
 
 
 def further_copies(spec: ModelSpec) -> dict[str, str]:
-    """Names of copies of embedding and head in such layers, and ours of what they are copies of."""
+    """Names of the copies of embedding and head in MTP layers, and this runtime's names of the originals."""
     copies = {}
     for depth in range(spec.mtp_depths):
         theirs = f"model.layers.{spec.layers + depth}."

@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face model: its config.json, and its tensors under our names."""
+"""The folder of a Hugging Face model: its config.json, and its tensors under this runtime's names."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ SCALE_SUFFIX = "_scale_inv"
 """The suffix of the tensor with the scales of an fp8 matrix, one for each block (DeepSeek-V3)."""
 
 _CONSTANTS = re.compile(r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
-"""Tensors that old versions saved beside weights: masks, and frequencies of rotary positions."""
+"""Tensors that old versions saved with the weights: masks, and rotary frequencies."""
 
 STACKED = re.compile(r"^model\..*\.mlp\.experts\.gate_up_proj$")
-"""A tensor of all experts of a layer."""
+"""Pattern of the name of a tensor with all experts of a layer."""
 
 MXFP4 = "mxfp4"
-"""`quant_method` of a model whose experts are packed in four bits."""
+"""Value of `quant_method` for a model with experts packed in four bits."""
 
 MOST_NAMES = 3
-"""Tensors that one line names."""
+"""Most tensors that one line names."""
 
 
 class HuggingFaceModel:
-    """A folder with a config.json and safetensors files, whose tensors are those of its architecture.
+    """A folder with a config.json and safetensors files with the tensors of its architecture.
 
     Args:
         folder: the model's folder.
@@ -59,8 +59,8 @@ class HuggingFaceModel:
             `planner.inputs.huggingface.config_file.model_from_hf_config`.
 
     Raises:
-        InputError: no such model; a tensor that is missing, has another shape or belongs nowhere; a
-            quantised model other than one in blocks of fp8 or in MXFP4.
+        InputError: there is no such model; a tensor is missing, has another shape or is unknown; or the model
+            is quantised in another way than fp8 blocks or MXFP4.
     """
 
     def __init__(self, folder: str | Path, seq: int | None = None) -> None:
@@ -108,17 +108,17 @@ class HuggingFaceModel:
 
     @property
     def stores_tied_head(self) -> bool:
-        """The head is stored although it is the embedding."""
+        """True if the head is stored although it is tied to the embedding."""
         return self.spec.tied and LM_HEAD in self.tensors
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """Number format that `read` gives a tensor in: bf16 for one in blocks of fp8."""
+        """Number format of the result of `read`; bf16 for a tensor in fp8 blocks."""
         dtype = self.tensors[entry.theirs].dtype
         assert dtype is not None
         return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
     def read(self, entry: Entry) -> Tensor:
-        """A tensor of theirs, in memory of its own; blocks are multiplied by their scales."""
+        """A copy of a Hugging Face tensor, with blocks multiplied by their scales."""
         if entry.theirs in self.packed:
             return self.packed[entry.theirs].read()
         tensor = read_tensor(self.tensors[entry.theirs])
@@ -130,17 +130,16 @@ class HuggingFaceModel:
         return (tensor.float() * factors).bfloat16()
 
     def read_part(self, entry: Entry, part: Part) -> Tensor:
-        """The tensor of ours, or of one of its experts, that is a part of one of theirs."""
+        """This runtime's tensor, or one of its experts, from a part of a Hugging Face tensor."""
         return entry.take(self.read(entry), part, self.shapes)
 
     def read_ours(self, name: str) -> Tensor:
-        """A whole tensor of ours, without padded entries of the vocabulary."""
+        """A whole tensor of this runtime, without padded entries of the vocabulary."""
         parts = [self.read_part(entry, part) for entry, part in self.places[name]]
         return parts[0] if self.places[name][0][1].expert is None else torch.stack(parts)
 
     def _find_further(self) -> None:
-        """Take in the MTP layers, where all of them are there as they are here: with
-        the embedding and the head of the model."""
+        """Include the MTP layers if all of them are present and share the model's embedding and head."""
         if str(self.config["model_type"]) not in FURTHER_TYPES or not self.spec.mtp_layers:
             return
         spec = with_mtp(self.spec, MultiTokenPrediction(depths=self.spec.mtp_layers))
@@ -157,7 +156,7 @@ class HuggingFaceModel:
         self.spec, self.entries, self.shapes = spec, entries, our_shapes(spec)
 
     def _check(self) -> list[str]:
-        """Hold the tensors against the architecture; returns the names of those that it leaves out."""
+        """Check the tensors against the architecture; returns the names of tensors outside of it."""
         kind = f"a {self.config['model_type']} of this config.json"
         wanted = {entry.theirs for entry in self.entries}
         missing = sorted(wanted - self.tensors.keys())
@@ -209,15 +208,14 @@ class HuggingFaceModel:
 
 
 def entries_of(config: dict[str, Any], spec: ModelSpec, is_stacked: bool = False) -> list[Entry]:
-    """The tensors that a model with this config.json has, stored as transformers does or with the experts
-    of a layer in one."""
+    """The tensors of a model with this config.json, stored as by transformers or with stacked experts."""
     model_type = str(config["model_type"])
     interleaved = config.get("rope_interleave", True) is not False
     return mapping(model_type, spec, interleaved, is_stacked and model_type in STACKED_TYPES)
 
 
 def _block_of(config: dict[str, Any], where: str) -> tuple[int, ...]:
-    """Rows and columns of the blocks of fp8 that share a scale; empty where nothing is quantised."""
+    """Rows and columns of the fp8 blocks that share a scale; empty without quantisation."""
     quantised, method = config.get("quantization_config"), _method_of(config)
     if quantised is None or method == MXFP4:
         return ()
@@ -241,6 +239,6 @@ def _are_sizes(block: list[object]) -> bool:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """The first of `names`, and how many more there are."""
+    """The first of `names`, and the number of further ones."""
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

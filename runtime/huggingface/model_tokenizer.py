@@ -1,4 +1,4 @@
-"""The tokenizer that a model was trained with, where its files lie beside the model's."""
+"""The tokenizer of a model, if its files are beside the model's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPT2_FILES = "vocab.json", "merges.txt"
 def tokenizer_of_folder(folder: str | Path) -> Tokenizer | None:
     """The tokenizer of a Hugging Face model or of checkpoints, by its folder, a file in it, or its id.
 
-    Of an id, what is in the cache of the Hub is taken; nothing is fetched. None if there is none. Raises
+    For an id, only the Hub's cache is used; nothing is fetched. None if there is no tokenizer. Raises
     `InputError` if its files are broken.
     """
     model = hub_model(folder)
@@ -50,7 +50,7 @@ def named_tokenizer(folder: str) -> Tokenizer:
 
 
 def check_same_tokenizer(place: str, model: Tokenizer, data: Tokenizer | Record) -> None:
-    """Raise `InputError` unless every id of the tokenizer of data means the same to that of a model.
+    """Raise `InputError` unless every id of the data's tokenizer has the same meaning in the model's.
 
     Args:
         place: where the model's tokenizer is, such as `--load base`.

@@ -16,13 +16,13 @@ from runtime.checkpoint.owner import OWNER, Owner
 
 @contextmanager
 def new_folder(path: Path, flag: str) -> Iterator[Path]:
-    """Gives a folder to write in, which becomes `path` when the block ends without an error.
+    """A context with a temporary folder, which becomes `path` when the block ends without an error.
 
-    One process at a time writes it; what one that was killed left of an earlier one is removed first.
+    One process at a time writes it; remains of a killed process are removed first.
 
     Raises:
-        InputError: `path` holds something, or another process writes it, or it cannot be written; the line
-            names `flag`.
+        InputError: `path` is not empty, another process writes it, or it cannot be written; the line names
+            `flag`.
     """
     check_new(path, flag)
     partial = path.with_name(path.name + ".partial")
@@ -53,7 +53,7 @@ def new_folder(path: Path, flag: str) -> Iterator[Path]:
 
 
 def check_new(path: Path, flag: str) -> None:
-    """Raise `InputError`, which names `flag`, where `path` holds something."""
+    """Raise `InputError`, which names `flag`, where `path` is not empty."""
     if exists(path) and not (is_folder(path) and not entries(path)):
         raise InputError(f"{flag} {path}: exists already; name a new folder, or remove it first")
 

@@ -1,4 +1,4 @@
-"""Adapters as Hugging Face's peft keeps them: adapter_config.json and adapter_model.safetensors."""
+"""Adapters in the format of Hugging Face's peft: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from runtime.huggingface.stored_model import TunedModel
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 LIKE_EXPERTS = frozenset(("gate_proj", "up_proj", "down_proj"))
-"""Modules that peft takes for routed experts wherever a model has some: their tensors are named instead."""
+"""Modules that peft treats as routed experts in any model with experts; their tensors are named instead."""
 
 
 def write_adapter(
     root: Path, model: TunedModel, config: Config, dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Write the adapters of a checkpoint as peft does, in `dtype` or fp32; returns the tensors.
+    """Write the adapters of a checkpoint in peft's format, in `dtype` or fp32; returns the tensors.
 
-    Where a matrix of theirs joins several of ours, their adapters become one of as many times the rank. The
-    alpha of it grows with the rank, so that it adds the same sum.
+    If a Hugging Face matrix joins several of this runtime's, their adapters become one whose rank is the sum
+    of theirs. Its alpha grows with the rank, so the result is the same.
 
     Args:
         config: config.json of the base.
@@ -76,7 +76,7 @@ def write_adapter(
 
 
 def _joined(model: TunedModel, entry: Entry) -> tuple[Tensor, Tensor] | None:
-    """A and B of a tensor of theirs, from A and B of its parts; None without an adapter."""
+    """A and B of a Hugging Face tensor, from A and B of its parts; None without an adapter."""
     found = [model.adapter(part.ours) for part in entry.parts]
     if not any(found):
         return None
@@ -87,7 +87,7 @@ def _joined(model: TunedModel, entry: Entry) -> tuple[Tensor, Tensor] | None:
 
 
 def _blocks(model: TunedModel, entry: Entry, found: list[tuple[Tensor, Tensor] | None]) -> Iterator[Tensor]:
-    """B of each part in the order of rows that theirs has; without columns where a part has no adapter."""
+    """B of each part, with rows in Hugging Face's order; without columns for a part without an adapter."""
     for part, one in zip(entry.parts, found, strict=True):
         if one is None:
             yield torch.zeros(model.shapes[part.ours][0], 0)

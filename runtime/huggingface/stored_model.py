@@ -1,4 +1,4 @@
-"""A model as its files hold it: a folder of checkpoints or of Hugging Face, read tensor by tensor."""
+"""A stored model (checkpoints or Hugging Face files), read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class ModelFiles(Protocol):
 
 
 class StoredModel:
-    """A checkpoint, of whatever layout, of the training or of `runtime.convert`.
+    """A checkpoint of any layout, from training or `runtime.convert`.
 
     Args:
-        folder: of checkpoints, as `--save` writes it.
+        folder: folder of checkpoints, as written by `--save`.
         iteration: the newest when not given.
         verify: compare all files with their checksums first.
 
     Raises:
-        InputError: there is no such checkpoint, or it is broken.
+        InputError: there is no such checkpoint, or it is damaged.
     """
 
     def __init__(self, folder: str | Path, iteration: int | None = None, verify: bool = True) -> None:
@@ -69,7 +69,7 @@ class StoredModel:
         return self.root / COMPANIONS
 
     def dtype(self, name: str) -> torch.dtype:
-        """The number format that a tensor is stored in."""
+        """The stored number format of a tensor."""
         return self.tensors.wholes[name].dtype
 
     def read_ours(self, name: str) -> Tensor:
@@ -94,10 +94,10 @@ class StoredModel:
 
 
 class TunedModel:
-    """A checkpoint of adapters as the model that they make of their base: W + alpha / rank B A for W.
+    """A checkpoint of adapters merged with its base: W + alpha / rank B A for each W.
 
     Raises:
-        InputError: the base is not there, or is broken.
+        InputError: the base is missing or damaged.
     """
 
     def __init__(self, adapters: StoredModel, verify: bool = True) -> None:
@@ -117,7 +117,7 @@ class TunedModel:
         return self.adapters.companions
 
     def dtype(self, name: str) -> torch.dtype:
-        """The number format that a tensor is stored in."""
+        """The stored number format of a tensor."""
         return self.base.dtype(name)
 
     def adapter(self, name: str) -> tuple[Tensor, Tensor] | None:
@@ -129,8 +129,8 @@ class TunedModel:
         return lora_a, lora_b
 
     def read_ours(self, name: str) -> Tensor:
-        """A whole tensor, without padded entries of the vocabulary; in fp32 where it has an adapter or was
-        trained beside in 4 bits, whose values it then has."""
+        """A whole tensor, without padded entries of the vocabulary; in fp32 if it has an adapter or was
+        frozen in 4 bits; then it has the 4-bit values."""
         tensor, found = self.base.read_ours(name), self.adapter(name)
         if name in self.quantised:
             tensor = rounded(tensor)
@@ -148,7 +148,7 @@ def open_stored(
 
 
 def has_adapters(folder: str | Path, iteration: int | None = None) -> bool:
-    """Return whether a folder of checkpoints holds adapters; no where it holds no checkpoint."""
+    """Return whether a folder of checkpoints holds adapters; False without a checkpoint."""
     root = expanded(folder)
     found = checkpoint.iteration_to_load(root, iteration)
     if found is None:
@@ -157,7 +157,7 @@ def has_adapters(folder: str | Path, iteration: int | None = None) -> bool:
 
 
 def open_model(folder: str | Path, iteration: int | None = None, verify: bool = True) -> ModelFiles:
-    """The model in `folder`: of a folder of checkpoints that of an iteration, or a Hugging Face model.
+    """The model in `folder`: that of an iteration in a folder of checkpoints, or a Hugging Face model.
 
     Raises `InputError` as `StoredModel` and `HuggingFaceModel` do.
     """

@@ -1,4 +1,4 @@
-"""A tokenizer as the tokenizer.json that Hugging Face's libraries read."""
+"""A tokenizer written as a tokenizer.json for Hugging Face's libraries."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A training job from its plan to its end: iterations, checkpoints it begins from, log lines, replanning."""
+"""A training job from its plan to its end: iterations, starting checkpoints, log lines, replanning."""

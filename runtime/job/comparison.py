@@ -1,4 +1,4 @@
-"""Measured figures of a job beside those that its plan promised."""
+"""Comparison of a job's measured figures with its plan's predictions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.job.prediction import Prediction, predicted_peak, predicted_step
 
 
 def comparison(plan: Plan, figures: Measurement) -> Iterator[str]:
-    """A table of predicted and measured figures, and what to make of those out of their range."""
+    """A table of predicted and measured figures, with explanations of figures out of their range."""
     step, peak = predicted_step(plan), predicted_peak(plan)
     rows = [
         _row("step time (s)", step.value, figures.step_time_s),
@@ -68,7 +68,7 @@ def _row(name: str, predicted: float, seen: float) -> list[str]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table, its first column aligned to the left."""
+    """Lines of a table with a left-aligned first column."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     for first, *cells in rows:
         numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))

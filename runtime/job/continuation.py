@@ -1,4 +1,4 @@
-"""Planning anew when a job goes on with other ranks: the same global batch, so the same losses."""
+"""A new plan for a job that continues on other ranks, with the same global batch and so the same losses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PreviousRun(BaseModel):
 
 
 def run_state(plan: Plan, trainer: Trainer) -> dict[str, Any]:
-    """The entries of run.json by which a job of other ranks goes on as this one would."""
+    """The entries of run.json with which a job on other ranks continues in the same way."""
     layout = plan.layout
     state: dict[str, Any] = {
         "global_batch_size": layout.global_batch_size,
@@ -51,9 +51,9 @@ def run_state(plan: Plan, trainer: Trainer) -> dict[str, Any]:
 
 
 def previous_run(output: OutputOptions) -> PreviousRun | None:
-    """The run that a job with these flags goes on with; None where it begins anew.
+    """The earlier run that a job with these flags continues; None for a new run.
 
-    Raises `InputError` when its checkpoint is damaged, or there should be one and is none.
+    Raises `InputError` when its checkpoint is damaged or missing.
     """
     if output.load is None:
         return None
@@ -68,7 +68,8 @@ def previous_run(output: OutputOptions) -> PreviousRun | None:
 
 
 def keep_batch(batch: BatchOptions, previous: PreviousRun | None) -> BatchOptions:
-    """The options of a run that goes on: the batch that it had, unless they ask for another or for less."""
+    """The options of a continued run with its earlier batch, unless they ask for another batch or a lower
+    maximum."""
     had = None if previous is None else previous.global_batch_size
     if had is None or batch.global_batch_size is not None:
         return batch
@@ -80,7 +81,8 @@ def keep_batch(batch: BatchOptions, previous: PreviousRun | None) -> BatchOption
 def keep_micro_batch(
     parallel: ParallelOptions, training: TrainingOptions, previous: PreviousRun | None
 ) -> ParallelOptions:
-    """The options of a run that goes on: the microbatch stays where a balancing loss is counted in it."""
+    """The options of a continued run; the microbatch stays the same if a balancing loss is computed per
+    microbatch."""
     had = None if previous is None else previous.micro_batch_size
     if had is None or not counts_micro_batches(training) or parallel.micro_batch_size is not None:
         return parallel
@@ -159,7 +161,7 @@ def _kept(layout: Layout, training: TrainingOptions, has_experts: bool) -> Pins:
 
 
 def change_line(previous: PreviousRun, layout: Layout, world_size: int) -> str:
-    """The line of a run that goes on under another layout; empty when the layout is the same."""
+    """A line on the changed layout of a continued run; empty when the layout is the same."""
     now = layout.describe()
     if previous.layout == now:
         return ""

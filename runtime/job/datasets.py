@@ -1,4 +1,4 @@
-"""The tokens that a run trains on: prepared files, or the standard library of Python."""
+"""The training data of a run: prepared files, or the standard library of Python."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelTokenizer(NamedTuple):
 
 
 def model_tokenizer(load: str | None, model: str | None) -> ModelTokenizer | None:
-    """The tokenizer beside the checkpoint that a job loads, or else beside the model; None where none is."""
+    """The tokenizer beside the checkpoint that a job loads, or else beside the model; None without one."""
     for flag, folder in (("--load", load), ("--model", model)):
         found = None if folder is None else tokenizer_of_folder(folder)
         if found is not None:
@@ -61,7 +61,8 @@ def tokenizer_for(options: DataOptions, vocab: int, own: Tokenizer | None = None
 
 
 def _words(data_path: list[str]) -> list[str]:
-    """The words of a blend: one argument may hold several, `0.3 PREFIX 0.7 PREFIX`, if a weight is first."""
+    """The words of a blend; one argument that begins with a weight may have several, as `0.3 PREFIX 0.7
+    PREFIX`."""
     words = []
     for text in data_path:
         parts = text.split()
@@ -85,12 +86,11 @@ def open_datasets(
     valid_samples: int,
     own: ModelTokenizer | None = None,
 ) -> Datasets:
-    """Training and validation samples of a run, and as many of a test where it has files of its own.
+    """Training and validation samples of a run, and test samples if there are separate files for them.
 
-    The default corpus is prepared at first use. Prepared files need no tokenizer, unless the boundaries of
-    documents in their stream matter and no record says what ends a document. A tokenizer that is named all
-    the same must fit the model and be the one of the files' records. No data may be of another tokenizer than
-    the model's `own`, where that is known.
+    The default corpus is prepared at first use. Prepared files need no tokenizer, unless boundaries of
+    documents in a stream matter and no record gives the end-of-document token. A named tokenizer must suit
+    the model and agree with the files' records. Data must have the model's `own` tokenizer, if that is known.
     """
     paths, separate = _words(options.data_path), [_words(path) for path in options.split_paths]
     if paths and any(separate):
@@ -134,7 +134,7 @@ def open_datasets(
 def _boundaries(
     options: DataOptions, datasets: Datasets, ends: Tokenizer | Record | None
 ) -> Boundaries | None:
-    """The treatment of boundaries of documents; `ends` tells how documents of a stream end."""
+    """The treatment of boundaries of documents; `ends` gives the end-of-document token of a stream."""
     if options.pack_documents:
         # Padding is stored as prompts are.
         return Boundaries(None, True, True, True, hides_prompts=True)

@@ -1,6 +1,6 @@
-"""The devices of this machine, in the words of the catalogue.
+"""The devices of this machine, by catalogue name.
 
-As a program it prints the number of its GPUs.
+Run as a program, it prints the number of GPUs.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ CATALOGUE_NAMES = (
     ("L4", "l4"),
     ("T4", "t4"),
 )
-"""Words of the name that the driver reports, as an expression, and the catalogue's; the first match counts.
+"""Patterns of the driver's device name, and the catalogue's name; the first match counts.
 
-Laptops have cards of other sizes under the same names, with a word behind them.
+Laptop cards have other sizes under the same names with a further word.
 """
 
 
 def local_device_count() -> int:
-    """GPUs, or other accelerators, of this machine."""
+    """Number of GPUs, or other accelerators, of this machine."""
     return accelerator_count()
 
 
 def torch_device(on_cpu: bool, ranks: Ranks) -> torch.device:
-    """The device that a rank computes on; `InputError` where this machine has too few."""
+    """The device of a rank; raises `InputError` where this machine has too few."""
     if on_cpu:
         return torch.device("cpu")
     if ranks.local_world_size > local_device_count():
@@ -67,7 +67,7 @@ def torch_device(on_cpu: bool, ranks: Ranks) -> torch.device:
 
 
 def detect_device(ranks: int) -> Device:
-    """The catalogue entry of this machine's GPUs, with the memory that they really have; else its CPU.
+    """The catalogue entry of this machine's GPUs, with their actual memory; else its CPU.
 
     Args:
         ranks: CPU ranks that share the machine when there is no GPU.
@@ -80,7 +80,7 @@ def detect_device(ranks: int) -> Device:
 
 
 def catalogue_device() -> Device:
-    """The catalogue entry of this machine's GPUs, whatever was measured of them."""
+    """The catalogue entry of this machine's GPUs, without measured values."""
     return _gpu(load_device)
 
 

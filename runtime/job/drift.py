@@ -15,7 +15,7 @@ UNCALIBRATED = {
     "host_gaps": "`planner calibrate` times the host; larger microbatches give the device more to do",
     "communication": "`planner calibrate` on all ranks, or --preflight measure, times the links",
 }
-"""Advice for a device that is as the catalogue has it."""
+"""Advice for a device with the catalogue's values."""
 
 CALIBRATED = {
     "products": "the device is slower than when it was calibrated: busy, shared or throttled",
@@ -25,13 +25,13 @@ CALIBRATED = {
     "host_gaps": "the host's cores are busy or too few; larger microbatches give the device more to do",
     "communication": "look for a slow rank (--straggler-factor) or other jobs on these links",
 }
-"""Advice for a device that was measured on this machine and is slower now."""
+"""Advice for a device that was measured on this machine earlier and is slower now."""
 
 FASTER = "`planner calibrate --from-history` learns from this run"
 
 
 def likely_wrong(plan: Plan, parts: StepParts, slower: bool) -> str:
-    """The term whose seconds differ most from the prediction in the direction of the step, in a sentence."""
+    """A sentence on the term with the largest error in the direction of the whole step's error."""
     predicted, measured = predicted_parts(plan.estimate.time), parts.by_term()
     sign = 1 if slower else -1
     term = max(TERMS, key=lambda name: sign * (measured[name] - predicted[name]))
@@ -43,7 +43,8 @@ def likely_wrong(plan: Plan, parts: StepParts, slower: bool) -> str:
 
 
 def _communication(layout: Layout, parts: StepParts) -> str:
-    """The communication of a layout, with the collective that takes longest and who may have called it."""
+    """A text on the communication of a layout: the longest collective, and the kinds of parallelism that use
+    it."""
     if not parts.collectives:
         return TERMS["communication"]
     kind = max(parts.collectives, key=parts.collectives.__getitem__)

@@ -1,4 +1,4 @@
-"""A job's line in the history of its user."""
+"""A job's line in the user's history."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from runtime.job.prediction import predicted_peak, predicted_step
 from runtime.logs.console import say
 
 FEWEST_RECORDS = 2
-"""Log lines of a run that is remembered: the first one, which holds the warm-up, does not count."""
+"""Fewest log lines of a run for the history; the first one, with the warm-up, does not count."""
 
 
 def remember(job: Job, plan: Plan, figures: Measurement, records: int) -> None:
-    """Add what a run has measured to the history; nothing that goes wrong here is more than a note.
+    """Add a run's measurements to the history; an error here is only a note.
 
-    Runs whose batches grow have no one step time, and those of one log line none without the warm-up.
+    Runs with growing batches are left out, as they have no single step time. So are runs with one log line,
+    which includes the warm-up.
 
     Args:
         records: log lines of the run.

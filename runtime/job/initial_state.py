@@ -1,7 +1,7 @@
-"""Training that begins with the weights of another run, and what lies beside the checkpoints of every run.
+"""The start of training from another run's weights, and the files beside the checkpoints of every run.
 
-A checkpoint of `planner convert`, or any with `--finetune`, gives its weights only: training begins at
-iteration 0 with a new optimizer and the first sample.
+From a checkpoint of `planner convert`, or from any with `--finetune`, only the weights are used. Training
+then begins at iteration 0 with a new optimizer and the first sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runtime.train.trainer import Trainer
 def load_weights(folder: str | Path, trainer: Trainer, spec: ModelSpec, iteration: int) -> None:
     """Read the weights of a checkpoint into `trainer`; every rank calls it.
 
-    Samples may have another length than those of the checkpoint's run, as far as its positions go.
+    Samples may have another length than in the checkpoint's run, up to the model's longest position.
 
     Raises:
         InputError: a file is missing or damaged, or the checkpoint is of another model.
@@ -79,7 +79,7 @@ def _lora_flags(lora: Lora) -> str:
 
 
 def check_loaded(output: OutputOptions, spec: ModelSpec) -> None:
-    """Raise `InputError` where the checkpoint that a run of `spec` begins from is of another model."""
+    """Raise `InputError` where the initial checkpoint of a run of `spec` has another model."""
     iteration = iteration_of(output)
     if iteration is None or output.load is None:
         if spec.lora is not None:
@@ -100,10 +100,10 @@ def check_loaded(output: OutputOptions, spec: ModelSpec) -> None:
 def known_tokenizer(
     options: DataOptions, vocab: int, own: Tokenizer | None = None, record: Record | None = None
 ) -> Tokenizer | None:
-    """The tokenizer of the training data: one that flags or its `record` name, or that of the default corpus.
+    """The tokenizer of the training data: the one in flags or in its `record`, or that of the default corpus.
 
     Args:
-        own: that of the model, which the default corpus takes.
+        own: the model's tokenizer, which the default corpus uses.
     """
     named = (options.tokenizer_type, options.vocab_file, options.merge_file, options.tokenizer_model)
     prepared = [field.name for field in fields(options) if field.name.endswith("data_path")]
@@ -122,10 +122,10 @@ def keep_companions(
     own: Tokenizer | None = None,
     record: Record | None = None,
 ) -> None:
-    """Put what generation and export need beside the checkpoints of this run; one rank calls it.
+    """Write the files that generation and export need beside the checkpoints of this run; one rank calls it.
 
-    That is config.json, tokenizer and licence of the model that was loaded, or else the tokenizer of the
-    training data, if it is known.
+    These are config.json, tokenizer and licence of the loaded model, or else the tokenizer of the training
+    data, if known.
     """
     if output.save is None:
         return

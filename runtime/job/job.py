@@ -1,4 +1,4 @@
-"""A job as its flags describe it."""
+"""A job described by its flags."""
 
 from __future__ import annotations
 
@@ -63,15 +63,16 @@ class Job:
         return replace(self, output=replace(self.output, log_dir=str(path)))
 
     def arguments(self) -> list[str]:
-        """The words of a command line that give these flags, the plan first; defaults are left out."""
+        """The command-line words for these flags, the plan first, without defaults."""
         groups = sorted(fields(self), key=lambda group: group.name != "run")
         return [word for group in groups for word in arguments(getattr(self, group.name))]
 
 
 def first_train_samples(job: Job, iteration: int) -> int | None:
-    """The number of samples for which the training order of the run was made that goes on after `iteration`.
+    """The number of samples for which the training order was made, for a run that continues after
+    `iteration`.
 
-    None where a run begins, and for a checkpoint that does not tell.
+    None for a new run, and for a checkpoint without this number.
     """
     if not iteration or job.output.load is None:
         return None
@@ -85,7 +86,7 @@ def first_train_samples(job: Job, iteration: int) -> int | None:
 
 
 def sample_order(job: Job, datasets: Datasets) -> dict[str, Any]:
-    """The settings that decide the order of training samples; a checkpoint goes on with the same only."""
+    """The settings that decide the order of training samples; they must be the same when a run continues."""
     blend = datasets.blends[0] if datasets.blends else None
     files = datasets.indexed if blend is None else datasets.indexed[: len(set(blend.prefixes))]
     order: dict[str, Any] = {

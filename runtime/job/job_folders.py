@@ -1,4 +1,4 @@
-"""The folders that a job loads from and saves in, looked at before PyTorch is loaded."""
+"""Checks of the folders that a job loads from and saves in, before PyTorch is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.settings.training_options import OutputOptions
 
 
 def check_load(output: OutputOptions) -> None:
-    """Raise `InputError` where `--load` or `--save` names a Hugging Face model, which is no checkpoint."""
+    """Raise `InputError` where `--load` or `--save` names a Hugging Face model, which is not a checkpoint."""
     named = None if output.load is None else hub_model(output.load)
     in_cache = named is not None and cached_folder(named) is not None
     if output.load is not None and (in_cache or is_hugging_face(output.load)):
@@ -27,9 +27,9 @@ def check_load(output: OutputOptions) -> None:
 
 
 def check_save(output: OutputOptions) -> None:
-    """Raise `InputError` where a run that begins anew would save among the checkpoints of another one.
+    """Raise `InputError` where a new run would save among the checkpoints of another run.
 
-    A job that was started again goes on from what it has saved.
+    A restarted job continues from its own checkpoints.
     """
     if output.save is None or is_restarted() or is_elastic():
         return
@@ -45,10 +45,10 @@ def check_save(output: OutputOptions) -> None:
 
 
 def iteration_of(output: OutputOptions) -> int | None:
-    """The iteration whose checkpoint `--load` goes on from; None where the run begins anew, as it may.
+    """The iteration whose checkpoint `--load` continues; None where the run may begin anew.
 
     Raises:
-        InputError: there is no checkpoint, and nothing says that there need not be one.
+        InputError: there is no checkpoint, and no flag allows that.
     """
     if output.load is None:
         return None

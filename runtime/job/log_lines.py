@@ -1,4 +1,4 @@
-"""Lines of the log about steps: how far a run is beside its prediction, and MindFormers' line."""
+"""Log lines about steps: the progress of a run with its prediction, and MindFormers' line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from costmodels.spec.record import in_seconds
 PROGRESS_START = "progress: "
 
 BAR = 50
-"""Letters of MindFormers' bar."""
+"""Width of MindFormers' bar, in characters."""
 
 
 def progress_line(metrics: Mapping[str, Any], train_iters: int, predicted_s: float) -> str:
-    """A line of progress: steps done, the end at this pace, and measured against predicted seconds."""
+    """A line of progress: finished steps, the expected end, and measured against predicted seconds."""
     done, step_s = metrics["iteration"], metrics["step_time_s"]
     left = timedelta(seconds=round(step_s * (train_iters - done)))
     return (

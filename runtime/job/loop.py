@@ -94,7 +94,7 @@ class Loop:
         )
 
     def run(self) -> int:
-        """Train to the end, or until the run is to stop; the exit code of that."""
+        """Train to the end, or until a request to stop; returns the exit code."""
         with self.requests.signal_handlers():
             try:
                 why = self._train()
@@ -119,7 +119,8 @@ class Loop:
         return INTERRUPTED if self.stopped_by is Request.INTERRUPT else 0
 
     def _train(self) -> str:
-        """Train to the last iteration, or until the run is to stop; why it was, empty at the end."""
+        """Train to the last iteration, or until a request to stop; returns the reason of a stop, or an empty
+        text."""
         output, trainer = self.job.output, self.trainer
         last = self.job.training.train_iters
         if trainer.iteration == 0:
@@ -170,14 +171,14 @@ class Loop:
         return ""
 
     def _window(self) -> ProfileWindow:
-        """The steps to profile: none where that is not wanted, or where steps differ."""
+        """The steps to profile; none where profiling is off, or where steps differ."""
         training, device = self.job.training, self.trainer.grid.device
         begins = first_profiled(self.trainer.iteration, training.train_iters)
         wanted = not self.job.output.no_profile and training.rampup_batch_size is None
         return ProfileWindow(begins if wanted else None, self.is_first, device)
 
     def _step(self, clock: Clock) -> None:
-        """Train on the next global batch, profiled where that is its turn: the clock leaves those out."""
+        """Train on the next global batch, with the profiler in its steps; the clock excludes these."""
         iteration = self.trainer.iteration + 1
         if not self.window.holds(iteration):
             self.step()
@@ -220,9 +221,9 @@ class Loop:
     def read(
         self, dataset: Samples, numbers: list[int]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
-        """Samples by their numbers, and where their documents begin if they say it.
+        """Samples by their numbers, and the starts of their documents if known.
 
-        What one rank cannot read ends all of them with its line.
+        A read error on one rank ends all ranks with its line.
         """
         set_operation("loading data")
         try:
@@ -231,14 +232,14 @@ class Loop:
             fail_alone(error)
 
     def positions(self, first: int, rows: Iterable[int]) -> list[int]:
-        """Samples that this rank takes of the global batch which starts at sample `first`."""
+        """Samples of this rank in the global batch that starts at sample `first`."""
         return [first + int(row) for row in rows]
 
     def log(self, elapsed_s: float) -> None:
         """Report the iterations since the last report.
 
         Args:
-            elapsed_s: seconds of those that were not profiled.
+            elapsed_s: seconds of the iterations that were not profiled.
         """
         timed = len(self.results) - len(self.profiled_s)
         step_time_s = elapsed_s / timed if timed else sum(self.profiled_s) / len(self.profiled_s)
@@ -280,7 +281,7 @@ class Loop:
             say(straggler)
 
     def _tell_step(self, metrics: dict[str, Any], sequences: float) -> None:
-        """Say how the run is: the first rank to all, the others in their own files."""
+        """Report the state of the run: the first rank to the user, other ranks to their own files."""
         tell = say if self.is_first else note
         last = self.job.training.train_iters
         if self.job.output.log_format == "mindformers":
@@ -321,7 +322,7 @@ class Loop:
         return float(np.mean(losses))
 
     def save(self) -> None:
-        """Write a checkpoint, or begin to."""
+        """Write a checkpoint, or begin to write it."""
         assert self.saver is not None
         set_operation("saving a checkpoint")
         run = {
@@ -347,7 +348,7 @@ class Loop:
         )
 
     def _sample_log(self) -> SampleLog | None:
-        """The file of samples of this data-parallel rank, which one of its ranks writes."""
+        """The log file of samples of this data-parallel rank, which one rank of it writes."""
         folder = self.job.output.log_dir
         if not self.job.faults.log_samples or folder is None:
             return None
@@ -360,7 +361,7 @@ class Loop:
 
 
 class Clock:
-    """Seconds of training, device work included."""
+    """A clock of training seconds, including device work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -376,7 +377,7 @@ class Clock:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave out what happens meanwhile; work that was queued before still counts."""
+        """Exclude the time within this context; work queued before still counts."""
         self._synchronize()
         since = time.perf_counter()
         yield

@@ -1,4 +1,4 @@
-"""Step time and peak memory of a job, from what it logged."""
+"""Step time and peak memory of a job, from its log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planner.history.step_parts import StepParts
 from runtime.logs.metrics_file import read_metrics
 
 PROFILED = "profiled"
-"""Marks a record all of whose steps were profiled: its step time is none to go by."""
+"""Mark of a record with only profiled steps, whose step time is not usable."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,16 @@ class Measurement:
     """Step time and peak memory of a job."""
 
     step_time_s: float
-    """Median over the logged steps, the first record left out: it holds the warm-up."""
+    """Median seconds of the logged steps, without the first record, which has the warm-up."""
     peak_memory_bytes: int
-    """The largest of all ranks."""
+    """The largest peak bytes of all ranks."""
     parts: StepParts | None = None
-    """Seconds of the first rank's step by part, scaled to the step time; None where it was not profiled."""
+    """Seconds of the first rank's step by part, scaled to the step time; None without a profile."""
 
 
 def measurement(log_dir: str | Path, start: int = 0) -> Measurement | None:
-    """Step time and peak of a finished job that began after iteration `start`; None without a logged step."""
+    """Step time and peak memory of a finished job that began after iteration `start`; None without a logged
+    step."""
     records = [record for record in read_metrics(log_dir) if record["iteration"] > start]
     steps = [r for r in records if "step_time_s" in r and not r.get(PROFILED)]
     parts = None
@@ -42,10 +43,10 @@ def measurement(log_dir: str | Path, start: int = 0) -> Measurement | None:
 
 
 def of_records(records: Sequence[tuple[float, int]], parts: StepParts | None = None) -> Measurement | None:
-    """A measurement of the seconds and the peak bytes that each log line of a run says.
+    """A measurement from the seconds and peak bytes of each log line of a run.
 
     Args:
-        parts: of a profiled step, which takes longer than others.
+        parts: parts of a profiled step, which takes longer than other steps.
     """
     if not records:
         return None

@@ -30,7 +30,7 @@ LOG_LINE_ONLY = ("nan_iterations", "loss_scale", "skipped_iterations")
 
 
 ROUTER_LOSSES = ("load_balancing_loss", "z_loss")
-"""Megatron-LM's names of what keeps the load of experts even."""
+"""Megatron-LM's names of the losses that balance experts."""
 
 
 def loss_of_updates(losses: torch.Tensor, updated: Sequence[int]) -> float:
@@ -39,7 +39,7 @@ def loss_of_updates(losses: torch.Tensor, updated: Sequence[int]) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this rank has held: allocated tensors on a GPU, the process on a CPU."""
+    """Peak memory of this rank: allocated tensors on a GPU, the process on a CPU."""
     if is_accelerator(device):
         return int(device_module(device).max_memory_allocated(device))
     scale = 1 if sys.platform == "darwin" else 1024
@@ -47,7 +47,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def largest_of_ranks(held: int, device: torch.device) -> int:
-    """The largest of what all ranks hold, bytes; every rank calls it."""
+    """The largest value of all ranks, in bytes; every rank calls it."""
     largest = torch.tensor(float(held), dtype=torch.float64).to(device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
@@ -67,9 +67,10 @@ def throughput(
 
 
 def expert_metrics(load: Load) -> dict[str, Any]:
-    """The entries of a record about experts; those that do not apply are left out.
+    """The entries of a record about experts, without entries that do not apply.
 
-    `expert_load` has a number for each expert of each layer: about 100 KB a line for 58 layers of 256.
+    `expert_load` has a number for each expert of each layer: about 100 KB per line for 58 layers of 256
+    experts.
     """
     values = {
         "expert_load": {
@@ -90,7 +91,7 @@ def log_line(
     now: datetime,
     on_gpu: bool = True,
 ) -> str:
-    """One line in the format that tools for Megatron-LM's logs parse; a CPU has no TFLOP/s of a GPU."""
+    """One line in Megatron-LM's format, for tools that parse its logs; on a CPU without TFLOP/s."""
     iteration = metrics["iteration"]
     rate = f" throughput per GPU (TFLOP/s/GPU): {metrics['tflops_per_device']:.1f} |" if on_gpu else ""
     return (
@@ -117,7 +118,7 @@ def _further_words(metrics: Mapping[str, Any]) -> str:
 
 
 def _expert_words(metrics: Mapping[str, Any]) -> str:
-    """Losses of routers with Megatron-LM's names, and how full the fullest expert of any layer is."""
+    """Losses of routers with Megatron-LM's names, and the load of the fullest expert of any layer."""
     words = ""
     for name in ROUTER_LOSSES:
         if name in metrics:
@@ -137,7 +138,7 @@ def evaluation_line(iteration: int, loss: float, split: str = "validation") -> s
 
 
 class Recorder:
-    """Writes metrics.jsonl and TensorBoard events; one rank of a job has one."""
+    """A writer of metrics.jsonl and TensorBoard events; one rank of a job has one."""
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class Recorder:
         self._board({f"lm loss {split}": loss}, iteration, consumed_samples)
 
     def parts(self, iteration: int, parts: StepParts) -> None:
-        """Record what the profiler saw of a step."""
+        """Record the profiled parts of a step."""
         self._write({"iteration": iteration, "parts": parts.model_dump()})
 
     def straggler(self, iteration: int, line: str) -> None:
@@ -218,7 +219,7 @@ class Recorder:
 
     @contextmanager
     def _board_may_fail(self) -> Iterator[None]:
-        """Do without event files from the first one on that cannot be written, as on a full disk."""
+        """Stop writing event files after the first write error, such as a full disk."""
         try:
             yield
         except OSError as error:
@@ -230,11 +231,11 @@ class Recorder:
 
 
 def _quiet_writer(failed: threading.ExceptHookArgs) -> None:
-    """Leave out the traceback of TensorBoard's thread: the error is raised again where events are added."""
+    """Suppress the traceback of TensorBoard's thread, as the error is raised again when events are added."""
     if not (issubclass(failed.exc_type, OSError) and type(failed.thread).__name__ == "_AsyncWriterThread"):
         threading.__excepthook__(failed)
 
 
 def _finite(value: Any) -> Any:
-    """A number for JSON, which has no word for NaN and infinity."""
+    """A number for JSON, with null for NaN and infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""The check, before ranks build anything, that a plan can be trained as the flags of a job say."""
+"""The check, before ranks build the model, that a plan can be trained with a job's flags."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runtime.settings.checks import check_plan, check_training
 
 def check_plan_of_job(plan: Plan, job: Job, world_size: int) -> None:
     """Raise `InputError` for a plan that the runtime cannot execute on `world_size` ranks, or that flags
-    contradict. A checkpoint to load that is of another model is refused too.
+    contradict; also for a checkpoint of another model.
     """
     check_plan(plan, world_size)
     check_training(plan, job.training, job.data)

@@ -1,4 +1,4 @@
-"""The plans that a job may train with, searched for on the devices that exist."""
+"""A search for the plans of a job on the present devices."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def search_for_job(
     """The plans that the runtime can train on `world_size` devices, in order.
 
     Args:
-        previous: the run that the job goes on with, whose global batch it keeps.
+        previous: the run that the job continues; its global batch is kept.
 
     Raises:
-        InputError: the job names another engine than the one that trains here.
+        InputError: the job names another engine than this runtime.
         NoLayoutFits: there is no such plan.
     """
     if job.parallel.engine not in (None, DEFAULT_ENGINE):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from planner.plan import Plan
 
 PEAK_TOLERANCE = 0.1
-"""Share by which a measured peak may differ from the predicted one; tensors alone come out closer."""
+"""Share by which a measured peak may differ from the predicted one; the peak of tensors alone is closer."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def predicted_step(plan: Plan) -> Prediction:
 
 
 def predicted_peak(plan: Plan) -> Prediction:
-    """The predicted bytes at the peak of the fullest rank, as far as they are measured.
+    """The predicted peak bytes of the fullest rank, of the kind that is measured.
 
     A GPU's allocator counts tensors, not the driver's context or communication buffers.
     """

@@ -1,4 +1,4 @@
-"""A job that goes on from what it has saved."""
+"""Resumption of a job from its own checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from runtime.job.job import Job
 
 
 def continuation(job: Job) -> Job:
-    """A job that goes on where this one was, from what it has saved if that is anything."""
+    """The job that continues this one, from its newest checkpoint if there is one."""
     return from_saved(job) if has_saved(job) else job
 
 

@@ -1,4 +1,4 @@
-"""Comparing the ranks of a run, so that the log names a slow one."""
+"""Comparison of a run's ranks, so that the log names a slow one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.train.trainer import Trainer
 
 
 class SlowRanks:
-    """Samples of the watchdogs of all ranks, brought together at log lines."""
+    """The samples of all ranks' watchdogs, compared at log lines."""
 
     def __init__(self, watchdog: Watchdog | None, trainer: Trainer, factor: float) -> None:
         self.trainer, self.factor = trainer, factor
@@ -24,7 +24,7 @@ class SlowRanks:
             self.sampler.restart()
 
     def count_step(self) -> None:
-        """Note that a training step has ended; the first, which warms up, does not count."""
+        """Count a finished training step, except the first one, which warms up."""
         if self.sampler is None:
             return
         if self.warms_up:
@@ -34,7 +34,7 @@ class SlowRanks:
             self.sampler.steps += 1
 
     def line(self) -> str:
-        """The line that names a slow rank, empty if none is known to be; every rank calls it."""
+        """The line that names a slow rank; empty if there is none. Every rank calls it."""
         if self.sampler is None:
             return ""
         device = self.trainer.grid.device

@@ -1,4 +1,4 @@
-"""The services that keep the figures of a run, as its flags name them."""
+"""The tracking services that a run's flags name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from runtime.logs.trackers import MlflowRun, Tracker, Trackers, WandbRun, check_
 
 
 def run_trackers(job: Job, plan: Plan) -> Trackers:
-    """The services of a run, begun with its layout as their settings.
+    """The started tracking services of a run, with its layout as settings.
 
-    Raises `InputError` for one that is not installed.
+    Raises `InputError` for a service that is not installed.
     """
     output = job.output
     settings = {

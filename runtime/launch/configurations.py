@@ -1,4 +1,4 @@
-"""Jobs that files of other software describe, as jobs of this runtime on this machine."""
+"""Jobs read from files of other software, for this runtime on this machine."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from runtime.launch.launch_options import LaunchOptions
 from runtime.settings.checks import RECIPES
 
 GROUPS = ("training", "data", "output", "faults")
-"""Groups of flags that say what is learned, from which data, and what is kept of it."""
+"""Groups of flags about training, data and output."""
 
 STEPS = ("--lr-decay-iters", "--lr-warmup-iters", "--lr-wsd-decay-iters", "--train-samples")
-"""Flags about lengths of the run, which a job in small has not."""
+"""Flags about lengths of the run, which do not apply to a small job."""
 
 SMALL_WITHOUT = {
     "data": "left out: the default corpus is learned",
     "output": "left out: flags beside --config say what is kept of a job in small",
 }
-"""Groups of flags that a job in small does not take from the files."""
+"""Groups of flags that a small job does not take from the files."""
 
 SMALL_STEPS = 20
-"""Optimizer steps of a job in small, where none are asked for."""
+"""Default optimizer steps of a small job."""
 
 SMALL_BATCH = 16
-"""Sequences of a step of a job in small, where the files leave the layout to a search."""
+"""Sequences of a small job's step, where the files leave the layout to a search."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something in the files that is not done here, or not so."""
+    """A difference from the files: a setting that is not supported here, or handled differently."""
 
     what: str
     """The flag, key or field."""
@@ -60,7 +60,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class ConfiguredJob:
-    """A job of files, for this machine."""
+    """A job read from files, for this machine."""
 
     plan: Plan
     job: Job
@@ -71,10 +71,10 @@ class ConfiguredJob:
 
 
 def configured_job(job: Job, options: LaunchOptions, ranks: int, device: Device | str) -> ConfiguredJob:
-    """The job of `options.config` on `ranks` devices of this machine, or in small.
+    """The job of `options.config` on `ranks` devices of this machine, or scaled down.
 
     Raises:
-        InputError: the files cannot be read, say no layout, or one that these devices do not run.
+        InputError: the files cannot be read, or have no layout that these devices run.
     """
     check_alone(job.model, job.batch, job.parallel, beside="--config")
     small = options.scale_down
@@ -92,14 +92,14 @@ def configured_job(job: Job, options: LaunchOptions, ranks: int, device: Device 
 
 
 def _named(reading: Reading) -> Iterator[Difference]:
-    """Notes of the reading on flags that are not priced or not known."""
+    """Differences for flags that the reading reports as not priced or unknown."""
     for problem in reading.problems:
         if problem.severity == "note":
             yield Difference(problem.flag or "the files", problem.line, problem.text)
 
 
 def _with_training(job: Job, reading: Reading, in_small: bool) -> tuple[Job, list[Difference]]:
-    """The job with what the files say of training; flags of the command line come before them."""
+    """The job with the files' training settings; flags of the command line take precedence."""
     differences = []
     changes: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
     lines = {flag.name: flag.line for flag in reading.flags}
@@ -154,7 +154,7 @@ def _value(group: type, field: dataclasses.Field[Any], text: str) -> Any:
 def _plan(
     reading: Reading, small: int | None, ranks: int, device: Device | str, differences: list[Difference]
 ) -> Plan:
-    """The layout of the files on this machine; where they leave it to a search, the best one."""
+    """The plan with the files' layout on this machine, or the best plan where they leave it to a search."""
     if reading.model is None or (reading.layout is None and reading.chooses_layout):
         reasons = [one.describe() for one in reading.problems if one.severity in ("illegal", "unknown")]
         raise InputError(f"no job in {reading.file}: {'; '.join(reasons) or 'the model is not known'}")

@@ -1,8 +1,8 @@
-"""Ranks of one machine's CPU, forked from one process that has imported what they need.
+"""Ranks on a CPU, forked from one process that has imported their modules.
 
-`warm_ranks` starts this process, and may do so before it knows what the ranks are to do: that comes as one
-line of JSON. To the ranks this process is what torchrun's agent is: their parent, which holds the store in
-which they meet and ends all of them when one fails. Where forking is not safe it becomes torchrun.
+`warm_ranks` starts this process, possibly before the job is known; the job comes as one line of JSON. For the
+ranks this process replaces torchrun's agent: it is their parent, has the store of the rendezvous, and ends
+all ranks when one fails. Where forking is not safe it becomes torchrun.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from runtime.launch.agent import END, LEFT_TO_RANKS, leave_to_ranks
 from runtime.logs.console import flush, say
 
 PRELOADED_MODULES = ("runtime.pretrain", "runtime.job.loop", "torch._dynamo", "numpy.random")
-"""Modules that every rank needs, or PyTorch imports in its first step."""
+"""Modules that every rank needs, or that PyTorch imports in its first step."""
 
 GRACE_S = 30.0
 """Seconds that ranks have to end after SIGTERM, as with torchrun."""
 
 LOOK_PERIOD_S = 0.5
-"""Seconds between looks at whether ranks that are to end have had their time."""
+"""Seconds between checks if the time of ending ranks is over."""
 
 SIGNALS = (*LEFT_TO_RANKS, END, signal.SIGUSR1)
 """Signals that this process or its ranks handle."""
@@ -42,7 +42,7 @@ HOST = "127.0.0.1"
 
 
 class ForkRequest(BaseModel):
-    """The ranks to fork, and what they run."""
+    """The ranks to fork, and their command."""
 
     ranks: int
     arguments: list[str]
@@ -81,7 +81,7 @@ def main() -> NoReturn:
 
 
 def _also_needed(arguments: Sequence[str]) -> Iterator[str]:
-    """Further modules that the ranks of these arguments would each import for themselves."""
+    """Further modules that each rank with these arguments would import separately."""
     if {"--save", "--load"} & set(arguments):
         yield "runtime.checkpoint"
         yield "runtime.job.initial_state"
@@ -93,15 +93,16 @@ def _also_needed(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _has_one_thread() -> bool:
-    """Return whether no thread but this one may hold a lock, which would never open in a forked process."""
+    """Return whether this process has one thread, as another thread's lock would never open in a forked
+    process."""
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 
 def run(ranks: int, arguments: Sequence[str], grace_s: float = GRACE_S) -> int:
-    """Fork the ranks and see them to their end; the exit code of the job, and 0 of one that was stopped.
+    """Fork the ranks and wait for their end; returns the exit code of the job, 0 for a stopped one.
 
     Args:
-        arguments: of `runtime.pretrain`.
+        arguments: arguments of `runtime.pretrain`.
         grace_s: seconds that ranks have to end after SIGTERM.
     """
     listener = socket.create_server((HOST, 0), backlog=ranks + 1)
@@ -121,7 +122,7 @@ def run(ranks: int, arguments: Sequence[str], grace_s: float = GRACE_S) -> int:
 
 
 class _Agent:
-    """Watches over ranks, by process."""
+    """The agent that watches the forked ranks."""
 
     def __init__(self, running: Mapping[int, int], grace_s: float) -> None:
         self.running, self.grace_s = dict(running), grace_s
@@ -182,13 +183,13 @@ class _Agent:
         self._end()
 
     def _pass_on(self, *_: object) -> None:
-        """Pass a request to save on to one rank, which is enough for all."""
+        """Pass a request to save to one rank, which is enough for all."""
         if self.first in self.running:
             os.kill(self.first, signal.SIGUSR1)
 
 
 def _become(agent: int, rank: int, ranks: int, port: int, arguments: Sequence[str]) -> NoReturn:
-    """Run a rank in a forked process, as `python -m runtime.pretrain` under torchrun would."""
+    """Run a rank in a forked process, like `python -m runtime.pretrain` under torchrun."""
     code: Any = 1
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -1,6 +1,7 @@
-"""The last import of a process that is to be forked: collectors of garbage leave alone what it imported.
+"""The last import of a process before it is forked; it excludes imported objects from garbage collection.
 
-A collector that looks at what was imported copies its memory for each fork: half of a short job.
+A collection that scans imported objects copies their memory in each fork, which takes half of a short job's
+time.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Flags of `planner launch`: how a job is started on this machine, and which plans are tried before."""
+"""Flags of `planner launch` for starting a job on this machine, and for trying plans before."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from runtime.settings.checks import RESTARTS
 from runtime.settings.training_options import OutputOptions
 
 FEWEST_ITERS = 2
-"""Steps of a trial at least: the first one warms up and does not count."""
+"""Fewest steps of a trial; the first one warms up and does not count."""
 
 NODE_RANK = Bounds("a whole number of at least 0", 0, 1 << 20)
 
 DEFAULT_ITERS = 5
-"""Steps of a trial where no flag says how many."""
+"""Default steps of a trial."""
 
 
 @dataclass(frozen=True)
 class LaunchOptions(RunOptions):
-    """Flags of `planner launch`: the plan or configuration to train, and how its ranks start."""
+    """Flags of `planner launch`: the plan or configuration to train, and the start of its ranks."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"plan": "Job", "nnodes": "Nodes"}
 
@@ -117,7 +117,7 @@ class LaunchOptions(RunOptions):
 
 @dataclass(frozen=True)
 class TrialOptions:
-    """Flags of plans that are measured before the job starts."""
+    """Flags for measuring plans before the job starts."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"plans_to_try": "Job"}
 
@@ -136,7 +136,7 @@ class TrialOptions:
     )
 
     def check(self, plan: str | None, print_command: bool) -> None:
-        """Raise `InputError` for numbers that are none, and beside flags that leave nothing to try."""
+        """Raise `InputError` for impossible numbers, and with flags that leave nothing to try."""
         check_bounds(self)
         if self.plans_to_try is None:
             if self.try_iters is not None:

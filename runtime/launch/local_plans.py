@@ -22,7 +22,7 @@ from runtime.launch.restarts import usable_ranks
 from runtime.launch.warm_ranks import CAN_FORK, WarmRanks
 
 MOST_CPU_RANKS = 8
-"""Ranks on a machine without GPUs, if it has as many cores and none are asked for."""
+"""Most ranks by default on a machine without GPUs, if it has that many cores."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class LocalPlans:
     """Plans for the devices of this machine."""
 
     plans: list[Plan]
-    """The best first."""
+    """The plans, the best first."""
     assumptions: list[str]
-    """Assumptions that were made where no flag says otherwise."""
+    """Assumptions made for values that no flag gives."""
 
 
 def local_plans(job: Job, previous: PreviousRun | None, count: int, warm: WarmRanks | None) -> LocalPlans:
     """The best `count` plans of a job, or the one that its flags name.
 
     Args:
-        previous: the run that the job goes on with.
-        warm: readies the CPU for ranks to be forked, where that is where they are to run.
+        previous: the run that the job continues.
+        warm: prepares for forked CPU ranks, if the ranks run on a CPU.
 
     Raises:
-        InputError: this machine has not the devices that flags or the plan ask for.
+        InputError: this machine lacks the devices that flags or the plan need.
         NoLayoutFits: nothing fits into its memory.
     """
     if job.run.plan is not None:
@@ -56,13 +56,13 @@ def local_plans(job: Job, previous: PreviousRun | None, count: int, warm: WarmRa
 
 
 def local_configuration(job: Job, options: LaunchOptions, warm: WarmRanks | None) -> ConfiguredJob:
-    """The job of files of other software (`--config`), for the devices of this machine or in small.
+    """The job of files of other software (`--config`), for this machine's devices or scaled down.
 
     Args:
-        warm: readies the CPU for ranks to be forked, where that is where they are to run.
+        warm: prepares for forked CPU ranks, if the ranks run on a CPU.
 
     Raises:
-        InputError: the files say no job, or one that these devices do not run.
+        InputError: the files have no job that these devices run.
     """
     cluster = job.cluster
     if options.scale_down is not None:
@@ -77,7 +77,7 @@ def local_configuration(job: Job, options: LaunchOptions, warm: WarmRanks | None
 
 
 def forks_ranks(plan: Plan) -> bool:
-    """Return whether the ranks of a plan are forked from one process, not started by torchrun one by one."""
+    """Return whether the ranks of a plan are forked from one process instead of started by torchrun."""
     return CAN_FORK and plan.cluster.device.kind == "cpu"
 
 
@@ -125,7 +125,7 @@ def devices_of_machine(cluster: ClusterOptions, warm: WarmRanks | None) -> tuple
 
 
 def _plan_of_file(path: str, job: Job, previous: PreviousRun | None) -> Plan:
-    """The plan of the file; a job that goes on is planned anew where it has other ranks now."""
+    """The plan of the file; a continued job with another number of ranks is planned anew."""
     plan, world_size = Plan.load(path), job.cluster.world_size
     if previous is not None:
         ranks = world_size or usable_ranks(plan)

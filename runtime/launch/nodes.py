@@ -1,6 +1,6 @@
-"""A job on several nodes: which they are, and the torchrun that starts the ranks of this one.
+"""A job on several nodes: the nodes, and the torchrun command for this node's ranks.
 
-The first rank plans once the ranks have met, and sends its plan to all others: every node runs the same.
+After the rendezvous the first rank plans and sends its plan to all others, so every node runs the same plan.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Nodes:
     """The number of this node; None where the rendezvous gives it one."""
     host: str
     port: int
-    """Address at which the nodes meet."""
+    """Port of the rendezvous."""
     run_id: str
     source: str
-    """The launcher that gave these numbers, in words."""
+    """The name of the launcher that gave these numbers."""
     devices: int | None = None
-    """Devices of each node, where a variable says so."""
+    """Devices of each node, if a variable gives them."""
 
     @property
     def is_elastic(self) -> bool:
@@ -56,9 +56,9 @@ class Nodes:
 
 
 def nodes_of_job(options: LaunchOptions, environment: Mapping[str, str]) -> Nodes | None:
-    """The nodes that flags or variables of the environment name; None where this one is the only one.
+    """The nodes from flags or environment variables; None for a single node.
 
-    Raises `InputError` where they contradict each other, or do not say enough to find the others.
+    Raises `InputError` where these contradict each other, or are not enough to find the other nodes.
     """
     if options.nnodes is None:
         for name in ("node_rank", "rdzv_endpoint", "rdzv_id", "rdzv_conf"):
@@ -146,7 +146,7 @@ def ranks_of_node(nodes: Nodes, job: Job, planned: int | None) -> int:
     """Ranks to start on this node.
 
     Args:
-        planned: ranks of the job's plan, where it has one.
+        planned: ranks of the job's plan, if it has one.
 
     Raises:
         InputError: flags, variables and the devices of this node contradict each other.
@@ -182,8 +182,8 @@ def node_command(
 ) -> list[str]:
     """The torchrun that starts this node's ranks.
 
-    A fixed number of nodes of known numbers have ranks in this order. Other nodes are numbered as they meet,
-    as are nodes that may start again.
+    If nodes have fixed numbers, ranks follow these. Otherwise, and if nodes may restart, nodes are numbered
+    at the rendezvous.
     """
     words = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", f"--rdzv-id={nodes.run_id}"]
     if nodes.is_elastic or nodes.node is None or restarts:

@@ -1,4 +1,4 @@
-"""A plan in the training script of the user's own installation of the software that it was made for."""
+"""A run of a plan with the training script of the user's own installation of other software."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from runtime.settings.checks import check_folder
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """A script to run, with all that it is given."""
+    """A script to run, with its arguments, files and environment."""
 
     plan: Plan
     command: tuple[str, ...]
     environment: Mapping[str, str]
     file: Path | None
-    """The file that is written for the software, and named by a flag; None where flags say it all."""
+    """The file written for the software and named by a flag; None if there are only flags."""
     text: str
     notes: tuple[str, ...]
-    """Parts of a plan that the software does not support, and flags that it wants besides."""
+    """Notes on parts of a plan that the software does not support, and on further flags that it needs."""
 
     def line(self) -> str:
-        """The command as one would type it."""
+        """The command as typed in a shell."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         return (
             shlex.join([*variables, *self.command])
@@ -49,7 +49,7 @@ class ScriptRun:
         )
 
     def run(self) -> int:
-        """Run it to its end; the exit code of torchrun."""
+        """Run the script to its end; returns torchrun's exit code."""
         if self.file is not None:
             check_folder(self.file.parent, "--log-dir")
             write_whole("launch", self.file, self.text)
@@ -60,7 +60,7 @@ def script_run(job: Job, options: LaunchOptions, log_dir: Path) -> ScriptRun:
     """The run of `options.script` with the plan of a job, on the devices of this machine.
 
     Raises:
-        InputError: no engine is named whose scripts torchrun starts, or this machine has too few devices.
+        InputError: the named engine has no script that torchrun starts, or this machine has too few devices.
         NoLayoutFits: nothing fits.
     """
     assert options.script is not None

@@ -20,7 +20,8 @@ def log_dir_of(job: Job, plan: Plan) -> Path:
 
 
 def check_machine(plan: Plan, job: Job) -> None:
-    """Raise `InputError` where this machine has not the memory for the ranks, or a folder is not theirs."""
+    """Raise `InputError` where this machine lacks memory for the ranks, or a folder belongs to another
+    run."""
     ranks = plan.layout.world_size
     if plan.cluster.device.kind == "cpu":
         source = f"the plan {job.run.plan}" if job.run.plan else f"--world-size {ranks}"
@@ -34,7 +35,7 @@ def check_machine(plan: Plan, job: Job) -> None:
 
 
 def prepare_data(plan: Plan, job: Job) -> None:
-    """Open the data once before ranks start: it is checked, and the default corpus prepared."""
+    """Open the data once before ranks start, which checks it and prepares the default corpus."""
     samples = job.training.batches(plan.layout).total(job.training.train_iters)
     evaluated = job.output.eval_iters * plan.layout.global_batch_size
     own = model_tokenizer(job.output.load, job.model.model)
@@ -42,9 +43,9 @@ def prepare_data(plan: Plan, job: Job) -> None:
 
 
 def make_log_dir(path: Path, is_new: bool) -> Path:
-    """Make the folder for the logs of a job, and return where it is.
+    """Make the folder for the logs of a job, and return its path.
 
-    Where it `is_new`, no other job gets the same: one that has just made that name leaves it with a number.
+    If it `is_new`, no other job gets the same folder: a number is added to a name that just came into use.
     """
     made = path
     if is_new:

@@ -1,4 +1,4 @@
-"""The command line of a rank that torchrun has started, of a module beside `runtime.pretrain`."""
+"""The command line of a torchrun rank, for modules other than `runtime.pretrain`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Options = TypeVar("Options")
 
 
 def run_rank_command(module: str, options: type[Options], work: Callable[[Options], None]) -> None:
-    """Do `work` with the options of the command line; what it refuses is said by the first rank alone."""
+    """Do `work` with the options of the command line; only the first rank prints its input errors."""
     is_first = os.environ.get("RANK", "0") == "0"
     app = typer.Typer(add_completion=False)
 

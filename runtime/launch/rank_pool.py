@@ -1,7 +1,7 @@
 """Distributed jobs on this machine that start in milliseconds.
 
-Importing torch is the slow part, so one process does it once, and every rank of every job is a fork of it.
-Jobs share no state, and leave nothing behind that could reach the next job.
+Importing torch is slow, so one process does it once, and every rank of every job is a fork of it. Jobs share
+no state, and do not affect later jobs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from runtime.launch.fork_server import PRELOADED_MODULES
 
 TIMEOUT_S = 600
-"""Seconds after which a stuck collective is an error: others may have the cores for minutes."""
+"""Seconds after which a stuck collective is an error; other processes may use the cores for minutes."""
 
 PRELOADED = [
     *PRELOADED_MODULES,
@@ -38,12 +38,12 @@ FROZEN = "runtime.launch.frozen"
 
 
 def preloaded(*further: str) -> list[str]:
-    """All that the forked process imports beforehand, with `further` modules, in order."""
+    """All modules that the forked process imports beforehand, with `further` ones, in order."""
     return [*PRELOADED, *further, FROZEN]
 
 
 def forkserver(*further: str) -> ForkServerContext:
-    """Starts processes that have imported all that ranks need, and `further` modules."""
+    """A context that starts processes with all modules for ranks, and `further` modules, imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preloaded(*further))
     return context

@@ -1,4 +1,4 @@
-"""Starting a job again after a failure, from its last checkpoint and with the devices that are left."""
+"""Restarts of a job after a failure, from its last checkpoint and with the remaining devices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def usable_ranks(plan: Plan) -> int:
 
 
 def rank_arguments(job: Job) -> list[str]:
-    """Arguments of `runtime.pretrain` for a job whose number of ranks torchrun says."""
+    """Arguments of `runtime.pretrain` for a job whose number of ranks comes from torchrun."""
     cluster = replace(job.cluster, world_size=None, local_world_size=None)
     run = RunOptions(job.run.plan, job.run.distributed_timeout_minutes)
     return replace(job, cluster=cluster, run=run).arguments()
@@ -47,14 +47,14 @@ def rank_arguments(job: Job) -> list[str]:
 def run_with_restarts(
     plan: Plan, job: Job, restarts: int, display: Display, warm: WarmRanks | None = None
 ) -> Outcome:
-    """Run a job to its end, and again from its last checkpoint while failures may be passing ones.
-
-    Not torchrun's own restarts: those repeat a refusal of input, and always with as many ranks.
+    """Run a job to its end, with restarts from its last checkpoint after failures that may be temporary.
+    torchrun's own restarts are not used, as they repeat input errors, and always use the same number of
+    ranks.
 
     Args:
-        plan: what `job.run.plan` is the file of.
-        restarts: at most.
-        warm: forks the ranks, where they are on a CPU.
+        plan: the plan in the file `job.run.plan`.
+        restarts: most restarts.
+        warm: forks the ranks, if they are on a CPU.
     """
     assert job.output.log_dir is not None
     ranks, folder, saves = plan.layout.world_size, Path(job.output.log_dir), job.output.save is not None

@@ -28,7 +28,7 @@ from runtime.processes.start_variables import RESTARTS_VARIABLE, SUMMARY_VARIABL
 from runtime.processes.tether import tether
 
 TORCHRUN_FOLDER = "PET_LOG_DIR"
-"""Environment variable with the folder in which torchrun makes one for each attempt; its --log-dir."""
+"""Environment variable with torchrun's --log-dir, the folder with a subfolder for each attempt."""
 
 TORCHRUN_DEFAULTS = frozenset(
     f"PET_{name}"
@@ -37,10 +37,10 @@ TORCHRUN_DEFAULTS = frozenset(
         *("RDZV_BACKEND", "RDZV_ENDPOINT", "RDZV_ID", "RDZV_CONF", "STANDALONE", "MAX_RESTARTS"),
     )
 )
-"""Environment variables with which a pod tells torchrun where it is."""
+"""Environment variables with which a pod configures torchrun."""
 
 STOP_TIMEOUT_S = 40.0
-"""Seconds that torchrun may take to end its ranks: it gives them 30 s before it kills them."""
+"""Seconds for torchrun to end its ranks; it gives them 30 s before it kills them."""
 
 # torchrun reports a dead rank in its own log format, then with a traceback of itself, and `forked`
 # in one line.
@@ -57,13 +57,13 @@ class Outcome:
     message: str
     """The reason of a failure, in one line; empty after success."""
     restart: bool = False
-    """The failure need not happen again: a rank was lost, not its input refused."""
+    """True if a restart may succeed: a rank was lost, and not its input refused."""
     stopped_by: signal.Signals | None = None
     """The signal on which the job saved and ended."""
 
 
 class JobStopped(KeyboardInterrupt):
-    """A signal has ended a job, and all its ranks, before it could save."""
+    """Error: a signal ended a job and all its ranks before it could save."""
 
     def __init__(self, number: signal.Signals = signal.SIGINT) -> None:
         super().__init__()
@@ -81,18 +81,19 @@ def run_job(
     warm: WarmRanks | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
-    """Run `command` to its end; Ctrl-C, SIGTERM and SIGHUP end it with all its ranks: `JobStopped` is raised.
+    """Run `command` to its end; Ctrl-C, SIGTERM and SIGHUP end it with all its ranks, and raise `JobStopped`.
 
-    The job also ends when this process does, however that happens. What `on_line` or `on_metrics` raises ends
-    it too.
+    The job also ends when this process ends for any reason, and when `on_line` or `on_metrics` raises an
+    error.
 
     Args:
         on_line: called with each line that the ranks print.
         on_metrics: called with each new record of metrics.jsonl.
-        restarts: how often the job was started before, after failures.
-        saves: the ranks save and end on SIGTERM. The first signal asks for that; a second one does not wait.
-        warm: what forks CPU ranks instead, where `command` is of `torchrun_command`.
-        variables: of the environment, for the job alone.
+        restarts: number of earlier restarts after failures.
+        saves: True if the ranks save and end on SIGTERM. The first signal asks for that; a second one ends
+            them at once.
+        warm: forks CPU ranks instead of starting a `command` of `torchrun_command`.
+        variables: further environment variables of the job.
     """
     error_file = log_dir / "error.json"
     error_file.unlink(missing_ok=True)
@@ -136,7 +137,7 @@ def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Po
 
 
 class _Supervisor:
-    """Follows a job until it has ended, and ends it when this process is asked to end."""
+    """The supervisor of a job, which ends the job when this process is asked to end."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class _Supervisor:
         """Lines that torchrun printed about itself."""
 
     def watch(self) -> int:
-        """The exit code of the job, which is ended where anything is raised meanwhile."""
+        """The exit code of the job; an error raised meanwhile ends the job."""
         # A shell that starts this in the background made it ignore Ctrl-C; a signal must stop it anyway.
         previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         if (
@@ -182,7 +183,7 @@ class _Supervisor:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, _: object) -> None:
-        """Take a signal: a job that saves is asked to, once; else `JobStopped` is raised."""
+        """Handle a signal: ask a job that can save to do so, once; else raise `JobStopped`."""
         before, self.stop_signal = self.stop_signal, signal.Signals(number)
         # One rank is enough for all. Not torchrun: it kills what has not saved after 30 s.
         if before is None and self.saves:
@@ -196,7 +197,7 @@ class _Supervisor:
         raise JobStopped(self.stop_signal)
 
     def _signal_first_rank(self, number: signal.Signals) -> bool:
-        """Send a signal to the first rank; False where there is none yet, or none any more."""
+        """Send a signal to the first rank; returns False if it does not exist yet or has ended."""
         ranks = children(self.process.pid)
         if not ranks:
             return False
@@ -245,7 +246,7 @@ class _Supervisor:
 
 
 class _Log:
-    """The output of a job, kept in a file for as long as that can be written."""
+    """The output of a job, written to a file as long as that is possible."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -261,7 +262,7 @@ class _Log:
                 self.file.close()
 
     def write(self, line: str) -> None:
-        """Append a line; a full disk is said once and ends nothing."""
+        """Append a line; a full disk is reported once and does not end the job."""
         try:
             if self.file is None:
                 self.file = self.path.open("ab", buffering=0)
@@ -279,7 +280,7 @@ def _read(name: str, stream: IO[str], lines: queue.Queue[tuple[str, str | None]]
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End torchrun, which ends its ranks; kill it if it does not, and what it leaves behind."""
+    """End torchrun, which ends its ranks; kill torchrun if it does not end, and remaining ranks."""
     if process.poll() is None:
         process.send_signal(END)
         deadline = time.monotonic() + STOP_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Several short measured runs, kept in a file so that what was measured is not measured again."""
+"""Several short measured runs, stored in a file so that no run is measured twice."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ RESULTS = "sweep.jsonl"
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a sweep, and what came of it; figures are None where it did not run."""
+    """One run of a sweep with its results; figures are None if it did not run."""
 
     key: str
-    """Differs between runs that would measure something else."""
+    """A key that differs between runs with different measurements."""
     model: str
     layout: str
     world_size: int
@@ -43,7 +43,7 @@ class Case:
 
 
 def case_of(plan: Plan, job: Job, steps: int) -> Case:
-    """The run of a plan, before it is measured."""
+    """The case of a plan, before its measurement."""
     told = [
         plan.model.model_dump(mode="json"),
         plan.layout.model_dump(mode="json"),
@@ -63,13 +63,13 @@ def case_of(plan: Plan, job: Job, steps: int) -> Case:
 
 
 def refused_case(model: str, layout: str, steps: int, error: InputError) -> Case:
-    """A run that there is no plan for."""
+    """The case of a run without a plan."""
     key = hashlib.sha256(json.dumps([model, layout, steps, str(error)]).encode()).hexdigest()[:16]
     return Case(key, model, layout, 0, steps, failure=str(error))
 
 
 def measured_case(case: Case, trial: Trial) -> Case:
-    """A run with what it has measured."""
+    """A case with its measurements."""
     if trial.measured is None:
         return replace(case, failure=trial.failure or "it did not run")
     return replace(
@@ -85,7 +85,7 @@ class Results:
     """The file of a sweep: a line for each run that has ended."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what there is; a last line that was cut off is left out, and its run measured again.
+        """Read the existing results; a truncated last line is ignored, so its run is measured again.
 
         Raises `InputError` for a file that cannot be read.
         """
@@ -104,12 +104,12 @@ class Results:
         self.ends_with_line = not text or text.endswith("\n")
 
     def measured(self, case: Case) -> Case | None:
-        """The case as an earlier run measured it; None where there was none, or it failed."""
+        """The earlier measurement of a case; None where there is none, or it failed."""
         found = self.cases.get(case.key)
         return None if found is None or found.measured_s is None else found
 
     def add(self, case: Case) -> None:
-        """Keep a run; raises `InputError` where the file cannot be written."""
+        """Store a run; raises `InputError` where the file cannot be written."""
         self.cases[case.key] = case
         try:
             with self.path.open("a") as file:

@@ -10,7 +10,7 @@ from pathlib import Path
 from runtime import entry
 
 AGENT = "runtime.launch.agent"
-"""The module that is torchrun."""
+"""The module with torchrun's agent."""
 
 
 def torchrun_command(ranks: int, arguments: Sequence[str], module: str = "runtime.pretrain") -> list[str]:
@@ -22,9 +22,8 @@ def torchrun_command(ranks: int, arguments: Sequence[str], module: str = "runtim
 
 
 def shell_line(command: Sequence[str]) -> str:
-    """A command of `torchrun_command` as one would type it.
-
-    That is with `-m`, and with the script `torchrun` where it lies beside this Python.
+    """A command of `torchrun_command` as typed in a shell: with `-m`, and with the script `torchrun` if it is
+    beside this Python.
     """
     words = list(command)
     torchrun = entry.command(AGENT)

@@ -1,4 +1,4 @@
-"""Trials of plans in an order that what was measured decides, until it is settled which is best."""
+"""Trials of plans, in an order decided by earlier measurements, until the best plan is certain enough."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from planner.ranking.measured_order import Expected, expected_steps
 from runtime.launch.trials import Trial, best_trial, tokens_of_step
 
 SETTLED = 0.01
-"""Share by which no other plan is likely to be faster once the order is settled."""
+"""Share by which another plan may still be faster when trials end."""
 
 POOL = 4
-"""Plans that are looked at for each that may be measured."""
+"""Number of candidate plans for each plan that may be measured."""
 
 
 @dataclass(frozen=True)
 class TrialSeries:
-    """Plans that were measured, and what that makes likely of the others."""
+    """Measured plans, and the expected figures of the others."""
 
     trials: tuple[Trial, ...]
     """The trials in the order in which they ran."""
@@ -27,16 +27,16 @@ class TrialSeries:
     untried: tuple[tuple[Plan, Expected], ...]
     """Plans that were not measured, the most promising first."""
     regret: float | None
-    """Share by which the best of the other plans may be faster than the kept one, 19 times of 20. None where
-    the objective is not time."""
+    """Share by which the best other plan may be faster than the kept one, with 95 % confidence. None if the
+    objective is not time."""
 
     @property
     def settled(self) -> bool:
-        """No other plan is likely to be better."""
+        """True if no other plan is likely to be better."""
         return self.regret is not None and self.regret <= SETTLED
 
     def describe(self) -> str:
-        """A sentence on the time that plans which were not measured may still save."""
+        """A sentence on the time that unmeasured plans may still save."""
         if not self.untried:
             return "all plans were measured: no regret remains"
         others = f"the {len(self.untried)} plans that were not measured"
@@ -77,16 +77,16 @@ def _trial_json(trial: Trial) -> dict[str, Any]:
 
 
 def try_plans(plans: Sequence[Plan], most: int, run: Callable[[Plan], Trial]) -> TrialSeries:
-    """Measure up to `most` of `plans`: the first one, and then whichever may be the best by what was seen.
+    """Measure up to `most` of `plans`: the first one, then the most promising ones given the measurements.
 
-    It ends where no other plan is likely to be faster than the best by more than `SETTLED`. Plans that are
-    ranked by memory are measured in their order: their peaks are predicted too well to learn from.
+    It ends when no other plan is likely to be faster than the best by more than `SETTLED`. Plans ranked by
+    memory are measured in order, as their peaks are predicted accurately.
 
     Args:
-        plans: the best first.
+        plans: the plans, the best first.
 
     Raises:
-        InputError: none of those that were tried has run.
+        InputError: no tried plan has run.
     """
     by_time = plans[0].objective != "memory"
     trials: dict[int, Trial] = {}
@@ -110,14 +110,14 @@ def try_plans(plans: Sequence[Plan], most: int, run: Callable[[Plan], Trial]) ->
 
 
 def _work(plan: Plan) -> float:
-    """The divisor that makes the seconds of steps comparable under the objective of a plan."""
+    """The divisor that makes seconds of steps comparable under a plan's objective."""
     return 1.0 if plan.objective == "step-time" else float(tokens_of_step(plan))
 
 
 def _regret(
     plans: Sequence[Plan], seen: dict[int, float], expected: Sequence[Expected], left: Sequence[int]
 ) -> float:
-    """Share by which the best of the plans that are `left` may be faster than the best that was seen."""
+    """Share by which the best of the plans in `left` may be faster than the best measured plan."""
     best = min(seconds / _work(plans[place]) for place, seconds in seen.items())
     gains = [best * _work(plans[place]) / expected[place].low_s - 1 for place in left]
     return max([0.0, *gains])

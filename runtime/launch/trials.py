@@ -20,7 +20,7 @@ from runtime.settings.checks import check_plan, check_training
 from runtime.settings.training_options import OutputOptions, TrainingOptions
 
 _ERROR = re.compile(r"^(?:\[\w+\]: ?)?([\w.]*(?:Error|Exception)\b.*)")
-"""The line of a rank's traceback that says what went wrong; torchrun may put the rank before it."""
+"""Pattern of the error line in a rank's traceback; torchrun may put the rank before it."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,24 @@ class Trial:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second that were measured; 0 of a plan that did not run."""
+        """Measured tokens per second; 0 for a plan that did not run."""
         return 0.0 if self.measured is None else tokens_of_step(self.plan) / self.measured.step_time_s
 
 
 def try_plan(plan: Plan, iterations: int, job: Job, warm: WarmRanks | None = None) -> Trial:
-    """Train `plan` for the first `iterations` steps of `job`. Nothing is loaded, saved or kept.
+    """Train `plan` for the first `iterations` steps of `job`. Nothing is loaded or saved.
 
     Args:
-        plan: for the devices of this machine.
-        job: whose flags of training and data, and time limit, count.
-        warm: forks the ranks, where they are on a CPU.
+        plan: plan for the devices of this machine.
+        job: job with the flags of training and data, and the time limit.
+        warm: forks the ranks, if they are on a CPU.
     """
     with tempfile.TemporaryDirectory(prefix="planner-try-") as folder:
         return _trial(plan, replace(job, training=_first_steps(job.training, iterations)), Path(folder), warm)
 
 
 def best_trial(trials: Sequence[Trial]) -> Trial:
-    """The trial that the objective of its plan likes best; `InputError` where no plan ran."""
+    """The best trial by the plans' objective; raises `InputError` where no plan ran."""
     costs = [(_cost(trial.plan, trial.measured), trial) for trial in trials if trial.measured is not None]
     if not costs:
         raise InputError(f"none of the {len(trials)} plans ran; plan with other pins, or without --try")
@@ -60,7 +60,7 @@ def best_trial(trials: Sequence[Trial]) -> Trial:
 
 
 def _first_steps(training: TrainingOptions, iterations: int) -> TrainingOptions:
-    """The first steps of the same run, with whole batches."""
+    """The job of the first steps of a run, with whole batches."""
     decay = training.train_iters if training.lr_decay_iters is None else training.lr_decay_iters
     return replace(training, train_iters=iterations, lr_decay_iters=decay, rampup_batch_size=None)
 

@@ -1,7 +1,7 @@
-"""The launcher's hold on `runtime.launch.fork_server`: CPU ranks that are forked, not started one by one.
+"""The launcher's side of `runtime.launch.fork_server`, which forks CPU ranks.
 
-Every rank that torchrun starts imports PyTorch for itself, and torchrun does so before them. Here one process
-does it for all, while the launcher still plans. GPUs and several nodes are left to torchrun.
+With torchrun, every rank and torchrun itself import PyTorch. Here one process imports it for all ranks, while
+the launcher still plans. Jobs on GPUs and on several nodes use torchrun.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from runtime import entry
 from runtime.processes.tether import tether
 
 CAN_FORK = sys.platform == "linux"
-"""Elsewhere system libraries start threads that a fork does not survive."""
+"""True on systems where forking is safe; on others, system libraries start threads that do not survive a
+fork."""
 
 
 class WarmRanks:
-    """At most one process that has imported, or still imports, what CPU ranks need, and waits for its job."""
+    """At most one process that imports the modules of CPU ranks and waits for its job."""
 
     def __init__(self) -> None:
         self.waiting: subprocess.Popen[str] | None = None
@@ -34,7 +35,7 @@ class WarmRanks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the process that waits for a job, if there is one."""
+        """End the waiting process, if there is one."""
         process, self.waiting = self.waiting, None
         if process is not None:
             process.kill()
@@ -61,7 +62,7 @@ class WarmRanks:
     def start(
         self, ranks: int, command: Sequence[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[str]:
-        """Run what a `command` of `torchrun_command` says; `environment` is added to that of this process."""
+        """Run a `command` of `torchrun_command`; `environment` is added to that of this process."""
         self.prepare(ranks)
         process, self.waiting = self.waiting, None
         assert process is not None and process.stdin is not None
@@ -75,5 +76,5 @@ class WarmRanks:
 
 
 def threads_of(ranks: int) -> str:
-    """Threads of each rank for OMP_NUM_THREADS: they share the cores."""
+    """Threads of each rank (OMP_NUM_THREADS), as ranks share the cores."""
     return str(max(1, available_cores() // ranks))

@@ -1,4 +1,4 @@
-"""Lines for people: a full disk or a reader that went away must not end a run."""
+"""Console output; a full disk or a closed pipe must not end a run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 PROGRESS = re.compile(r"runtime: (.+) \.\.\.")
-"""A line of `progress`; its group says what goes on."""
+"""Pattern of a line of `progress`; its group is the current work."""
 
 listener: Callable[[str, bool], None] | None = None
-"""A function that also gets each message of this process, and whether it is an error: the rank's file."""
+"""A function that also gets each message of this process, with True for errors; it writes the rank's file."""
 
 _told: set[str] = set()
 """Streams whose write errors have been reported."""
@@ -56,7 +56,7 @@ class UnfailingStream:
 
 
 def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
-    """Print at once, to standard output unless another `stream` is given; what fails is dropped."""
+    """Print at once, by default to standard output; output that cannot be written is dropped."""
     target = UnfailingStream(sys.stdout if stream is None else stream)
     target.write(text + end)
     target.flush()
@@ -64,7 +64,7 @@ def say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
 
 
 def note(text: str, is_error: bool = False) -> None:
-    """Keep `text` in the file of this rank alone, where it has one."""
+    """Write `text` only to the file of this rank, if it has one."""
     global listener
     if listener is not None:
         # Errors of the listener are said, and must not come here again.
@@ -76,18 +76,18 @@ def note(text: str, is_error: bool = False) -> None:
 
 
 def progress(what: str) -> None:
-    """Say on standard error what this process begins to do; a launcher shows it as it likes."""
+    """Report the current work on standard error; a launcher decides how to show it."""
     say(f"runtime: {what} ...", sys.stderr)
 
 
 def flush() -> None:
-    """Pass on what is still buffered, as far as that is possible."""
+    """Flush buffered output as far as possible."""
     for stream in (sys.stdout, sys.stderr):
         UnfailingStream(stream).flush()
 
 
 def _tell(stream: TextIO, error: Exception) -> None:
-    """Say once that a stream fails; of standard error nobody can be told."""
+    """Report a failing stream once; a failure of standard error cannot be reported."""
     name = "standard output" if stream is sys.stdout else str(getattr(stream, "name", "a stream"))
     if stream is sys.stderr or name in _told:
         return
@@ -97,7 +97,7 @@ def _tell(stream: TextIO, error: Exception) -> None:
 
 
 def _forget(stream: TextIO) -> None:
-    """Drop what a stream could not write, which it would otherwise try again, and fail at, forever."""
+    """Drop the buffer that a stream could not write, as the stream would otherwise retry it without end."""
     with contextlib.suppress(OSError, ValueError):
         descriptor = stream.fileno()
         kept = os.dup(descriptor)

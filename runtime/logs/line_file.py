@@ -1,4 +1,5 @@
-"""Files of one JSON object a line that a run appends to: whole lines, and a full disk ends nothing."""
+"""Files with one JSON object per line, to which a run appends whole lines; a full disk does not end the
+run."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ LARGEST_LOG = 1 << 32
 
 
 class LineFile:
-    """A file to append lines to. What cannot be written is left out, with one warning until writing works."""
+    """A file to which lines are appended. Lines that cannot be written are dropped, with one warning until
+    writing works again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,7 +29,7 @@ class LineFile:
             self._open()
 
     def write(self, line: str) -> None:
-        """Append a line, readable at once."""
+        """Append a line and flush it."""
         with self._forgiving():
             descriptor = self._open()
             data = line.encode() + b"\n"
@@ -70,9 +72,9 @@ class LineFile:
 
 
 def keep_lines(path: Path, iteration: int) -> None:
-    """Drop the records of `path` that are of no iteration up to this one; nothing is kept of a new run (0).
+    """Keep the records in `path` up to this iteration; a new run (0) keeps none.
 
-    Where the file cannot be written it stays as it is, with a warning.
+    If the file cannot be written it stays unchanged, with a warning.
     """
     fresh = path.with_name(path.name + ".partial")
     try:
@@ -86,7 +88,7 @@ def keep_lines(path: Path, iteration: int) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file, without lines that are torn; nothing when there is no file."""
+    """The records of a file, without incomplete lines; empty when there is no file."""
     try:
         return list(parsed_lines(read_at_most(path, LARGEST_LOG)))
     except FileNotFoundError:
@@ -97,7 +99,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def parsed_lines(text: bytes) -> Iterator[dict[str, Any]]:
-    """The records in `text`, without what is none: a line that is still being written, or was torn."""
+    """The records in `text`, without incomplete lines."""
     for line in text.splitlines():
         try:
             record = json.loads(line)

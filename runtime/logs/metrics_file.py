@@ -12,21 +12,21 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(log_dir: str | Path) -> list[dict[str, Any]]:
-    """Records of a run so far; a last line that is still being written is left out."""
+    """Records of a run so far, without an incomplete last line."""
     return read_lines(Path(log_dir) / METRICS_FILE)
 
 
 class MetricsReader:
-    """Follows the file of a job that is about to start and, as it starts, puts a new one into its place."""
+    """A reader of the file of a job that is about to start and will replace the file."""
 
     def __init__(self, log_dir: str | Path) -> None:
         self.path = Path(log_dir) / METRICS_FILE
         self.file, self.offset = self._state()
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Records that were completed since the last call; a new file is read from its beginning.
+        """Records completed since the last call; a new file is read from its beginning.
 
-        None of a file that cannot be read.
+        Empty for a file that cannot be read.
         """
         file, size = self._state()
         if file != self.file or size < self.offset:
@@ -54,7 +54,8 @@ class MetricsReader:
 
 
 class FollowedMetrics:
-    """All records of a run so far, whose file grows, or is written anew where the run goes on from before."""
+    """All records of a run so far; the file grows, or is rewritten when the run resumes from an earlier
+    iteration."""
 
     def __init__(self, log_dir: str | Path) -> None:
         self._reader = MetricsReader(log_dir)
@@ -62,7 +63,7 @@ class FollowedMetrics:
         self._records: list[dict[str, Any]] = []
 
     def update(self) -> list[dict[str, Any]]:
-        """The records by now, without the load of each expert, which is most of a line."""
+        """The present records, without the load of each expert, which is most of a line."""
         file, offset = self._reader.file, self._reader.offset
         found = self._reader.new_records()
         if self._reader.file != file or self._reader.offset < offset:
@@ -74,7 +75,7 @@ class FollowedMetrics:
 
 
 def drop_metrics_after(log_dir: str | Path, iteration: int) -> Path:
-    """Drop the records of steps after `iteration`, which a resumed run takes again; returns the file."""
+    """Drop the records of steps after `iteration`, which a resumed run repeats; returns the file."""
     path = Path(log_dir) / METRICS_FILE
     keep_lines(path, iteration)
     return path

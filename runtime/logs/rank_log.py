@@ -1,6 +1,6 @@
-"""Messages of one rank, in a folder of its own: `rank_N/info.log`, and `rank_N/error.log` for errors.
+"""Messages of one rank, in its own folder: `rank_N/info.log`, and `rank_N/error.log` for errors.
 
-Rank 0 alone speaks to the terminal. A file that cannot be written costs its lines, not the run.
+Only rank 0 prints to the terminal. If a file cannot be written, its lines are lost, but the run continues.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ INFO, ERROR = "info.log", "error.log"
 
 
 class RankLog:
-    """The two files of one rank. What it says goes to both them and where it went before."""
+    """The two files of one rank. Its messages go to these files and to their usual destination."""
 
     def __init__(self, log_dir: str | Path, rank: int) -> None:
         self.folder = Path(log_dir) / f"rank_{rank}"
         self.files: dict[str, LineFile] = {}
 
     def open(self) -> None:
-        """Begin to take what this rank says, and the exceptions that end it."""
+        """Begin to record this rank's messages, and the exceptions that end it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -1,7 +1,7 @@
 """Samples that each step consumed: `samples-N.jsonl` in the log folder, one for each data-parallel rank.
 
 A line holds the numbers of the samples in the order of the run, and the CRC-32 of their tokens. A number
-stands for the same tokens under every layout.
+means the same tokens under every layout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SampleLog:
 
 
 def drop_samples_after(log_dir: str | Path, iteration: int) -> None:
-    """Drop the records of steps after `iteration`, which a resumed run takes again, of all ranks."""
+    """Drop the records of steps after `iteration`, which a resumed run repeats, for all ranks."""
     for path in Path(log_dir).glob(NAME.format("*")):
         keep_lines(path, iteration)
 
@@ -42,7 +42,7 @@ def drop_samples_after(log_dir: str | Path, iteration: int) -> None:
 def read_samples(log_dir: str | Path) -> dict[int, dict[int, int]]:
     """The samples that each iteration consumed, each with the checksum of its tokens.
 
-    Raises `ValueError` when two ranks, or one of them twice, consumed the same sample in a step.
+    Raises `ValueError` when a sample was consumed twice in a step.
     """
     found: dict[int, dict[int, int]] = {}
     for path in sorted(Path(log_dir).glob(NAME.format("*"))):

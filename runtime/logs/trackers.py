@@ -1,4 +1,4 @@
-"""Services that keep the figures of runs: Weights & Biases and MLflow, where they are installed.
+"""Tracking services for runs: Weights & Biases and MLflow, if they are installed.
 
 Both have modes that need no network: WANDB_MODE=offline, and a folder or file as MLflow's tracking URI.
 """
@@ -18,11 +18,11 @@ from costmodels.errors import InputError
 from runtime.logs.console import say
 
 ANSWER_S = 60.0
-"""Seconds after which a service that does not answer gets no more figures; the first answer includes the
-import of its package."""
+"""Seconds without an answer after which a service gets no more figures; the first answer includes the import
+of its package."""
 
 END_S = 30.0
-"""Seconds that a run waits at its end for services to take the last figures."""
+"""Seconds that a run waits at its end for services to receive the last figures."""
 
 
 class Tracker(Protocol):
@@ -49,7 +49,7 @@ class WandbRun:
         self.run.log(dict(figures), step=iteration)
 
     def close(self) -> None:
-        """End the run, and wait until its file is whole: `finish` returns before it is written."""
+        """End the run, and wait until its file is complete, as `finish` returns earlier."""
         self.run.finish()
         self.wandb.teardown()
 
@@ -79,20 +79,20 @@ class MlflowRun:
 
 
 class Trackers:
-    """All services of a run. Each service has a thread of its own, so that none holds the run up. A service
-    that fails or does not answer is told once, and the run goes on without it."""
+    """All services of a run. Each service has its own thread, so that none delays the run. A service that
+    fails or does not answer is reported once, and the run continues without it."""
 
     def __init__(self, starts: Mapping[str, Callable[[], Tracker]]) -> None:
         self.running = {name: _Service(name, start) for name, start in starts.items()}
 
     def log(self, figures: Mapping[str, Any], iteration: int) -> None:
-        """Add the figures of an iteration that are numbers."""
+        """Add the numeric figures of an iteration."""
         numbers = {name: float(value) for name, value in figures.items() if isinstance(value, (int, float))}
         for service in self.running.values():
             service.log(numbers, iteration)
 
     def close(self) -> None:
-        """End all runs, and wait a while for services that have answered so far."""
+        """End all runs, and wait some time for services that have answered so far."""
         for service in self.running.values():
             service.end()
         deadline = time.monotonic() + END_S
@@ -113,7 +113,7 @@ class _Service:
         self.thread.start()
 
     def log(self, figures: Mapping[str, float], iteration: int) -> None:
-        """Hand figures over; a service that is too slow for them is told of, and gets no more."""
+        """Queue figures; a service that is too slow is reported, and gets no more."""
         since = self.busy_since
         if since is not None and time.monotonic() - since > ANSWER_S:
             self._tell(f"no answer for {ANSWER_S:g} s")
@@ -125,7 +125,7 @@ class _Service:
         self.waiting.put(None)
 
     def wait(self, deadline: float) -> None:
-        """Wait for that until `deadline`, unless nobody expects an answer any more."""
+        """Wait for the thread until `deadline`, unless the service has failed."""
         if not self.is_told:
             self.thread.join(max(0.0, deadline - time.monotonic()))
             if not self.has_ended:

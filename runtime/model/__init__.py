@@ -1,6 +1,6 @@
 """The model: layers of GPT, Llama, Qwen, Mixtral and DeepSeek. It knows nothing of parallelism.
 
-The name of an activation ends in its dimensions, here and in `runtime.parallel`: `x_BSD` is [B, S, D].
+The name of a tensor ends in its dimensions, here and in `runtime.parallel`: `x_BSD` is [B, S, D].
 
     B   sequences of a microbatch
     S   tokens of a sequence; under context parallelism those that this rank holds, where s is written too

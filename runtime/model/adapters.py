@@ -1,4 +1,4 @@
-"""Low-rank adapters: frozen linear layers, and what is added to them. Shapes: see `runtime.model`."""
+"""Low-rank adapters on frozen linear layers. Shapes: see `runtime.model`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class AdaptedLinear(nn.Linear):
         return self.adapt(self.product(x, self.weight, self.bias), x, self.lora_a, self.lora_b)
 
     def adapt(self, result: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
-        """`result`, what the frozen layer makes of `x`, and what the adapter makes of it."""
+        """The sum of `result`, the frozen layer's output for `x`, and of the adapter's output for `x`."""
         return result + F.linear(F.linear(x, lora_a), lora_b) * self.scale
 
 
 def add_adapters(block: nn.Module, spec: ModelSpec, mlp: MlpKind) -> None:
-    """Put adapters into a block; all else is frozen."""
+    """Put adapters into a block; all other parameters are frozen."""
     block.requires_grad_(False)
     assert spec.lora is not None
     for layer in adapted_layers(spec, mlp):

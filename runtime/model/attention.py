@@ -26,12 +26,12 @@ from runtime.model.rotary import first_positions, rotary_table, rotate, score_fa
 Tables = tuple[Tensor, ...]
 """Tables of positions for a layer: cosines and sines, [S, H] each, or one factor of queries, [S, 1].
 
-Rows with positions of their own have [B, 1] in front.
+With different positions for each row, the shapes have [B, 1] in front.
 """
 
 
 class MakeRotary(NamedTuple):
-    """The rotation of a layer's heads by positions; layers with equal rotations share their tables."""
+    """A maker of rotary tables for a layer's heads; layers with equal rotations share their tables."""
 
     dim: int
     theta: float
@@ -43,7 +43,7 @@ class MakeRotary(NamedTuple):
 
 
 class MakeGrowth(NamedTuple):
-    """The growth of attention scores with positions (`ScoreGrowth`)."""
+    """A maker of the factors by which attention scores grow with positions (`ScoreGrowth`)."""
 
     positions: int
     factor: float
@@ -58,7 +58,8 @@ MakeTables = MakeRotary | MakeGrowth
 
 
 OverRanks = Callable[[Tensor, Tensor, Tensor, DocumentMasks, Tensor | None], Tensor]
-"""The core of attention over sequences that ranks share: of queries, keys, values, masks and sinks [N]."""
+"""The core of attention over sequences split over ranks, as a function of queries, keys, values, masks and
+sinks [N]."""
 
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -68,11 +69,11 @@ Heads = tuple[Tensor, Tensor, Tensor]
 class CoreAttention(nn.Module):
     """Causal scaled dot-product attention of [B, N, S, H] queries over [B, K, S, H] keys and values.
 
-    Heads of values may have another size than those of queries and keys, and results have theirs.
+    Heads of values, and so results, may have another size than those of queries and keys.
 
     Args:
-        reach: what tokens see.
-        sinks: heads that have a sink; 0 for none.
+        reach: limits on the earlier tokens that a token sees.
+        sinks: number of heads with a sink; 0 for none.
     """
 
     def __init__(self, reach: Reach = EVERYTHING, sinks: int = 0) -> None:
@@ -86,7 +87,7 @@ class CoreAttention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(sinks)) if sinks else None
 
     def own_sinks(self) -> Tensor | None:
-        """The sinks [N] of the heads that are here."""
+        """The sinks [N] of this rank's heads."""
         return self.sinks
 
     def forward(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
@@ -112,7 +113,7 @@ class MultiHeadAttention(nn.Module, ABC):
     output: nn.Linear
     rotates: bool
     make_tables: MakeTables | None
-    """The maker of position tables; None where positions do nothing to the layer."""
+    """The maker of position tables; None for a layer without positions."""
     tables: Tables | None
 
     def __init__(self, reach: Reach = EVERYTHING, sinks: int = 0) -> None:
@@ -132,17 +133,17 @@ class MultiHeadAttention(nn.Module, ABC):
         """Inputs of the core for the layer's input: queries [B, N, S, H], keys and values [B, K, S, H]."""
 
     def enter(self, x_BSD: Tensor) -> tuple[Tensor, ...]:
-        """The heads of what comes to `forward`, whose input ranks may share."""
+        """The heads for the input of `forward`, which may be split over ranks."""
         return self.heads(x_BSD)
 
     def merge(self, attended_BNSH: Tensor, x_BSD: Tensor) -> Tensor:
-        """The result of all heads together: [B, N, S, H] -> [B, S, D]; the input may gate it."""
+        """The combined output of all heads: [B, N, S, H] -> [B, S, D]; the input may gate it."""
         result_BSD: Tensor = self.output(attended_BNSH.transpose(1, 2).flatten(2))
         return result_BSD
 
 
 class Attention(MultiHeadAttention):
-    """Multi-head attention with grouped queries, of a kind of layer: [B, S, D] -> [B, S, D]."""
+    """Multi-head attention with grouped queries, for one kind of layer: [B, S, D] -> [B, S, D]."""
 
     def __init__(self, spec: ModelSpec, kind: AttentionKind = "full") -> None:
         reach = Reach(
@@ -193,7 +194,7 @@ class Attention(MultiHeadAttention):
         return q, k, v
 
     def merge(self, attended_BNSH: Tensor, x_BSD: Tensor) -> Tensor:
-        """The result of all heads together, each element scaled by the input where there is a gate."""
+        """The combined output of all heads, with each element scaled by the input if there is a gate."""
         if self.gate is None:
             return super().merge(attended_BNSH, x_BSD)
         gated_BSQ = attended_BNSH.transpose(1, 2).flatten(2) * self.gate(x_BSD).sigmoid()
@@ -201,14 +202,14 @@ class Attention(MultiHeadAttention):
         return result_BSD
 
     def normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys after their norms, where the model has some."""
+        """Queries and keys after their norms, if the model has these."""
         if self.query_norm is None or self.key_norm is None:
             return q, k
         return self.query_norm(q), self.key_norm(k)
 
 
 class Compression(nn.Module):
-    """Tokens [B, S, D] before latent attention gives them heads: [B, S, Q], [B, S, C] and [B, S, r].
+    """Compressed tokens [B, S, D] of latent attention, before heads: [B, S, Q], [B, S, C] and [B, S, r].
 
     Q: the compressed query, or the input itself where queries are not compressed; C: the latent of keys and
     values; r: the rotary part of the key, which all heads share (arXiv:2405.04434, section 2.1.2 and 2.1.3).

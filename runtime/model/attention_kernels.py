@@ -1,4 +1,4 @@
-"""Kernels of attention: which of PyTorch's takes what, with masks, grouped heads and heads of two sizes.
+"""The choice among PyTorch's attention kernels, with masks, grouped heads and heads of two sizes.
 
 Shapes: see `runtime.model`.
 """
@@ -15,15 +15,15 @@ FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
 FLASH_HEAD_SIZE = 256
-"""Largest head that the CUDA flash kernel takes."""
+"""Largest head size of the CUDA flash kernel."""
 
 
 FLASH_CAPABILITY = (8, 0)
-"""The first architecture that flash attention runs on: Ampere."""
+"""The first GPU architecture with flash attention: Ampere."""
 
 
 def takes_flash(q: Tensor) -> bool:
-    """True if PyTorch's CUDA flash kernel takes `q`; it runs grouped queries without copies of keys."""
+    """True if PyTorch's CUDA flash kernel supports `q`; it runs grouped queries without copies of keys."""
     if q.device.type != "cuda" or q.dtype not in FLASH_DTYPES or q.shape[-1] > FLASH_HEAD_SIZE:
         return False
     # Without a GPU these are fake tensors, which stand for ones on a GPU of today.
@@ -31,25 +31,24 @@ def takes_flash(q: Tensor) -> bool:
 
 
 def pad_heads(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with zeros added to each head up to a multiple of 8 elements, as CUDA kernels need it."""
+    """The tensors with each head padded with zeros to a multiple of 8 elements, as CUDA kernels require."""
     missing = -tensors[0].shape[-1] % 8
     return tuple(F.pad(x, (0, missing)) for x in tensors) if missing else tensors
 
 
 class DocumentMasks:
-    """The masks that attention of one reach adds to scores within documents, in the microbatch that runs.
+    """The document masks that attention with one reach adds to scores in the current microbatch.
 
-    They hide all that a token does not see: other documents, later tokens, and what its window or chunk
-    leaves out. There is one mask [B, 1, S, S] where attention sees whole sequences, one for each part of the
-    queries where it gathers keys, and none where documents do not matter. `runtime.parallel.documents` makes
-    them.
+    They hide other documents, later tokens, and tokens outside of the window or chunk. There is one mask [B,
+    1, S, S] for attention over whole sequences, one for each part of the queries with gathered keys, and none
+    if documents do not matter. `runtime.parallel.documents` makes them.
     """
 
     masks: tuple[Tensor, ...] = ()
 
 
 def masked_attention(q_BNTH: Tensor, k_BKPH: Tensor, v_BKPH: Tensor, mask_B1TP: Tensor) -> Tensor:
-    """Attention with a mask [B, 1, T, P] that is added to the scores, else as `suffix_attention`."""
+    """Attention like `suffix_attention`, but with a mask [B, 1, T, P] that is added to the scores."""
     grouped = q_BNTH.shape[1] != k_BKPH.shape[1]
     if grouped and q_BNTH.device.type == "cuda":
         # No CUDA kernel but flash takes grouped queries, and the fallback would hold all scores.
@@ -67,7 +66,7 @@ def suffix_attention(q_BNTH: Tensor, k_BKPH: Tensor, v_BKPH: Tensor) -> Tensor:
         v_BKPH: the same shape.
 
     Returns:
-        [B, N, T, H]. The flash kernel skips what the mask hides: its causal mask is that of the last tokens
+        [B, N, T, H]. The flash kernel skips hidden tokens; its causal mask is that of the last tokens
         (FlashAttention 2.1). Other devices and dtypes get a mask of [T, P].
     """
     grouped = q_BNTH.shape[1] != k_BKPH.shape[1]
@@ -84,7 +83,7 @@ def suffix_attention(q_BNTH: Tensor, k_BKPH: Tensor, v_BKPH: Tensor) -> Tensor:
 
 
 def repeat_heads(x_BKSH: Tensor, heads: int) -> Tensor:
-    """Each head of [B, K, S, H] several times, side by side: [B, heads, S, H]."""
+    """[B, heads, S, H] with each head of [B, K, S, H] repeated."""
     times = heads // x_BKSH.shape[1]
     return x_BKSH.repeat_interleave(times, dim=1) if times > 1 else x_BKSH
 
@@ -92,7 +91,7 @@ def repeat_heads(x_BKSH: Tensor, heads: int) -> Tensor:
 def equal_heads_attention(
     attend: Callable[..., Tensor], q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor
 ) -> Tensor:
-    """Attention by a kernel that takes one size of heads only: zeros fill up the smaller ones."""
+    """Attention by a kernel for one head size only; smaller heads are padded with zeros."""
     keys, values = q_BNSH.shape[-1], v_BKSH.shape[-1]
     if keys == values:
         return attend(q_BNSH, k_BKSH, v_BKSH)

@@ -1,8 +1,8 @@
-"""Attention whose scores are bounded (Gemma 2, arXiv:2408.00118, section 2.4), in blocks of queries.
+"""Attention with capped scores (Gemma 2, arXiv:2408.00118, section 2.4), in blocks of queries.
 
-No kernel of PyTorch's bounds scores but what it compiles, so that GEMMs do it. Forward keeps queries, keys,
-values and results. Backward makes the scores of a block anew, as flash attention does (arXiv:2205.14135,
-section 3.1). Shapes: see `runtime.model`.
+PyTorch has no kernel for this except compiled ones, so GEMMs are used. Forward keeps queries, keys, values
+and results. Backward recomputes the scores of a block, like flash attention (arXiv:2205.14135, section 3.1).
+Shapes: see `runtime.model`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from runtime.model.reach import Reach
 def capped_attention(
     q_BNTH: Tensor, k_BKPH: Tensor, v_BKPH: Tensor, reach: Reach, mask: Tensor | None = None
 ) -> Tensor:
-    """Causal attention of the last T of P tokens within their reach, by scores that it bounds.
+    """Causal attention with capped scores of the last T of P tokens within their reach.
 
     Args:
         q_BNTH: [B, N, T, H].
         k_BKPH: [B, K, P, H].
         v_BKPH: the same shape.
-        reach: of the layer.
-        mask: [B, 1, T, P], added to the scores: 0, or -inf to hide all that the layer does not see.
+        reach: the reach of the layer.
+        mask: [B, 1, T, P], added to the scores: 0, or -inf for hidden tokens.
 
     Returns:
-        [B, N, T, H], token by token in memory, as the output matrix reads it.
+        [B, N, T, H], contiguous by token, as the output matrix reads it.
     """
     result_BNTH: Tensor = _Capped.apply(q_BNTH, k_BKPH, v_BKPH, reach, mask)  # type: ignore[no-untyped-call]
     return result_BNTH
 
 
 class _Block(NamedTuple):
-    """Queries that are computed together, and the keys that any of them sees."""
+    """A block of queries, and the keys that any of these queries sees."""
 
     queries: slice
     keys: slice
@@ -59,7 +59,7 @@ def _blocks(reach: Reach, tokens: int, keys: int, is_masked: bool) -> Iterator[_
 
 
 def _by_keys(x_BNTH: Tensor, block: _Block, shared: int) -> Tensor:
-    """The queries of a block, [B, K, M, H]: M are those of each of the heads that share keys."""
+    """The queries of a block, [B, K, M, H]; M are the queries of all heads that share a key head."""
     batch, _, _, head = x_BNTH.shape
     return x_BNTH[:, :, block.queries].reshape(batch, shared, -1, head)
 
@@ -67,7 +67,7 @@ def _by_keys(x_BNTH: Tensor, block: _Block, shared: int) -> Tensor:
 def _bounded(
     q_BKMH: Tensor, k_BKph: Tensor, hidden: Tensor, softcap: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The probabilities of a block, and its scores over the bound, both [B, K, M, p] in fp32."""
+    """The probabilities of a block, and its scores divided by the cap, both [B, K, M, p] in fp32."""
     bounded = torch.tanh((q_BKMH @ k_BKph.transpose(2, 3)).float() * (scale / softcap))
     shape = bounded.shape
     scores = (bounded * softcap).view(*shape[:2], -1, hidden.shape[-2], shape[3]) + hidden
@@ -75,7 +75,7 @@ def _bounded(
 
 
 class _Inputs(NamedTuple):
-    """Queries, keys and values of attention, and what each query may see."""
+    """Queries, keys and values of attention, and the limits on visible tokens."""
 
     q_BNTH: Tensor
     k_BKPH: Tensor
@@ -85,12 +85,12 @@ class _Inputs(NamedTuple):
 
     @property
     def blocks(self) -> Iterator[_Block]:
-        """Queries, some at a time."""
+        """The blocks of queries."""
         tokens, keys = self.q_BNTH.shape[2], self.k_BKPH.shape[2]
         return _blocks(self.reach, tokens, keys, self.mask is not None)
 
     def probabilities(self, q_BKMH: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
-        """`_bounded` of the queries of a block."""
+        """The probabilities and capped scores of a block (`_bounded`)."""
         hidden, scale = self._hidden(block), q_BKMH.shape[-1] ** -0.5
         return _bounded(q_BKMH, self.k_BKPH[:, :, block.keys], hidden, self.reach.softcap, scale)
 
@@ -133,7 +133,7 @@ class _Capped(torch.autograd.Function):
 
 # Functions of their own: the scores of a block end before those of the next one are made.
 def _attend(given: _Inputs, block: _Block, out_BNTH: Tensor) -> None:
-    """Write what the queries of a block read."""
+    """Write the attention output of a block."""
     shares, _ = given.probabilities(_by_keys(given.q_BNTH, block, given.k_BKPH.shape[1]), block)
     own = out_BNTH[:, :, block.queries]
     own.copy_((shares.to(given.v_BKPH.dtype) @ given.v_BKPH[:, :, block.keys]).view(own.shape))
@@ -148,7 +148,7 @@ def _add_gradients(
     to_k: Tensor,
     to_v: Tensor,
 ) -> None:
-    """Write the gradient of the queries of a block, and add to those of all keys and values."""
+    """Write the gradient of a block's queries, and add to the gradients of all keys and values."""
     shared = given.k_BKPH.shape[1]
     q_BKMH, grad_BKMH, out_BKMH = (_by_keys(x, block, shared) for x in (given.q_BNTH, grad_BNTH, out_BNTH))
     k_here, v_here = given.k_BKPH[:, :, block.keys], given.v_BKPH[:, :, block.keys]

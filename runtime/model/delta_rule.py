@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SMALLEST_NORM = 1e-6
-"""Term added to the squares of queries and keys, which are brought to length one."""
+"""Term added to the squared length of queries and keys in their normalisation."""
 
 
 def wide(x: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """Vectors of length one, in fp32."""
+    """Vectors normalised to length one, in fp32."""
     x = wide(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + SMALLEST_NORM)
 
@@ -36,16 +36,16 @@ def delta_rule(
     chunk: int,
     state_BNHZ: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Values that queries read, and the last state, computed in chunks of tokens.
+    """Output values of the delta rule, and the last state, computed in chunks of tokens.
 
-    Within a chunk the updates of all its tokens are one product with the inverse of a triangle. G are the
+    Within a chunk the updates of all tokens are one GEMM with the inverse of a triangular matrix. G are the
     sums of log decays in the chunk, D_ij = exp(G_i - G_j), and A_ij = b_i D_ij k_i k_j below the diagonal.
-    New values are then (1 + A)^-1 (b v - b exp(G) k S). Only the terms with the state S go from chunk to
-    chunk.
+    New values are then (1 + A)^-1 (b v - b exp(G) k S). Only the terms with the state S depend on earlier
+    chunks.
 
     Args:
         decay_BNS: log decays, at most 0.
-        strength_BNS: 0 for tokens that leave the state as it is but for its decay.
+        strength_BNS: 0 for tokens that only decay the state.
         chunk: tokens of a chunk; zeros fill up the last one.
         state_BNHZ: before the first token, fp32; zeros if None.
 
@@ -61,7 +61,8 @@ def delta_rule(
         return _split(filled, 2, chunk).permute(2, 0, 1, 3, 4).contiguous().flatten(1, 2)
 
     def each(shared: Tensor, own: Tensor) -> Tensor:
-        """Products of tensors that value heads with one key share and of tensors of each value head."""
+        """Products of tensors of key heads, repeated for the value heads that share them, and tensors of
+        value heads."""
         return (shared.unsqueeze(2) * _split(own, 1, repeats)).flatten(1, 2)
 
     q_nYcH, k_nYcH = chunks(unit_length(q_BKSH) * q_BKSH.shape[-1] ** -0.5), chunks(unit_length(k_BKSH))
@@ -88,12 +89,12 @@ def delta_rule(
 
 
 def _split(x: Tensor, dim: int, inner: int) -> Tensor:
-    """A dimension as two, of which the inner one has `inner` elements."""
+    """A tensor with a dimension split in two, the inner one of `inner` elements."""
     return x.reshape(*x.shape[:dim], -1, inner, *x.shape[dim + 1 :])
 
 
 class _Inverse(torch.autograd.Function):
-    """The inverse of matrices [..., c, c] with ones on the diagonal, of which what is below it is read."""
+    """The inverse of unit lower triangular matrices [..., c, c]; only the part below the diagonal is read."""
 
     @staticmethod
     def forward(ctx: Any, triangle: Tensor) -> Tensor:
@@ -149,8 +150,8 @@ def scan_backward(
     left_nXcH: Tensor,
     kept_nX11: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Whole gradients of new values [n, X, c, Z], and of the states before each chunk and after the last one
-    [n + 1, X, H, Z], from the gradients of their other readers. Three kernels for each chunk."""
+    """Complete gradients of new values [n, X, c, Z] and of the states before each chunk and after the last
+    one [n + 1, X, H, Z], from the partial gradients of their other readers. Three kernels for each chunk."""
     values = to_new_nXcZ.clone(memory_format=torch.contiguous_format)
     states = torch.cat((to_states_nXHZ, to_last_XHZ.unsqueeze(0)))
     reads_nXHc = reads_nXcH.mT

@@ -24,15 +24,16 @@ from runtime.model.routing import (
 )
 
 SMALLEST_SUM = 1e-20
-"""Added to the sum that weights are divided by: sigmoids may all be zero (DeepSeek-V3)."""
+"""Term added to the sum by which weights are divided, as all sigmoids may be zero (DeepSeek-V3)."""
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token: [B, S, D] -> weights [B, S, k] and numbers of experts [B, S, k].
+    """The router, which chooses the experts of each token: [B, S, D] -> weights [B, S, k] and numbers of
+    experts [B, S, k].
 
-    Computes in fp32. Where a sequence fills an expert beyond its capacity, the smallest weights are dropped:
-    their weight is zero, and their expert has the number E. The weights of a token's other experts stay as
-    they are.
+    Computes in fp32. If a sequence exceeds the capacity of an expert, the pairs with the smallest weights are
+    dropped: their weight becomes zero, and their expert gets the number E. The weights of a token's other
+    experts are unchanged.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -56,7 +57,7 @@ class Router(nn.Module):
 
     @staticmethod
     def product(x_BSD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-        """The logits, of this matrix and bias."""
+        """The logits for a given matrix and bias."""
         logits_BSE = wide_product(x_BSD, weight_ED)
         return logits_BSE if bias_E is None else logits_BSE + bias_E.float()
 
@@ -82,7 +83,7 @@ class Router(nn.Module):
         return weights_BSk, chosen_BSk
 
     def to_device(self, device: torch.device) -> None:
-        """Move load and biases, which are no parameters, to where routing computes."""
+        """Move load and biases, which are not parameters, to the device of the computation."""
         self.load = self.load.to(device)
         if self.expert_bias is not None:
             self.expert_bias = self.expert_bias.to(device)
@@ -102,7 +103,7 @@ class Router(nn.Module):
         return scores_BSE.topk(self.top_k, -1).indices
 
     def capacity_mask(self, weights_BSk: Tensor, chosen_BSk: Tensor) -> Tensor:
-        """A mask [B, S, k] of the pairs of whole sequences that their experts take in."""
+        """A mask [B, S, k] of the pairs of whole sequences within the capacity of their experts."""
         experts = self.weight.shape[0]
         limit = capacity(weights_BSk.shape[1], self.top_k, experts, self.options.capacity_factor)
         return capacity_mask(weights_BSk, chosen_BSk, experts, limit)
@@ -139,9 +140,10 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Experts of which each token uses a few, and shared ones that all use: [B, S, D] -> [B, S, D].
+    """Routed experts, of which each token uses a few, and shared experts for all tokens: [B, S, D] -> [B, S,
+    D].
 
-    What carries tokens to experts may take its time while the shared experts compute.
+    Dispatch overlaps with the computation of the shared experts.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -170,7 +172,7 @@ class MixtureOfExperts(nn.Module):
     def weighted_tokens(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [T, D], and the weights and experts [T, k] of each.
 
-        Where weights are factors of what goes into experts, a token is k tokens of one expert each, [T k, D].
+        If weights multiply the inputs of experts, a token becomes k tokens with one expert each, [T k, D].
         """
         weights_Tk, chosen_Tk = (part.flatten(0, 1) for part in self.router(x_BSD))
         x_TD = x_BSD.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The kernels of flash-linear-attention (the package `fla`), where it is installed and devices are CUDA's."""
+"""The kernels of flash-linear-attention (package `fla`), if it is installed and the device is a CUDA GPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 TAKEN = ("q", "k", "v", "g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-"""Parameters of the kernel that are given; another version that lacks one of them is left alone."""
+"""Parameters of the kernel that are passed; a version without one of them is not used."""
 
 NARROW = (torch.float16, torch.bfloat16)
 
 
 @cache
 def chunked_kernel() -> Callable[..., Any] | None:
-    """The gated delta rule of the installed `fla`; None where this machine cannot run it or it takes other
-    parameters."""
+    """The gated delta rule of the installed `fla`; None where this machine cannot run it, or its parameters
+    differ."""
     if not torch.cuda.is_available() or find_spec("fla") is None:
         return None
     try:
@@ -37,16 +37,16 @@ def chunked_kernel() -> Callable[..., Any] | None:
 
 
 def takes(v: Tensor) -> bool:
-    """True if a kernel that is there runs on these values: of a CUDA device, in 16 bits, with memory."""
+    """True if the kernel exists and supports these values: on a CUDA device, in 16 bits, with memory."""
     return v.device.type == "cuda" and v.dtype in NARROW and not isinstance(v, FakeTensor)
 
 
 def flash_delta_rule(
     q_BKSH: Tensor, k_BKSH: Tensor, v_BNSZ: Tensor, decay_BNS: Tensor, strength_BNS: Tensor
 ) -> Tensor:
-    """Values that queries read from a state of zeros, [B, N, S, Z]: `delta_rule` in Triton's kernels.
+    """Output values of `delta_rule` from a zero state, [B, N, S, Z], computed by Triton kernels.
 
-    The call is that of transformers: heads of keys repeated, brought to length one by the kernel.
+    The call is like that of transformers: key heads are repeated, and the kernel normalises them.
     """
     kernel = chunked_kernel()
     assert kernel is not None

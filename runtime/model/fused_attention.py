@@ -1,8 +1,8 @@
-"""Fused kernels of attention called by their names, for attention whose backward is not PyTorch's own.
+"""Direct calls of fused attention kernels, for attention with a backward pass of this package.
 
-A layer may see only a window of the tokens before it, and its heads may have sinks. A sink is a score of its
-own that takes part in the softmax and adds nothing (StreamingLLM, arXiv:2309.17453, as gpt-oss learns it).
-Shapes: see `runtime.model`.
+A layer may see only a window of earlier tokens, and its heads may have sinks. A sink is a learned score that
+takes part in the softmax without a value (StreamingLLM, arXiv:2309.17453, as gpt-oss learns it). Shapes: see
+`runtime.model`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def reaching_attention(
         q_BNTH: [B, N, T, H], the last T tokens of those of `k_BKPH`.
         k_BKPH: [B, K, P, H], P at least T.
         v_BKPH: the same shape.
-        reach: of the layer.
-        sinks_N: the score of each head's sink, where it has one.
-        mask: [B, 1, T, P], added to the scores: 0, or -inf to hide all that the layer does not see.
+        reach: the reach of the layer.
+        sinks_N: the score of each head's sink, if there are sinks.
+        mask: [B, 1, T, P], added to the scores: 0, or -inf for hidden tokens.
 
     Returns:
-        [B, N, T, H]. The flash kernel skips what a window hides; other devices and number formats get a mask.
+        [B, N, T, H]. The flash kernel skips tokens outside of a window; other devices and number formats get
+        a mask.
     """
     tokens, keys = q_BNTH.shape[2], k_BKPH.shape[2]
     if reach.softcap:
@@ -58,7 +59,7 @@ def reaching_attention(
 
 
 def _chunks_apart(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, chunk: int) -> Tensor:
-    """Causal attention within each chunk, which is a sequence of its own; zeros fill up the last one."""
+    """Causal attention within each chunk as a separate sequence; the last chunk is padded with zeros."""
     batch, heads, seq, head = q_BNSH.shape
     missing = -seq % chunk
 
@@ -77,8 +78,8 @@ def _chunks_apart(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, chunk: int) ->
 
 
 class _Reaching(torch.autograd.Function):
-    """A sink is one more column of scores whose value is zero: backward is that of the kernels, given the
-    log-sum-exp and the result of all columns."""
+    """Attention with a window and sinks. A sink is a further column of scores with a zero value. So backward
+    uses the kernels' backward with the log-sum-exp and the result of all columns."""
 
     @staticmethod
     def forward(
@@ -132,7 +133,7 @@ class _Reaching(torch.autograd.Function):
 def _window_or_mask(
     q_BNTH: Tensor, k_BKPH: Tensor, reach: Reach, mask: Tensor | None
 ) -> tuple[int, Tensor | None]:
-    """Arguments of a kernel: a window (0: none), or a mask, which is made anew in backward."""
+    """Arguments of a kernel: a window (0: none), or a mask, which backward makes again."""
     tokens, keys = q_BNTH.shape[2], k_BKPH.shape[2]
     binds = reach.binds(keys)
     if mask is None and takes_flash(q_BNTH) and not (binds and reach.chunk):
@@ -152,13 +153,13 @@ def fused_forward(
     mask: Tensor | None = None,
     window: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Attention: output, log-sum-exp [B, N, T], and what the kernel's backward asks for.
+    """Attention: output, log-sum-exp [B, N, T], and further tensors for the kernel's backward.
 
     Args:
-        is_causal: hide later tokens; queries are the last ones where there are fewer, of which the flash
-            kernel alone knows.
-        mask: added to the scores instead, [T, P] or [B, 1, T, P]; never for the flash kernel.
-        window: tokens that each sees; 0 for all. For the flash kernel alone.
+        is_causal: hide later tokens; if there are fewer queries than keys, they are the last tokens (flash
+            kernel only).
+        mask: added to the scores instead, [T, P] or [B, 1, T, P]; not for the flash kernel.
+        window: tokens that each token sees; 0 for all. For the flash kernel only.
     """
     aten = torch.ops.aten
     if window:
@@ -219,7 +220,7 @@ def fused_backward(
 def _window_backward(
     given: _Given, logsumexp: Tensor, state: list[Tensor], scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v by the flash kernel, where each token sees a window."""
+    """Gradients of q, k and v by the flash kernel with a window."""
     sizes = given[1].shape[2], given[2].shape[2]
     q, k, v = torch.ops.aten._flash_attention_backward(
         *(x.transpose(1, 2) for x in given),
@@ -234,7 +235,7 @@ def _window_backward(
 def _repeated_backward(
     given: _Given, logsumexp: Tensor, state: list[Tensor], scale: float, is_causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v by the kernels that take as many heads of keys as of queries."""
+    """Gradients of q, k and v by kernels that need equal numbers of key and query heads."""
     aten, (grad_out, query, key, value, out) = torch.ops.aten, given
     tokens, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
@@ -255,5 +256,5 @@ def _repeated_backward(
 
 
 def _expanded(mask: Tensor | None, q_BNTH: Tensor, k_BNPH: Tensor) -> Tensor | None:
-    """A mask for each head, without memory of its own."""
+    """A mask expanded to all heads without copying."""
     return None if mask is None else mask.expand(*q_BNTH.shape[:3], k_BNPH.shape[2])

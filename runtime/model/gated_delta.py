@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv:2412.06464): attention whose state has one size for any length of sequence.
+"""Gated DeltaNet (arXiv:2412.06464): attention with a state of fixed size for any length of sequence.
 
 Shapes: see `runtime.model`; N are heads of values here, K of queries and keys, Z the size of a value.
 """
@@ -19,7 +19,7 @@ from runtime.model.flash_linear_attention import chunked_kernel, flash_delta_rul
 class DeltaInputs(nn.Module):
     """Queries, keys, values, log decays and strengths of the tokens: [B, S, D] -> [B, N, S, ...] each.
 
-    A convolution over some positions goes over queries, keys and values before their activation.
+    Queries, keys and values pass a convolution over a few positions before their activation.
     """
 
     def __init__(self, spec: ModelSpec, sizes: LinearAttention) -> None:
@@ -42,7 +42,7 @@ class DeltaInputs(nn.Module):
         return found
 
     def mixed(self, name: str, projected_BSI: Tensor) -> Tensor:
-        """Channels after their convolution over positions and its activation, [B, S, I]."""
+        """Channels after the convolution over positions and the activation, [B, S, I]."""
         before = self.weight(f"{name}_conv").shape[1] - 1
         return self.convolved(name, F.pad(projected_BSI, (0, 0, before, 0)))
 
@@ -71,7 +71,7 @@ class DeltaCore(CoreAttention):
     """The gated delta rule over whole sequences (equation 10): queries read the state
     S_t = a_t S_{t-1} (1 - b_t k_t k_t^T) + b_t k_t v_t^T.
 
-    In the kernels of flash-linear-attention where these can be, which compilers stop for.
+    The kernels of flash-linear-attention are used where possible; they cause graph breaks in compilers.
     """
 
     def __init__(self, chunk: int) -> None:
@@ -89,7 +89,7 @@ class DeltaCore(CoreAttention):
 
 
 class GatedDelta(MultiHeadAttention):
-    """The layer of Qwen3-Next around the rule: [B, S, D] -> [B, S, D]."""
+    """Qwen3-Next's layer around the delta rule: [B, S, D] -> [B, S, D]."""
 
     core: DeltaCore
 
@@ -108,7 +108,7 @@ class GatedDelta(MultiHeadAttention):
         return taken
 
     def merge(self, attended_BNSH: Tensor, x_BSD: Tensor) -> Tensor:
-        """The result of all heads, each normalised and then gated by the input."""
+        """The combined output of all heads, each normalised and then gated by the input."""
         gate_BSI = F.silu(self.gate(x_BSD).float())
         normal_BSNZ = self.gated_norm(attended_BNSH.transpose(1, 2))
         gated_BSI = (normal_BSNZ.flatten(2) * gate_BSI).to(x_BSD.dtype)

@@ -14,7 +14,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gate sigmoid(1.702 gate) (up + 1), both clamped at 7; gates at the top alone."""
+    """gate sigmoid(1.702 gate) (up + 1), both clamped at 7; the gate only from above."""
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return gate * (gate * SWIGLU_ALPHA).sigmoid() * (up + 1.0)
 

@@ -1,7 +1,7 @@
 """Multi-token prediction (MTP): modules after the model (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-What comes in is what the model makes of its last norm, as Megatron-LM and published inference code of
-DeepSeek-V3 have it. Shapes: see `runtime.model`.
+Their input is the output of the model's last norm, as in Megatron-LM and in DeepSeek-V3's published inference
+code. Shapes: see `runtime.model`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from runtime.model.norms import make_norm
 
 
 class Scorer(Protocol):
-    """Makes a loss [] of the head and of its input [B, S, D], in the place of logits."""
+    """A function that computes the loss [] from the head and its input [B, S, D], instead of logits."""
 
     def __call__(self, head: nn.Linear, x_BSD: Tensor, depth: int = 0) -> Tensor:
-        """The share in the objective of predicting the token `depth` + 1 further on, by the rank's tokens."""
+        """The loss of predicting the token `depth` + 1 positions later, for this rank's tokens, weighted for
+        the objective."""
 
     def further(self, depth: int) -> Tensor:
-        """Ids [B, S] of the tokens `depth` further on; any id where the sequence has ended before."""
+        """Ids [B, S] of the tokens `depth` positions later; any id beyond the end of the sequence."""
 
 
 class FurtherToken(nn.Module):
-    """One MTP module, of the last depth's output and embeddings of later tokens, [B, S, D] each."""
+    """One MTP module; its inputs are the last depth's output and the embeddings of later tokens, [B, S, D]
+    each."""
 
     def __init__(self, spec: ModelSpec, block: nn.Module) -> None:
         super().__init__()
@@ -57,12 +59,12 @@ def with_further_losses(
     score: Callable[[Tensor, int], Tensor],
     further: Callable[[int], Tensor],
 ) -> Tensor:
-    """`loss`, which is what is reported, with the gradients of the losses of all depths besides.
+    """`loss`, which is reported, with the gradients of the losses of all depths added.
 
     Args:
-        x_BSD: the model after its last norm.
-        score: of the input of the head, and the depth.
-        further: as `Scorer` has it.
+        x_BSD: output of the model's last norm.
+        score: loss function of the head's input and the depth.
+        further: as in `Scorer`.
     """
     objective = torch.zeros_like(loss)
     for depth, module in enumerate(modules, start=1):

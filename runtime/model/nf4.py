@@ -1,8 +1,8 @@
 """Frozen matrices in 4 bits: NF4 with scales in 8 bits (QLoRA, arXiv:2305.14314, section 3).
 
-Plain operators of PyTorch, on any device. Each output's weights are in blocks of 64 inputs, whose scale is
-the largest magnitude in the block. The scales of the same 64 inputs of 256 outputs are stored as 255ths of
-the largest. No block holds weights of two outputs, so that ranks can split a matrix without changing its
+It uses plain PyTorch operators, on any device. Each output's weights are in blocks of 64 inputs; the scale of
+a block is its largest magnitude. The scales of the same 64 inputs of 256 outputs are stored as 255ths of
+their largest one. No block has weights of two outputs, so ranks can split a matrix without changing its
 values.
 """
 
@@ -29,28 +29,28 @@ STEPS = 255
 """Largest code of a scale."""
 
 TINY = torch.finfo(torch.float32).tiny
-"""The scale of blocks that are zero."""
+"""The scale of blocks of zeros."""
 
 
 class NF4Weight(nn.Module):
-    """A frozen matrix [O, I], or the rows of it from `first_row` on, in 4 bits.
+    """A frozen 4-bit matrix [O, I], or its rows from `first_row` on.
 
     Args:
-        outputs: O, rows that are here.
+        outputs: O, the number of rows here.
         inputs: I.
         dtype: format of GEMMs.
-        first_row: rows of the matrix before those that are here.
+        first_row: number of the matrix's rows before these.
         device: the default one unless given.
     """
 
     codes: Tensor
-    """Two weights a byte, the first one in the upper bits: [O, blocks x 32]."""
+    """Two weights per byte, the first one in the upper bits, [O, blocks x 32]."""
     scales: Tensor
     """Codes of scales, [O, blocks]."""
     factors: Tensor
-    """Largest scale of each group, fp32 [groups, blocks]: of all groups that rows here belong to."""
+    """Largest scale of each group with rows here, fp32 [groups, blocks]."""
     pairs: Tensor
-    """The values of both weights of each byte before scales, [256, 2]."""
+    """The values of both weights of each byte, before scaling, [256, 2]."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class NF4Weight(nn.Module):
 
     @torch.no_grad()
     def fill(self, weight_OI: Tensor, whole: Callable[[Tensor], Tensor] = lambda factors: factors) -> None:
-        """Take the place of `weight_OI`.
+        """Quantise `weight_OI` into this matrix.
 
         Args:
-            whole: makes the largest scales of groups of all rows from those of the rows that are here.
+            whole: makes the groups' largest scales over all rows from those of the rows here.
         """
         wide = F.pad(weight_OI.float(), (0, self.scales.shape[1] * BLOCK - self.inputs))
         blocks = wide.view(self.outputs, -1, BLOCK)
@@ -107,18 +107,18 @@ class NF4Weight(nn.Module):
         return self.scales * self._by_row(self.factors / STEPS)
 
     def dense(self) -> Tensor:
-        """The matrix [O, I] that the codes stand for, in the format of GEMMs."""
+        """The dequantised matrix [O, I], in the format of GEMMs."""
         found = F.embedding(self.codes.int(), self.pairs)
         blocks = found.view(self.outputs, -1, BLOCK).mul_(self._own_scales().unsqueeze(-1))
         return blocks.view(self.outputs, -1)[:, : self.inputs]
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[.., I] -> [.., O]."""
+        """The GEMM with this matrix: [.., I] -> [.., O]."""
         return F.linear(x, self.dense(), bias)
 
 
 class _Product(torch.autograd.Function):
-    """A GEMM that keeps nothing: backward makes the matrix again, for the gradient of the input."""
+    """A GEMM that keeps no tensor: backward dequantises the matrix again, for the input gradient."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class _Product(torch.autograd.Function):
 
 
 def nf4_linear(x: Tensor, weight: NF4Weight, bias: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear of a frozen matrix in 4 bits, and of a frozen bias."""
+    """torch.nn.functional.linear with a frozen 4-bit matrix and a frozen bias."""
     if torch.compiler.is_compiling():
         # A compiler takes the matrix in backward for that of forward, and keeps it, unless it is told not to.
         again: Tensor = checkpoint(weight.multiply, x, bias, use_reentrant=False, preserve_rng_state=False)

@@ -9,10 +9,10 @@ from costmodels import ModelSpec
 
 
 class NormFromOne(nn.RMSNorm):
-    """An RMS norm whose weight is stored less one (Gemma), and which computes in fp32."""
+    """An RMS norm with a weight stored minus one (Gemma), computed in fp32."""
 
     def weighted(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`x` normalised and multiplied by one more than `weight`."""
+        """Normalised `x` times (1 + `weight`)."""
         # In 16 bits the sum would lose what the weight has learned.
         wide = F.rms_norm(x.float(), self.normalized_shape, 1.0 + weight.float(), self.eps)
         return wide.to(x.dtype)

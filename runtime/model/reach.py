@@ -1,4 +1,4 @@
-"""Tokens that the tokens of a layer attend to. Shapes: see `runtime.model`."""
+"""Limits on the tokens that a layer's tokens attend to. Shapes: see `runtime.model`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from torch import Tensor
 
 
 class Reach(NamedTuple):
-    """Limits on the earlier tokens that tokens of a layer see: all of them where window and chunk are 0."""
+    """Limits on the earlier tokens that a layer's tokens see; no limits if window and chunk are 0."""
 
     window: int = 0
     """The number of tokens that a token sees, itself included."""
     chunk: int = 0
-    """The length of a chunk: a position reaches the positions before it in its own chunk."""
+    """The length of a chunk; a token only sees earlier tokens of its own chunk."""
     softcap: float = 0.0
-    """Scores x become cap tanh(x / cap); 0 for as they are."""
+    """The cap c of scores x, which become c tanh(x / c); 0 for no cap."""
 
     def is_everything(self, keys: int) -> bool:
-        """Return whether tokens of a sequence of `keys` see all before them by plain scores."""
+        """Return whether tokens of a sequence of `keys` tokens see all earlier tokens, with uncapped
+        scores."""
         return not (self.softcap or self.binds(keys))
 
     def binds(self, keys: int) -> bool:
-        """Return whether tokens of a sequence of `keys` do not see all before them."""
+        """Return whether tokens of a sequence of `keys` tokens do not see all earlier tokens."""
         return 0 < max(self.window, self.chunk) < keys
 
     def mask(
@@ -35,7 +36,7 @@ class Reach(NamedTuple):
             queries_T: the positions of the queries.
             keys: P, the keys are those of the first P positions.
             starts_BT: the position at which the document of each query begins. The query sees nothing before
-                it, and its chunks are counted from there.
+                that position, and chunks are counted from there.
         """
         keys_P, at_T1 = torch.arange(keys, device=queries_T.device), queries_T.unsqueeze(1)
         hidden, since = keys_P > at_T1, at_T1

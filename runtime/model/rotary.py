@@ -1,4 +1,4 @@
-"""Rotary positions (RoFormer, arXiv:2104.09864) and how they are stretched for longer sequences."""
+"""Rotary embedding (RoFormer, arXiv:2104.09864) and its scaling for longer sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [S, dim] of the `positions_S`, in fp32 (RoFormer, eq. 34).
 
-    The second half repeats the first, as `rotate` wants it. `InputError` where `scaling` is of a kind that
+    The second half repeats the first, as `rotate` needs it. Raises `InputError` for a kind of `scaling` that
     is not in `ROPE_KINDS`.
     """
     angles_SH = torch.outer(positions_S.float(), frequencies(dim, theta, scaling, positions_S.device))
@@ -34,7 +34,7 @@ def rotary_table(
 
 
 def rotate(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x_BNSH` turned by its positions, halves rotated as in Llama; only its first elements where tables are
+    """`x_BNSH` after rotary embedding, with halves rotated as in Llama; only the first elements if tables are
     shorter than heads."""
     turned = cos.shape[-1]
     if turned < x_BNSH.shape[-1]:
@@ -47,9 +47,9 @@ def rotate(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def frequencies(
     dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
 ) -> Tensor:
-    """Radians that each pair of a vector of `dim` elements turns by from one position to the next, [dim / 2].
+    """Radians per position by which each pair of a vector of `dim` elements is rotated, [dim / 2].
 
-    `InputError` as `rotary_table`.
+    Raises `InputError` as `rotary_table`.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     plain = 1.0 / theta**exponents
@@ -66,8 +66,8 @@ def frequencies(
 def table_factor(scaling: RopeScaling | None) -> float:
     """The factor of cosines and sines: 1, or the attention factor of YaRN.
 
-    It is sqrt(1/t) = 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4), and DeepSeek's ratio of that with
-    `mscale` to that with `mscale_all_dim` if both are given: `score_factor` has the rest.
+    It is sqrt(1/t) = 0.1 ln(factor) + 1 (arXiv:2309.00071, section 3.4), or, if both are given, DeepSeek's
+    ratio of its values with `mscale` and with `mscale_all_dim`; `score_factor` has the rest.
     """
     if scaling is None or scaling.kind != "yarn":
         return 1.0
@@ -81,10 +81,10 @@ def table_factor(scaling: RopeScaling | None) -> float:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """The factor by which models with latent attention multiply the scale of their scores.
+    """The factor of the score scale in models with latent attention.
 
-    (0.1 x mscale_all_dim x ln(factor) + 1)^2, as in the models that DeepSeek-V2 and V3 published: YaRN's
-    factor on queries and keys alike, also for the elements that are not rotated. 1 without `mscale_all_dim`.
+    It is (0.1 x mscale_all_dim x ln(factor) + 1)^2, as in the published DeepSeek-V2 and V3: YaRN's factor on
+    both queries and keys, also for elements without rotation. It is 1 without `mscale_all_dim`.
     """
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
@@ -96,14 +96,14 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _linear(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Position interpolation (arXiv:2306.15595, eq. 4)."""
+    """Frequencies of position interpolation (arXiv:2306.15595, eq. 4)."""
     return plain / scaling.factor
 
 
 def _llama3(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """Waves longer than `original / low_freq_factor` are stretched, those shorter than
-    `original / high_freq_factor` kept, and those between mixed (Llama 3.1's `apply_scaling`); Llama 4 Scout
-    has one factor for both."""
+    """Frequencies of Llama 3.1's `apply_scaling`: wavelengths above `original / low_freq_factor` are scaled,
+    those below `original / high_freq_factor` are kept, and those between are interpolated. Llama 4 Scout has
+    the same factor for both."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_positions * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0) if low < high else (turns >= low).to(plain.dtype)
@@ -111,8 +111,9 @@ def _llama3(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """NTK-by-parts interpolation (arXiv:2309.00071, section 3.2): a ramp over the dimensions, from those that
-    turn `beta_fast` times within the original length (kept) to those that turn `beta_slow` times."""
+    """Frequencies of NTK-by-parts interpolation (arXiv:2309.00071, section 3.2): a ramp over the dimensions,
+    from those with `beta_fast` turns within the original length (kept) to those with `beta_slow` turns
+    (scaled)."""
     dim = 2 * len(plain)
 
     def dimension(turns: float) -> float:
@@ -133,4 +134,4 @@ ROPE_KINDS: dict[str, Callable[[Tensor, float, RopeScaling], Tensor]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""Functions by kind: stretched frequencies from the plain ones [dim / 2], their base and the scaling."""
+"""Functions by kind of scaling: scaled frequencies from plain ones [dim / 2], their base and the scaling."""

@@ -1,7 +1,7 @@
-"""Tokens to experts and back: sorting, capacity, grouped GEMMs. No parallelism.
+"""Routing of tokens to experts and back: sorting, capacity, grouped GEMMs, without parallelism.
 
-Shapes: see `runtime.model`. A row is a pair of a token and one of its experts; pairs have the number
-token x k + choice.
+Shapes: see `runtime.model`. A row is a pair of a token and one of its experts; the number of a pair is token
+x k + choice.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from torch import Tensor
 from costmodels.pytorch import is_at_least
 
 ALIGNMENT_BYTES = 16
-"""Bytes that divide the rows of matrices in PyTorch's grouped GEMM."""
+"""Bytes of which matrix rows must be multiples in PyTorch's grouped GEMM."""
 
 GROUPED_MAJORS = (9, 10)
-"""Compute capabilities that its kernels are made for; AMD's MI300 and MI350 report 9 too."""
+"""Major compute capabilities with kernels for grouped GEMMs; AMD's MI300 and MI350 report 9 too."""
 
 
 BLACKWELL = 10
-"""Compute capability from which the kernels have the fault that `_UsedOnly` mends."""
+"""Compute capability from which the kernels have the fault that `_UsedOnly` corrects."""
 
 
 class Assignment(NamedTuple):
-    """Rows in the order of their experts."""
+    """Pairs sorted by expert."""
 
     order: Tensor
-    """Numbers of the pairs: the R that experts take in, then those that are dropped."""
+    """Numbers of the pairs: the R kept ones, then the dropped ones."""
     counts: Tensor
-    """[E] rows of each expert."""
+    """Rows of each expert, [E]."""
 
     def without_dropped(self, rows: int) -> Assignment:
-        """The pairs without the dropped ones: the first `rows` are left."""
+        """The assignment without dropped pairs: only the first `rows`."""
         return Assignment(self.order[:rows], self.counts)
 
 
 def assign(chosen_Tk: Tensor, experts: int) -> Assignment:
-    """The pairs of `chosen_Tk` sorted by expert; those with the number `experts` are dropped and last."""
+    """The pairs of `chosen_Tk` sorted by expert; dropped pairs, with the number `experts`, are last."""
     flat = chosen_Tk.flatten()
     # Not bincount, which waits for the device.
     counts_E = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
@@ -49,32 +49,32 @@ def assign(chosen_Tk: Tensor, experts: int) -> Assignment:
 
 
 def row_count(chosen_Tk: Tensor, counts_E: Tensor) -> int:
-    """The number of the pairs `chosen_Tk` that experts take in, by `counts_E`; waits for the device."""
+    """The number of kept pairs of `chosen_Tk`, from `counts_E`; waits for the device."""
     return int(counts_E.sum())
 
 
 def row_counts(rows_RD: Tensor, counts_E: Tensor) -> list[int]:
-    """`counts_E` of sorted rows as numbers of the host; waits for the device."""
+    """The values of `counts_E` on the host; waits for the device."""
     sizes: list[int] = counts_E.tolist()
     return sizes
 
 
 def capacity(seq: int, top_k: int, experts: int, factor: float) -> int:
-    """Tokens of one sequence that an expert takes in at most: ceil(S k / E x factor)."""
+    """Most tokens of one sequence for an expert: ceil(S k / E x factor)."""
     return math.ceil(seq * top_k / experts * factor)
 
 
 def capacity_mask(weights_BSk: Tensor, chosen_BSk: Tensor, experts: int, limit: int) -> Tensor:
-    """A mask of the pairs that experts take in: of each sequence and expert the `limit` largest weights.
+    """A mask of the pairs within capacity: for each sequence and expert the `limit` largest weights.
 
     Args:
-        weights_BSk: of whole sequences.
+        weights_BSk: weights of whole sequences.
         chosen_BSk: numbers of experts.
-        experts: how many there are.
-        limit: rows of one expert and sequence.
+        experts: number of experts.
+        limit: most rows of one expert and sequence.
 
     Returns:
-        [B, S, k] booleans; of equal weights the earlier position counts as the larger.
+        [B, S, k] booleans; among equal weights the earlier position counts as the larger.
     """
     by_weight = weights_BSk.flatten(1).argsort(dim=1, descending=True, stable=True)
     by_expert = chosen_BSk.flatten(1).gather(1, by_weight).argsort(dim=1, stable=True)
@@ -89,7 +89,7 @@ def capacity_mask(weights_BSk: Tensor, chosen_BSk: Tensor, experts: int, limit: 
 
 
 class _Permute(torch.autograd.Function):
-    """Rows of tokens in the order of an assignment; backward adds up a token's rows in a fixed order."""
+    """Tokens permuted to the rows of an assignment; backward adds a token's rows in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, top_k: int) -> Tensor:
@@ -107,7 +107,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Rows at their places; unlike index_copy's own, backward keeps the places only."""
+    """Rows copied to their places; unlike index_copy, backward keeps only the places."""
 
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, order_R: Tensor, places: int) -> Tensor:
@@ -125,7 +125,7 @@ class _Spread(torch.autograd.Function):
 
 
 def spread(rows_RD: Tensor, order_R: Tensor, places: int) -> Tensor:
-    """[places, D] with row i at place order_R[i], and zeros where none belongs."""
+    """A tensor [places, D] with row i at place order_R[i], and zeros elsewhere."""
     result: Tensor = _Spread.apply(rows_RD, order_R, places)  # type: ignore[no-untyped-call]
     return result
 
@@ -143,9 +143,9 @@ def combine(rows_RD: Tensor, weights_Tk: Tensor, order_R: Tensor) -> Tensor:
 
 
 class _UsedOnly(torch.autograd.Function):
-    """Weights [E, ...] of experts; backward clears the gradients of those without rows.
+    """Weights [E, ...] of experts; backward clears the gradients of experts without rows.
 
-    Some kernels leave what was in memory there (github.com/pytorch/pytorch/issues/172439).
+    Some kernels leave them uninitialised (github.com/pytorch/pytorch/issues/172439).
     """
 
     @staticmethod
@@ -172,11 +172,11 @@ def grouped_linear(
         x_RI: rows sorted by expert.
         weight_EOI: matrices of the experts.
         counts_E: rows of each expert.
-        bias_EO: their biases, where they have some.
-        sizes: `counts_E` on the host, where PyTorch's grouped GEMM does not take the operands.
+        bias_EO: biases of the experts, if any.
+        sizes: `counts_E` on the host, if PyTorch's grouped GEMM does not support the operands.
 
     Returns:
-        [R, O]. Without rows too the weights get a gradient, of zeros: ranks reduce gradients together.
+        [R, O]. Even without rows the weights get a zero gradient, as ranks reduce gradients together.
     """
     if not x_RI.shape[0]:
         return F.linear(x_RI, weight_EOI[0], None if bias_EO is None else bias_EO[0])
@@ -197,23 +197,23 @@ def grouped_linear(
 
 
 def major_of(device: torch.device) -> int:
-    """The compute capability of a GPU, its first number; compilers take it as a constant."""
+    """The major compute capability of a GPU; compilers treat it as a constant."""
     # Without a GPU tensors are fake, and stand for ones on a GPU of today.
     return torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else GROUPED_MAJORS[0]
 
 
 def _leaves_garbage(device: torch.device) -> bool:
-    """Return whether grouped GEMMs of `device` may not write the gradients of weights without rows."""
+    """Return whether grouped GEMMs of `device` may leave gradients of experts without rows unwritten."""
     if device.type != "cuda":
         return False
     return torch.version.hip is not None or major_of(device) >= BLACKWELL
 
 
 def takes_grouped(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
-    """True if PyTorch's grouped GEMM takes rows and weights of these widths, without a loop of its own.
+    """True if PyTorch's grouped GEMM supports rows and weights of these widths without an internal loop.
 
-    CUDA kernels are made for bf16 on Hopper and data-centre Blackwell; elsewhere PyTorch asks the device for
-    the sizes of groups in every GEMM.
+    CUDA kernels exist for bf16 on Hopper and data-centre Blackwell; elsewhere PyTorch reads the group sizes
+    from the device in every GEMM.
     """
     if any(width * dtype.itemsize % ALIGNMENT_BYTES for width in widths):
         return False
@@ -236,13 +236,14 @@ class _WideProduct(torch.autograd.Function):
 
 
 KEEPS_PYTHON_NODES = is_at_least("2.13")
-"""Before, schedules that split backward lose the gradient of a weight that a Function takes."""
+"""The PyTorch version before which split-backward schedules lose the gradient of a weight used in a
+Function."""
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     """The GEMM [..., N] of `x` [..., K] and `weight` [N, K] in fp32.
 
-    Backward keeps both in the format that they have, from PyTorch 2.13 on.
+    From PyTorch 2.13 on, backward keeps both in their own format.
     """
     if x.dtype == torch.float32 or not KEEPS_PYTHON_NODES:
         return F.linear(x.float(), weight.float())
@@ -251,13 +252,14 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Dispatch(Protocol):
-    """Carries tokens to the experts that work here, and their results back."""
+    """Dispatch of tokens to this rank's experts, and of results back."""
 
     def send(self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> Any:
-        """Start with tokens [T, D], and the weights and experts [T, k] of each; returns what is under way."""
+        """Start the dispatch of tokens [T, D] with their weights and experts [T, k]; returns the pending
+        state."""
 
     def receive(self, sent: Any) -> tuple[Tensor, Tensor]:
-        """Rows [R, D] sorted by expert, and the counts [E] of each expert that works here."""
+        """Rows [R, D] sorted by expert, and the counts [E] of this rank's experts."""
 
     def give_back(self, sent: Any, rows_RD: Tensor) -> Tensor:
         """The weighted sums [T, D] of the experts' results."""

@@ -25,7 +25,7 @@ from runtime.model.rotary import first_positions
 
 
 class Embedding(nn.Module):
-    """Token and, where the model learns them, position embeddings: [B, S] -> [B, S, D]."""
+    """Token embeddings, and position embeddings if the model learns them: [B, S] -> [B, S, D]."""
 
     def __init__(self, spec: ModelSpec, padded_vocab: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """One transformer layer: [B, S, D] -> [B, S, D]; attention and MLP have norms before or after them.
 
-    The MLP takes in the sum of attention's input and output, or attention's input again.
+    The MLP's input is the sum of attention's input and output, or attention's input.
     """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -76,7 +76,7 @@ class Block(nn.Module):
         return [norm for norm in every if norm is not None]
 
     def add(self, x_BSD: Tensor, y_BSD: Tensor, norm: nn.Module | None) -> Tensor:
-        """The residual `x_BSD` and what attention or MLP made of it, normalised by `norm`."""
+        """The residual `x_BSD` plus the output of attention or MLP, normalised by `norm`."""
         if norm is not None:
             y_BSD = norm(y_BSD)
         return x_BSD + (y_BSD if self.scale == 1.0 else y_BSD * self.scale)
@@ -93,7 +93,7 @@ class Block(nn.Module):
         return self.attention.enter(x_BSD if self.attention_norm is None else self.attention_norm(x_BSD))
 
     def from_core(self, x_BSD: Tensor, attended_BNSH: Tensor) -> Tensor:
-        """The output [B, S, D] of the layer with the input `x_BSD`, from what the core of attention gave."""
+        """The output [B, S, D] of the layer with input `x_BSD`, from the output of attention's core."""
         # Not shared with `forward`: torch.compile cannot stop for experts in a function that this calls.
         sum_BSD = self.add(x_BSD, self.attention.merge(attended_BNSH, x_BSD), self.attended_norm)
         x_BSD = x_BSD if self.is_parallel else sum_BSD
@@ -102,12 +102,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The layers `layers` of a model; embedding and head only where asked (pipeline stages).
+    """The layers `layers` of a model, with embedding and head if requested (pipeline stages).
 
-    Maps tokens [B, S] or, without the embedding, activations [B, S, D] to logits [B, S, V] or, without
-    the head, activations; to what `score` makes in the place of logits, if set. MTP modules are
-    where the head is, with a copy of the embedding where that is elsewhere. Parameters keep their
-    names in the whole model whatever the stage.
+    Its input is tokens [B, S], or activations [B, S, D] without the embedding. Its output is logits [B, S,
+    V], activations without the head, or the result of `score` if that is set. MTP modules are on the stage
+    with the head, with a copy of the embedding if the embedding is on another stage. Parameters have their
+    names in the whole model on every stage.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Transformer(nn.Module):
 
     @property
     def token_table(self) -> Tensor | None:
-        """The copy of the token embedding that this stage trains, and another stage or the head too."""
+        """The copy of the token embedding on this stage that another stage, or the head, also trains."""
         if not self.ends_share:
             return None
         for embedding in (self.embedding, self.further_embedding):
@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         return None if self.head is None else self.head.weight
 
     def tie(self) -> None:
-        """Make head and embeddings one parameter if the model ties them and both are here."""
+        """Make head and embeddings one parameter if the model ties them and both are on this stage."""
         if not self.tied or self.head is None:
             return
         if self.embedding is not None:
@@ -189,7 +189,7 @@ class Transformer(nn.Module):
             self.further_embedding.tokens.weight = self.head.weight
 
     def place(self, positions_S: Tensor) -> None:
-        """Tell the model which positions its tokens have; without it, the first ones in order.
+        """Set the positions of the model's tokens; by default these are the first ones in order.
 
         Rotary tables are made here, once for all layers, so that compiled layers need not make them.
         """
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
         self.turn(lambda make: make(positions_S))
 
     def turn(self, tables: Callable[[MakeTables], Tables]) -> None:
-        """Give each layer that positions do something to the `tables` of its way to make them."""
+        """Give each layer with positions the `tables` of its maker."""
         made: dict[MakeTables, Tables] = {}
         for attention in (block.attention for block in self.blocks):
             make = attention.make_tables
@@ -221,7 +221,7 @@ class Transformer(nn.Module):
         return x if self.head is None else self.end(x)
 
     def end(self, x_BSD: Tensor) -> Tensor:
-        """Logits from the output of all layers, or the result of `score` in their place."""
+        """Logits from the output of all layers, or the result of `score` instead."""
         assert self.norm is not None and self.head is not None
         x_BSD = self.norm(x_BSD)
         return self.logits(x_BSD) if self.score is None else self._scored(self.head, x_BSD, self.score)
@@ -236,7 +236,7 @@ class Transformer(nn.Module):
         return x_BSD if self.logits_scale == 1.0 else x_BSD * self.logits_scale
 
     def _scored(self, head: nn.Linear, x_BSD: Tensor, score: Scorer) -> Tensor:
-        """The loss of the output of the last norm; an evaluation leaves MTP out."""
+        """The loss from the output of the last norm; without MTP in an evaluation."""
         loss = score(head, self._scaled(x_BSD))
         if not self.mtp or not torch.is_grad_enabled():
             return loss

@@ -1,1 +1,1 @@
-"""Update rules for the weights, which work on shards and compute the same under every layout."""
+"""Update rules for the weights; they work on shards and give the same result under every layout."""

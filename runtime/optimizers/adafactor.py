@@ -22,10 +22,10 @@ BETA2_DECAY = -0.8
 """Step t keeps 1 - t^-0.8 of the second moments (section 7.2)."""
 
 LEAST_ROOT_SQUARE = torch.finfo(torch.float32).eps
-"""The least root of a second moment: a smaller moment counts as its square (PyTorch's eps1)."""
+"""The least root of a second moment; smaller moments are raised to its square (PyTorch's eps1)."""
 
 LEAST_RMS = 1e-3
-"""Smallest size of a parameter that steps are relative to (section 8)."""
+"""Least root mean square of a parameter in the relative step size (section 8)."""
 
 LARGEST_RMS = 1.0
 """Largest root mean square of an update (section 6)."""
@@ -45,11 +45,11 @@ def _normalise(gradient: Tensor, moments: MeanSquares, row_total: Tensor) -> Non
 
 
 class Adafactor:
-    """Adafactor without momentum, with the settings that PyTorch has when none are given.
+    """Adafactor without momentum, with PyTorch's default settings.
 
-    Ranks that share a parameter exchange sums only: one number for each row and column, and two for the
-    parameter, in three messages for each way to split parameters. Means of rows and columns are kept by those
-    who hold the rows and columns.
+    Ranks that share a parameter exchange only sums: one number for each row and column, and two for the
+    parameter, in three messages for each way to split parameters. Means of rows and columns are kept on the
+    ranks of these rows and columns.
     """
 
     slots: tuple[str, ...] = SLOTS

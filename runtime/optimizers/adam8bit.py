@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits (arXiv:2110.02861), by torchao."""
+"""AdamW with 8-bit moments (arXiv:2110.02861), from torchao."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def check_adam8bit() -> None:
 
 
 class Adam8bit:
-    """torchao's AdamW8bit: moments as codes of 8 bits, with a scale for each 256 neighbours of a shard.
+    """torchao's AdamW8bit:
 
-    Blocks follow the shards, and shards of fewer than 4096 elements keep fp32, so layouts agree to the error
-    of quantisation only.
+    8-bit codes of moments, with one scale per 256 neighbouring elements of a shard. Blocks depend on the
+    shards, and shards of fewer than 4096 elements keep fp32, so layouts agree only up to quantisation errors.
     """
 
     slots: tuple[str, ...] = MOMENTS
@@ -77,7 +77,7 @@ class Adam8bit:
 
 
 def moment_values(moment: Tensor) -> Tensor:
-    """The fp32 values of a moment, which has 8 bits, or fp32 itself in small shards."""
+    """The fp32 values of a moment, which is stored in 8 bits, or in fp32 for small shards."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
     if not isinstance(moment, OptimState8bit):
@@ -87,12 +87,12 @@ def moment_values(moment: Tensor) -> Tensor:
 
 
 def store_moment(moment: Tensor, numbers: Tensor) -> None:
-    """Write fp32 `numbers` into a moment; those that were read from one of 8 bits become the same again.
+    """Write fp32 `numbers` into a moment; numbers that were read from an 8-bit moment are restored exactly.
+    torchao scales a block by its largest magnitude.
 
-    torchao scales a block by its largest magnitude. The codes of signed values reach 1 but not -1. A block
-    whose largest value is negative would be scaled anew by less, and lose a little each time. The scale that
-    a block had is its largest value over that value's code, but for rounding. The candidates are tried, and
-    the best one is taken for each block.
+    The codes of signed values reach 1 but not -1. So a block whose largest magnitude is negative would get a
+    smaller scale each time. The earlier scale of a block is its largest value over that value's code, up to
+    rounding. All candidates are tried, and the best one is used for each block.
     """
     from torchao.optim.quant_utils import quantize_8bit_with_qmap
     from torchao.optim.subclass_8bit import OptimState8bit

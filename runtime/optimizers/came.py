@@ -1,4 +1,4 @@
-"""CAME (arXiv:2307.02047) on shards, as the `Came` of MindFormers on whole parameters."""
+"""CAME (arXiv:2307.02047) on shards, equal to MindFormers' `Came` on whole parameters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from runtime.parallel.local_tensors import like_parameter, local_part
 from runtime.settings.training_options import TrainingOptions
 
 LEAST_SQUARE = 1e-30
-"""Added to each square of a gradient (the paper's first epsilon)."""
+"""Term added to each squared gradient (the paper's first epsilon)."""
 
 LEAST_INSTABILITY = 1e-16
 """Term added to each square of an update's distance to the momentum (the paper's second epsilon)."""
 
 LEAST_SHARE = torch.finfo(torch.float32).tiny
-"""Least of a row's mean beside that of all rows: its root has a reciprocal in fp32."""
+"""Least ratio of a row's mean to that of all rows, so that its root has a reciprocal in fp32."""
 
 MOMENTUM = "exp_avg"
 SQUARES = Slots("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
@@ -29,9 +29,9 @@ INSTABILITIES = Slots("exp_avg_insta_row", "exp_avg_insta_col", "")
 
 
 def _divide_by_root(tensor: Tensor, means: MeanSquares, row_total: Tensor) -> None:
-    """Divide a matrix by the root of what its means of squares estimate of each element (algorithm 2).
+    """Divide a matrix by the root of the estimated mean square of each element (algorithm 2).
 
-    First by a row's share of the mean and then by the column: their product may be too small for fp32.
+    It is divided first by the row's share and then by the column, as their product may be too small for fp32.
     """
     mean = row_total / means.whole.rows
     tensor.mul_((means.row / mean).clamp_(min=LEAST_SHARE).rsqrt_())
@@ -41,10 +41,10 @@ def _divide_by_root(tensor: Tensor, means: MeanSquares, row_total: Tensor) -> No
 class Came:
     """CAME with MindFormers' settings: step t keeps 1 - t^-`decay_rate` of the squares of gradients.
 
-    An update is a gradient over the root of its mean square, and moves a momentum. Where updates stay close
-    to their momentum, steps are longer: the momentum is divided by the root of the mean square of their
-    distance. Vectors are moved by the momentum itself. Ranks exchange sums only, as for Adafactor, in five
-    messages for each way to split parameters.
+    An update is a gradient over the root of its mean square, and is averaged in a momentum. The step is the
+    momentum divided by the root mean square of the updates' distance from it, so steps are longer where
+    updates are close to the momentum. For vectors the step is the momentum itself. Ranks exchange sums only,
+    as for Adafactor, in five messages for each way to split parameters.
     """
 
     slots: tuple[str, ...] = (MOMENTUM, *SQUARES, INSTABILITIES.row, INSTABILITIES.column)
@@ -87,7 +87,7 @@ class Came:
             update.div_((size / self.options.came_clip_threshold).clamp_(min=1.0))
 
     def _follow(self, moved: Sequence[tuple[_State, Tensor]]) -> None:
-        """Turn updates into steps: the momentum that they move, divided by the roots of its instabilities."""
+        """Turn updates into steps: the momentum of updates, divided by the roots of its instabilities."""
         for one, update in moved:
             one.momentum.lerp_(update, 1.0 - self.options.came_beta1)
             update.sub_(one.momentum)
@@ -111,7 +111,7 @@ class Came:
 
 
 class _State:
-    """CAME's state of a parameter; matrices alone have instabilities."""
+    """CAME's state of a parameter; only matrices have instabilities."""
 
     def __init__(self, whole: WholeParameter) -> None:
         self.whole = whole

@@ -1,4 +1,4 @@
-"""Means of squares over the rows and the columns of a matrix, which is on several ranks in parts."""
+"""Means of squares over the rows and columns of a matrix that is split over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.optimizers.shards import ParameterShard
 from runtime.parallel.local_tensors import like_parameter, local_part, split_dim
 
 PADDED_NAMES = ("embedding.tokens.weight", "head.weight", "further_embedding.tokens.weight")
-"""Parameters whose rows beyond the vocabulary are padding, more or less of it with the layout."""
+"""Parameters with padding rows after the vocabulary, whose number depends on the layout."""
 
 Part = tuple[Tensor, Groups]
 """This rank's term of a sum, and the ranks that share the sum."""
@@ -44,13 +44,13 @@ class Slots(NamedTuple):
     row: str
     column: str
     element: str
-    """The name of the mean of a tensor that is no matrix."""
+    """The name of the mean of a tensor that is not a matrix."""
 
 
 class MeanSquares:
-    """Running means of the squares of a tensor that is split as a parameter is.
+    """Running means of the squares of a tensor that is split like a parameter.
 
-    Those of a shard [.., r, c] are [.., r, 1] and [.., 1, c]; a vector has a mean for each element.
+    The means of a shard [.., r, c] are [.., r, 1] and [.., 1, c]; a vector has a mean for each element.
     """
 
     def __init__(self, whole: WholeParameter, slots: Slots) -> None:
@@ -69,7 +69,7 @@ class MeanSquares:
             self._kept = [(slots.element, self.element, None)]
 
     def sums(self, values: Tensor) -> list[Part]:
-        """Squares of `values` by row and by column; none of a vector."""
+        """Sums of the squares of `values` by row and by column; empty for a vector."""
         if not self.whole.is_matrix:
             return []
         return [
@@ -78,12 +78,12 @@ class MeanSquares:
         ]
 
     def remember(self, values: Tensor, sums: Sequence[Tensor], weight: float, least: float = 0.0) -> None:
-        """Take the squares of `values` into the means.
+        """Update the means with the squares of `values`.
 
         Args:
-            sums: what `sums` gave, over all ranks.
-            weight: of the new squares; the old means have the rest.
-            least: what is added to each square.
+            sums: results of `sums`, summed over all ranks.
+            weight: weight of the new squares; the old means have the rest.
+            least: term added to each square.
         """
         if not self.whole.is_matrix:
             self.element.lerp_(values.square().add_(least), weight)
@@ -93,13 +93,13 @@ class MeanSquares:
         self.column.lerp_((by_column / self.whole.rows).add_(least), weight)
 
     def row_total(self) -> Part:
-        """Sum of the means of this rank's rows; nothing of a vector."""
+        """Sum of the means of this rank's rows; empty for a vector."""
         if not self.whole.is_matrix:
             return self.element.new_zeros(0), ()
         return self.row.sum(dim=-2, keepdim=True), self.whole.column_groups
 
     def states(self, device: torch.device) -> dict[str, Tensor]:
-        """Means as `name.slot`; whole in the dimension that they are taken over."""
+        """Means by `name.slot`; each is whole in the dimension over which it is taken."""
         owned = self.whole.owned
         return {
             f"{owned.name}.{slot}": _as_reduced(mean, owned.parameter, dim, device)
@@ -107,13 +107,13 @@ class MeanSquares:
         }
 
     def load(self, states: Mapping[str, Tensor]) -> None:
-        """Take the means from what `states` gave, with other contents."""
+        """Load the means from tensors of the form of `states`."""
         for slot, mean, _ in self._kept:
             mean.copy_(local_part(states[f"{self.whole.owned.name}.{slot}"]))
 
 
 def square_sum(tensor: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of squares over a dimension, which stays with size one, or over all."""
+    """Sum of squares over a dimension, which is kept with size one, or over all."""
     norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None)
     return norm.square_()
 
@@ -127,14 +127,14 @@ def sums_of_each(parts: Sequence[Sequence[Part]], device: torch.device) -> list[
 def root_mean_squares(
     parameters: Sequence[WholeParameter], tensors: Sequence[Tensor], device: torch.device
 ) -> list[Tensor]:
-    """Root mean square of the whole of each tensor, of which this rank has the part that `tensors` holds."""
+    """Root mean square of each whole tensor; `tensors` are this rank's parts."""
     parts = [(square_sum(tensor), p.groups) for p, tensor in zip(parameters, tensors, strict=True)]
     sums = sum_over(parts, device)
     return [(total / p.size).sqrt_() for p, total in zip(parameters, sums, strict=True)]
 
 
 def _as_reduced(mean: Tensor, parameter: Tensor, dim: int | None, device: torch.device) -> Tensor:
-    """`mean` as a distributed tensor split as `parameter`, but for `dim`, which has been summed over."""
+    """`mean` as a distributed tensor split like `parameter`, except for the summed dimension `dim`."""
     if not isinstance(parameter, DTensor):
         return mean
     if dim is None:

@@ -1,4 +1,4 @@
-"""Muon: momentum made orthogonal (kellerjordan.github.io/posts/muon), as torch.optim.Muon."""
+"""Muon: orthogonalised momentum (kellerjordan.github.io/posts/muon), as in torch.optim.Muon."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from runtime.parallel.local_tensors import like_parameter
 from runtime.settings.training_options import TrainingOptions
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic Newton-Schulz iteration: Keller Jordan's, which PyTorch has too."""
+"""Keller Jordan's coefficients of the quintic Newton-Schulz iteration, also used in PyTorch."""
 
 EPSILON = 1e-7
-"""Least norm that the iteration divides by."""
+"""Least norm by which the iteration divides."""
 
 SLOT = "momentum_buffer"
 """PyTorch's name of the momentum."""
 
 
 def is_orthogonalised(owned: ParameterShard) -> bool:
-    """Return whether Muon updates a parameter: a matrix of the layers, or of an expert; Adam has the rest."""
+    """Return whether Muon updates a parameter: a matrix of the layers, or of an expert; Adam updates the
+    rest."""
     is_layer = owned.name.startswith(("layers.", "mtp."))
     return is_layer and has_matrices(owned.name, owned.parameter.shape)
 
 
 def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
-    """Bring the singular values of [.., R, C] close to one, in the number format of `matrices`.
+    """Orthogonalise matrices [.., R, C] in their number format, so that singular values are close to one.
 
     Args:
         steps: Newton-Schulz iterations.
@@ -58,9 +59,9 @@ def update_scale(mode: str, rows: int, columns: int) -> float:
 class Muon:
     """Muon for the matrices of the layers, `rest` for all other parameters.
 
-    Momentum is element-wise and stays on the shards. To be made orthogonal, the update of one matrix after
-    the other is gathered in `dtype` by the ranks that share it. Each rank computes the whole and keeps its
-    part. PyTorch's Muon does so in bf16.
+    Momentum is element-wise and stays on the shards. For the orthogonalisation, the ranks that share a matrix
+    gather its update in `dtype`, one matrix after the other. Each rank computes the whole matrix and keeps
+    its part. PyTorch's Muon does this in bf16.
     """
 
     def __init__(

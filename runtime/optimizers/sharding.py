@@ -1,4 +1,4 @@
-"""Whole matrices from the shards of a parameter, and back; sums over the ranks that share one."""
+"""Conversion of a parameter's shards to whole matrices and back; sums over the ranks of a parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 
 def groups_of(parameter: Tensor, dims: Sequence[int]) -> Groups:
-    """Groups of ranks over which the tensor dimensions `dims` of a parameter are split."""
+    """Groups of ranks over which the dimensions `dims` of a parameter are split."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
@@ -60,7 +60,7 @@ class _Split:
         return tensor.narrow(self.dim, self.start, self.own_length)
 
     def join(self, part: Tensor) -> Tensor:
-        """The whole tensor that the parts of all ranks make together."""
+        """The whole tensor from the parts of all ranks."""
         shape = list(part.shape)
         shape[self.dim] = self.step
         padded = part.new_zeros(shape)
@@ -69,7 +69,7 @@ class _Split:
 
 
 def _matrix_splits(parameter: Tensor) -> list[_Split]:
-    """Splits of the last two dimensions of a parameter, in the order in which it was split."""
+    """Splits of the last two dimensions of a parameter, in the order of splitting."""
     if not isinstance(parameter, DTensor):
         return []
     mesh, own = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
@@ -88,13 +88,13 @@ def _matrix_splits(parameter: Tensor) -> list[_Split]:
 
 
 def whole_matrices(local: Tensor, parameter: Tensor) -> Tensor:
-    """The matrices of a parameter of which this rank holds a part.
+    """The whole matrices of which this rank has a part.
 
-    Only what splits the last two dimensions is gathered: of stacked experts [E, R, C], ranks that hold
-    others send nothing.
+    Only splits of the last two dimensions are gathered, so ranks with other experts of a stack [E, R, C] send
+    nothing.
 
     Args:
-        local: a part on the device of the mesh, of any number format, split as `parameter` is.
+        local: a part on the device of the mesh, of any number format, split like `parameter`.
 
     Returns:
         [.., R, C], whole in the last two dimensions.
@@ -105,18 +105,18 @@ def whole_matrices(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local_matrices(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of what `whole_matrices` gave for `parameter`: a view, [.., r, c]."""
+    """This rank's part of the result of `whole_matrices` for `parameter`: a view, [.., r, c]."""
     for split in _matrix_splits(parameter):
         whole = split.cut(whole)
     return whole
 
 
 def sum_over(parts: Sequence[tuple[Tensor, Groups]], device: torch.device) -> list[Tensor]:
-    """Sums of small tensors, each over the ranks of its groups, with one message for each kind of groups.
+    """Sums of small tensors, each over its groups of ranks, with one message for each distinct set of groups.
 
     Args:
         parts: this rank's terms, of one number format.
-        device: where the groups communicate; the sums come back where the terms are.
+        device: device of the groups' communication; the sums are on the device of the terms.
     """
     sums = [part for part, _ in parts]
     for groups in dict.fromkeys(groups for _, groups in parts if groups):

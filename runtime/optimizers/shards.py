@@ -22,14 +22,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """PyTorch's names of Adam's moments."""
 
 FURTHER_EMBEDDING = "further_embedding.tokens.weight"
-"""The copy of an embedding that multi-token prediction reads, where it is not that of the first stage."""
+"""The copy of the embedding for multi-token prediction on a stage other than the first."""
 
 EXPERT_DIMS = frozenset(("e_replicate", "e_shard", "ep", "etp"))
-"""Dimensions of a device mesh that only experts are on."""
+"""Dimensions of a device mesh that only experts use."""
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Weight decay applies to matrices, not to biases and norms (Megatron-LM's rule)."""
+    """True for matrices, which have weight decay, unlike biases and norms (Megatron-LM's rule)."""
     return parameter.ndim > 1 and not name.endswith("bias")
 
 
@@ -40,9 +40,9 @@ class ParameterShard:
     name: str
     parameter: nn.Parameter
     shard: nn.Parameter
-    """A leaf that shares the memory of the local part: what the optimizer sees."""
+    """The optimizer's leaf tensor, which shares the memory of the local part."""
     counts: bool
-    """This rank counts the shard in the norm: exactly one rank does for every element."""
+    """True if this rank counts the shard in the norm; exactly one rank does so for every element."""
 
     @property
     def decayed(self) -> bool:
@@ -51,7 +51,7 @@ class ParameterShard:
 
 
 def parameter_groups(owned: Sequence[ParameterShard]) -> list[dict[str, Any]]:
-    """Groups for an optimizer of PyTorch, with weight decay and without."""
+    """Parameter groups for a PyTorch optimizer, with and without weight decay."""
     groups = [
         {"params": [o.shard for o in owned if o.decayed == decayed], "decayed": decayed}
         for decayed in (True, False)
@@ -60,26 +60,24 @@ def parameter_groups(owned: Sequence[ParameterShard]) -> list[dict[str, Any]]:
 
 
 class UpdateRule(Protocol):
-    """A rule that changes weights by gradients, shard by shard: Adam, Muon, ..."""
+    """A rule that updates weights from gradients, shard by shard: Adam, Muon, ..."""
 
     slots: tuple[str, ...]
-    """Names of its state tensors; not every parameter has all."""
+    """Names of the rule's state tensors; not every parameter has all."""
 
     def step(self, learning_rate: float, weight_decay: float) -> None:
-        """Update the shards that have gradients; `weight_decay` is that of the decayed ones."""
+        """Update the shards that have gradients; `weight_decay` applies to the decayed ones."""
 
     def states(self) -> dict[str, Tensor]:
-        """State as `name.slot`, split as the parameters are; zeros before the first step."""
+        """State tensors by `name.slot`, split like the parameters; zeros before the first step."""
 
     def load(self, states: Mapping[str, Tensor], updates: int) -> None:
-        """Go on after `updates` steps from `states`, which are those of `states()` with other contents."""
+        """Continue after `updates` steps from `states`, which have the form of `states()`."""
 
 
 class ShardedOptimizer:
-    """Gradients and updates on plain local tensors: element-wise work needs no distributed ones.
-
-    The rule runs where FSDP2 keeps the shards: on the device or, when the layout offloads the optimizer, on
-    the host.
+    """An optimizer on plain local tensors, as element-wise work needs no distributed ones. The rule runs
+    where FSDP2 keeps the shards: on the device, or on the host if the layout offloads the optimizer.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class ShardedOptimizer:
         self.rule = rule(self.owned)
 
     def collect_gradients(self) -> None:
-        """Hand the accumulated gradients to the shards, whole sums of every part of the batch."""
+        """Give the accumulated gradients, summed over the whole batch, to the shards."""
         for owned in self.owned:
             gradient = owned.parameter.grad
             if isinstance(gradient, DTensor) and isinstance(owned.parameter, DTensor):
@@ -115,7 +113,7 @@ class ShardedOptimizer:
             self._sum_over(self.grid.embedding_group, self.tied[0].shard)
 
     def _sum_over(self, group: dist.ProcessGroup, shard: nn.Parameter) -> None:
-        """Sum the gradient of `shard`, which may lie in host memory, over the ranks of `group`."""
+        """Sum the gradient of `shard`, which may be in host memory, over the ranks of `group`."""
         if shard.grad is not None:
             gradient = shard.grad.to(self.grid.device)
             dist.all_reduce(gradient, group=group)
@@ -136,7 +134,7 @@ class ShardedOptimizer:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def clip_values(self, limit: float) -> None:
-        """Bring every element of the gradient into [-limit, limit]."""
+        """Clip every element of the gradient to [-limit, limit]."""
         nn.utils.clip_grad_value_([owned.shard for owned in self.owned], limit)
 
     def step(self, learning_rate: float, weight_decay: float) -> None:
@@ -145,18 +143,18 @@ class ShardedOptimizer:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients."""
+        """Free the gradients."""
         for owned in self.owned:
             owned.parameter.grad = owned.shard.grad = None
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """The factor, 1 at most, that brings gradients of `norm` to a norm of at most `limit`."""
+    """The factor, at most 1, that reduces gradients of `norm` to a norm of at most `limit`."""
     return (limit / (norm + CLIP_EPSILON)).clamp(max=1.0).float()
 
 
 def _tied_copies(stages: Sequence[Transformer], owned: Sequence[ParameterShard]) -> list[ParameterShard]:
-    """This rank's copies of an embedding that first and last stage share."""
+    """This rank's copies of an embedding shared by first and last stage."""
     copies = [stage.token_table for stage in stages if stage.token_table is not None]
     return [o for o in owned if any(o.parameter is copy for copy in copies)]
 

@@ -1,4 +1,4 @@
-"""The update rules of all optimizers that a layout can name."""
+"""The update rules of all optimizers of a layout."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from runtime.settings.training_options import TrainingOptions
 
 
 class ElementWise:
-    """An optimizer of PyTorch whose update of an element depends on that element alone.
+    """A PyTorch optimizer whose update of an element depends only on that element.
 
-    So shards need nothing of each other, and every layout computes the same.
+    So shards are independent, and every layout gives the same result.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Setting(NamedTuple):
     layout: Layout
     options: TrainingOptions
     device: torch.device
-    """The device of the parameters, wherever the optimizer works."""
+    """The device of the parameters, even if the optimizer works on the host."""
 
     @property
     def adam(self) -> dict[str, Any]:

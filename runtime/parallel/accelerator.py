@@ -1,4 +1,4 @@
-"""The devices of this machine, whatever PyTorch calls them: `cuda`, `npu`, `xpu`; and their collectives."""
+"""The accelerators of this machine under any PyTorch name (`cuda`, `npu`, `xpu`), and their collectives."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 
 WITHOUT_RANKS = ("mps", "meta")
-"""Accelerators whose processes have no collectives."""
+"""Accelerators without collectives between processes."""
 
 
 def accelerator_type() -> str | None:
-    """The name that PyTorch has for this machine's accelerators, such as `cuda`; None where it has none.
+    """PyTorch's name for this machine's accelerators, such as `cuda`; None without accelerators.
 
-    What an extension brings is there once that is imported; PyTorch does it by itself (torch_npu).
+    Devices of an extension exist after its import; PyTorch imports torch_npu by itself.
     """
     device = torch.accelerator.current_accelerator()
     return None if device is None or device.type in WITHOUT_RANKS else device.type
 
 
 def accelerator_count() -> int:
-    """Accelerators of this machine that processes can use; 0 where there are none."""
+    """Number of usable accelerators of this machine."""
     name = accelerator_type()
     if name is None:
         return 0
@@ -31,12 +31,12 @@ def accelerator_count() -> int:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device has memory and streams of its own, beside the host's."""
+    """Return whether a device has its own memory and streams."""
     return device.type not in ("cpu", "meta")
 
 
 def kind_of(device: torch.device) -> Literal["cpu", "accelerator"]:
-    """The kind of a device, by which its measurements are chosen, whatever PyTorch calls it."""
+    """The kind of a device in this package, independent of PyTorch's name; measurements are chosen by it."""
     return "accelerator" if is_accelerator(device) else "cpu"
 
 

@@ -1,8 +1,8 @@
-"""Collectives that autograd differentiates: each one's backward is its conjugate.
+"""Differentiable collectives; the backward of each is its conjugate.
 
-All ranks of `group` call them in the same order. Sums are made in the dtype of what is summed. Results are
-ready on the current stream when a function returns. No function has parameters among its arguments, so that a
-schedule may compute gradients of inputs and of weights apart.
+All ranks of `group` call them in the same order. Sums are made in the dtype of the summed tensor. Results are
+ready on the current stream when a function returns. No function has parameters among its arguments, so
+schedules can compute input gradients and weight gradients separately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x`, the same on all ranks, for ranks that use it differently.
+    """`x`, equal on all ranks, for use in different computations on each rank.
 
     Backward sums the gradients (f of Megatron-LM, arXiv:1909.08053, section 3).
     """
@@ -24,7 +24,7 @@ def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `x` over the ranks, written over `x`: nothing else may read it.
+    """The sum of `x` over the ranks, written in place, so nothing else may read `x`.
 
     Backward is the identity (g of Megatron-LM, arXiv:1909.08053, section 3).
     """
@@ -32,7 +32,7 @@ def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The slices `x` of all ranks, joined along `dim`.
+    """The slices `x` of all ranks, concatenated along `dim`.
 
     Backward sums the gradients and keeps this rank's slice (g of arXiv:2205.05198, section 4.2.2).
     """
@@ -48,7 +48,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def split_to_ranks(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice along `dim` of `x`, the same on all ranks; their number divides the dimension.
+    """This rank's slice along `dim` of `x`, which is equal on all ranks; their number divides the dimension.
 
     Backward gathers the gradients.
     """
@@ -56,15 +56,15 @@ def split_to_ranks(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def join_from_ranks(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The slices `x` of all ranks, joined along `dim`, for ranks that all use it in the same way.
+    """The slices `x` of all ranks, concatenated along `dim`, for equal use on all ranks.
 
-    Backward keeps this rank's slice of the gradient, which is the same on all ranks.
+    Backward keeps this rank's slice of the gradient, which is equal on all ranks.
     """
     return _join_same(x, dim, group)
 
 
 def exchange_slices(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Slice i of the first dimension of the `x` of every rank, for this rank i; slices are of one size.
+    """On rank i, slice i along the first dimension of every rank's `x`; slices have equal sizes.
 
     Backward sends the gradients back the same way.
     """
@@ -72,29 +72,29 @@ def exchange_slices(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Exchange:
-    """Rows that travel between ranks, each to one of `group`.
+    """An exchange of rows between ranks of `group`.
 
-    `start` sends them off and `finish` waits for those that come; in backward `finish` sends the gradients
-    off and `start` waits. What runs in between runs while the rows travel.
+    `start` sends rows and `finish` waits for received ones; in backward `finish` sends gradients and `start`
+    waits. Work between the two calls overlaps with the exchange.
     """
 
     def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
-        """`sent` and `received`: rows to, and from, each rank of `group`."""
+        """Args: sent, received: numbers of rows to and from each rank of `group`."""
         self.sent, self.received, self.group = sent, received, group
         self.travelling: Tensor | None = None
 
     def start(self, x: Tensor) -> Tensor:
-        """Send the rows of `x` [R, D]; the result has no content and goes to `finish`."""
+        """Send the rows of `x` [R, D]; the result has no content and is passed to `finish`."""
         result: Tensor = _Start.apply(x, self)  # type: ignore[no-untyped-call]
         return result
 
     def finish(self, started: Tensor) -> Tensor:
-        """The rows that have come."""
+        """The received rows."""
         result: Tensor = _Finish.apply(started, self)  # type: ignore[no-untyped-call]
         return result
 
     def whole(self, x: Tensor) -> Tensor:
-        """`start` and `finish` at once."""
+        """Run `start` and `finish` directly after each other."""
         return self.finish(self.start(x))
 
     def _send(self, x: Tensor, sent: list[int], received: list[int]) -> None:
@@ -112,7 +112,7 @@ Operation = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
 
 
 def _conjugates(operation: Operation, conjugate: Operation) -> Operation:
-    """`operation`, whose backward is `conjugate`."""
+    """A differentiable `operation` with `conjugate` as its backward."""
 
     class Collective(torch.autograd.Function):
         @staticmethod
@@ -205,22 +205,24 @@ class _Finish(torch.autograd.Function):
 
 
 def all_gather(x: Tensor, group: str, size: int) -> Tensor:
-    """`x` of all `size` ranks of a group (its name), joined along the first dimension; no gradient."""
+    """`x` of all `size` ranks of a group (by name), concatenated along the first dimension; without
+    gradient."""
     return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
 
 
 def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
-    """The `operation` ("sum" or "max") of `x` over the ranks of a group, a new tensor; no gradient."""
+    """The `operation` ("sum" or "max") of `x` over the ranks of a group, as a new tensor; without
+    gradient."""
     return _wait(torch.ops._c10d_functional.all_reduce(x, operation, group))
 
 
 def sum_parts(x: Tensor, group: str, size: int) -> Tensor:
-    """This rank's part along the first dimension of the sum of `x` over the ranks; no gradient."""
+    """This rank's part along the first dimension of the sum of `x` over the ranks; without gradient."""
     return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", size, group))
 
 
 def all_to_all(x: Tensor, group: str, size: int) -> Tensor:
-    """Part i along the first dimension of the `x` of every rank, for this rank i; no gradient."""
+    """On rank i, part i along the first dimension of every rank's `x`; without gradient."""
     splits = [x.shape[0] // size] * size
     return _wait(torch.ops._c10d_functional.all_to_all_single(x, splits, splits, group))
 

@@ -1,9 +1,9 @@
-"""Split sequences over context-parallel ranks, and let attention reach across.
+"""Context parallelism: sequences split over ranks, with attention over all ranks.
 
-Everything but attention works token by token, so a rank runs the model on its S/cp positions. Only the core
-of attention, softmax(q k) v, needs the keys and values of other ranks. `Layout.context_parallel_form` says
-how they meet. Bytes that one rank sends for one layer and microbatch, with e bytes an element, s = S/cp, N
-and K the query and key/value heads after tensor parallelism, and kv = 2 B K s H:
+Everything except attention works token by token, so a rank runs the model on its S/cp positions. Only the
+core of attention, softmax(q k) v, needs keys and values of other ranks. `Layout.context_parallel_form`
+chooses the communication. Bytes that one rank sends for one layer and microbatch, with e bytes an element, s
+= S/cp, N and K the query and key/value heads after tensor parallelism, and kv = 2 B K s H:
 
     form         forward                             backward
     all_gather   (cp - 1) kv e                       (cp - 1) kv e
@@ -33,7 +33,8 @@ from runtime.parallel.mesh import Grid
 from runtime.parallel.zigzag import rank_order
 
 CoreForward = Callable[..., Tensor]
-"""Maps q [B, N, S/cp, H] and k, v [B, K, S/cp, H] of one rank, and its group, to [B, N, S/cp, H]."""
+"""The core of attention on one rank: q [B, N, S/cp, H], k and v [B, K, S/cp, H], and the group, to [B, N,
+S/cp, H]."""
 
 
 def _core_forward(form: ContextParallelForm) -> CoreForward:
@@ -49,8 +50,8 @@ def _core_forward(form: ContextParallelForm) -> CoreForward:
 def local_positions(spec: ModelSpec, layout: Layout, cp_rank: int) -> Tensor:
     """Positions of the sequence that a context-parallel rank holds, in its order: [S / cp].
 
-    Where ranks keep their tokens in attention, they share them out as `runtime.parallel.zigzag` says;
-    all_to_all has whole sequences in attention: one chunk for each rank.
+    If ranks keep their tokens in attention, tokens are divided in the order of `runtime.parallel.zigzag`.
+    all_to_all has whole sequences in attention, so each rank has one chunk.
     """
     positions, ranks = torch.arange(spec.seq), layout.context_parallel
     if layout.context_parallel_form != "all_to_all":
@@ -59,12 +60,12 @@ def local_positions(spec: ModelSpec, layout: Layout, cp_rank: int) -> Tensor:
 
 
 def uses_ring(layout: Layout) -> bool:
-    """Return whether keys and values go round the ranks."""
+    """Return whether keys and values are passed around in a ring."""
     return layout.context_parallel > 1 and layout.context_parallel_form == "ring"
 
 
 def context_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
-    """Let the attention of `stage` reach the tokens of all context-parallel ranks.
+    """Extend the attention of `stage` to the tokens of all context-parallel ranks.
 
     Raises:
         InputError: the form is ring and this PyTorch has no ring attention.

@@ -1,7 +1,7 @@
 """Causal attention over a sequence that is split over ranks, by gathering keys or by exchanging heads.
 
-Shapes: see `runtime.model`. Tensors travel with their tokens in front, [s, ...], so that what
-arrives from all ranks is the whole sequence without further copies.
+Shapes: see `runtime.model`. Tensors are sent with the token dimension first, [s, ...], so the received
+tensors of all ranks are the whole sequence without further copies.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def gathered_attention(
 ) -> Tensor:
     """Causal attention of this rank's two chunks of queries over gathered keys and values.
 
-    The form of Llama 3 (arXiv:2407.21783, section 3.3.2) with the chunks of `local_positions`. Only the K
-    key/value heads travel, keys and values in one all-gather; backward reduce-scatters their gradients. A
+    This is Llama 3's form (arXiv:2407.21783, section 3.3.2) with the chunks of `local_positions`. Only the K
+    key/value heads are sent, keys and values in one all-gather; backward reduce-scatters their gradients. A
     rank sends (cp - 1) 2 B K s H elements forward and as many backward. Backward keeps the gathered keys and
-    values, 2 B K S H elements instead of 2 B K s H. It also keeps its two results besides the joined one, B N
-    s H more than plain attention on s tokens. Core attention that is recomputed keeps neither.
+    values, 2 B K S H elements instead of 2 B K s H. It also keeps its two results beside the concatenated
+    one, B N s H elements more than plain attention on s tokens. Recomputed core attention keeps neither.
 
     Args:
         q_BNsH: tokens of chunk i, then of chunk 2 cp - 1 - i on rank i of `group`.
@@ -71,7 +71,7 @@ def gathered_attention(
 
 
 class _GatherPrefixes(torch.autograd.Function):
-    """Keys and values up to the end of this rank's first chunk, and to that of its second one."""
+    """Keys and values up to the end of this rank's first chunk, and up to the end of its second chunk."""
 
     @staticmethod
     def forward(
@@ -110,14 +110,14 @@ def exchanged_attention(
     reach: Reach = EVERYTHING,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of whole sequences, each rank on its share of the heads.
+    """Causal attention over whole sequences, with each rank on its share of the heads.
 
-    DeepSpeed-Ulysses (arXiv:2309.14509, section 3): one all-to-all trades tokens for heads of q, k and v,
-    another one brings the result back; backward does the same the other way round. Each key/value head is
-    first repeated cp / gcd(K, cp) times, the fewest with which every rank has the ones that its queries
-    need. A rank sends (cp - 1) / cp B s H (2 N + 2 K cp / gcd(K, cp)) elements forward and as many backward.
-    Backward keeps the repeated keys and values, and the result on either side of the exchange: B N s H
-    elements more than plain attention on s tokens.
+    As in DeepSpeed-Ulysses (arXiv:2309.14509, section 3), one all-to-all exchanges tokens for heads of q, k
+    and v, and another one exchanges the result back. Backward does the reverse. Each key/value head is first
+    repeated cp / gcd(K, cp) times, the fewest repeats that give every rank the heads of its queries. A rank
+    sends (cp - 1) / cp B s H (2 N + 2 K cp / gcd(K, cp)) elements forward and as many backward. Backward
+    keeps the repeated keys and values, and the result before and after the exchange: B N s H elements more
+    than plain attention on s tokens.
 
     Args:
         q: [B, N, s, H], the tokens of chunk i of cp on rank i of `group`; cp divides N.

@@ -1,8 +1,8 @@
-"""Cores on which the ranks of a CPU compute: each on its own share, as numactl and Intel's launcher do.
+"""Binding of CPU ranks to their own share of the cores, as numactl and Intel's launcher do.
 
-Two ranks that exchange much were 20 % faster so (tensor and sequence parallel, 2 cores, PyTorch 2.15), and
-their steps differed half as much. Threads that exchange wake wherever a core is idle. Without fixed cores the
-system moves computing threads out of their way, to the core of another rank.
+Two ranks with much communication were 20 % faster with it (tensor and sequence parallel, 2 cores, PyTorch
+2.15), and their step times varied half as much. Communication threads wake on any idle core. Without binding,
+the system then moves computing threads to another rank's core.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from costmodels.catalogue.local_machine import available_cores
 
 _started_on: set[int] = set()
-"""Cores that this process may run on; empty while nothing is bound."""
+"""Cores of this process before binding; empty while nothing is bound."""
 
 
 def own_cores(cores: set[int], local_rank: int, local_world_size: int) -> set[int]:
-    """The cores of a rank among those of its machine: an equal share, or one where ranks have to share."""
+    """The cores of a rank: an equal share of its machine's cores, or one core if ranks must share cores."""
     every = sorted(cores)
     share = len(every) // local_world_size
     if not share:
@@ -27,10 +27,10 @@ def own_cores(cores: set[int], local_rank: int, local_world_size: int) -> set[in
 
 
 def keep_to_own_cores(device: torch.device) -> None:
-    """Bind the thread that calls, and those that it starts from now on, to the cores of this rank.
+    """Bind the calling thread, and threads that it starts later, to the cores of this rank.
 
-    The threads of the process groups, which exist by then, stay free. Nothing happens on accelerators, where
-    a rank is alone, and where the system has no such call.
+    Existing threads of process groups stay free. Nothing is done on accelerators, for a single rank, and on
+    systems without this call.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if _started_on or ranks == 1 or device.type != "cpu" or not hasattr(os, "sched_setaffinity"):
@@ -41,6 +41,6 @@ def keep_to_own_cores(device: torch.device) -> None:
 
 
 def use_all_cores() -> None:
-    """Let the thread that calls run anywhere, as one that works beside the one that computes."""
+    """Let the calling thread run on all cores, for threads beside the computing one."""
     if _started_on:
         os.sched_setaffinity(0, _started_on)

@@ -1,4 +1,4 @@
-"""Share the parameters of one stage over data- and context-parallel ranks: ZeRO 1 to 3 by FSDP2."""
+"""Sharding of one stage's parameters over data- and context-parallel ranks: ZeRO 1 to 3 by FSDP2."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 def needs_data_parallel(layout: Layout, grid: Grid) -> bool:
-    """Return whether ranks share parameters or gradients, or the host keeps them.
+    """Return whether ranks hold copies or shards of parameters, or the host keeps them.
 
-    Tensor-parallel ranks too hold copies of the same experts, unless these are spread over them.
+    Tensor-parallel ranks also hold copies of the same experts, unless experts are spread over them.
     """
     shares = layout.data_parallel * layout.context_parallel > 1
     if grid.expert_mesh is not None:
@@ -42,9 +42,9 @@ def needs_data_parallel(layout: Layout, grid: Grid) -> bool:
 
 
 def wraps_stages(layout: Layout) -> bool:
-    """Return whether FSDP2 wraps the stages: it splits parameters, or the host keeps them.
+    """Return whether FSDP2 wraps the stages, to shard or to offload parameters.
 
-    Where ranks hold all of them, `runtime.parallel.working_copies` reduces their gradients.
+    If ranks hold whole parameters, `runtime.parallel.working_copies` reduces their gradients.
     """
     return layout.zero_stage > 0 or layout.offload_optimizer
 
@@ -52,15 +52,13 @@ def wraps_stages(layout: Layout) -> bool:
 def data_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     """Shard `stage` with FSDP2 (ZeRO 1 to 3), also over some of the ranks (hybrid), or offload it (ZeRO 0).
 
-    Gradients are summed, not averaged: the loss is already divided by the tokens of the global batch. Those
-    of several microbatches are added up in the format of the reduction too, as with Megatron-LM's
-    `--grad-reduce-in-bf16`; the optimizer always sees fp32.
+    Gradients are summed, not averaged: the loss is already divided by the tokens of the global batch.
+    Gradients of several microbatches are accumulated in the format of the reduction too, as with
+    Megatron-LM's `--grad-reduce-in-bf16`; the optimizer always gets fp32.
 
-    When the optimizer is offloaded, the fp32 shards lie in host memory. FSDP2 copies them to the device
-    before it gathers parameters, and gradients back once they are reduced.
-
-    Fewer ranks hold the same experts than the same other parameters, so each layer's experts are wrapped
-    apart, on the expert mesh.
+    With an offloaded optimizer, the fp32 shards are in host memory. FSDP2 copies them to the device before it
+    gathers parameters, and copies reduced gradients back. Fewer ranks hold the same experts than the same
+    other parameters, so each layer's experts are wrapped separately, on the expert mesh.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[layout.precision], reduce_dtype=DTYPES[layout.gradient_reduction]
@@ -103,7 +101,7 @@ def _sum_gradients(module: Any, mesh: DeviceMesh) -> None:
 
 
 def _mesh(mesh: DeviceMesh, dims: tuple[str, str], layout: Layout) -> DeviceMesh:
-    """The ranks that hold copies of a parameter: both `dims`, or that of the shards only."""
+    """The mesh of the ranks with copies of a parameter: both `dims`, or only that of the shards."""
     replicas, shards = dims
     return mesh[shards] if layout.zero_stage > 0 and mesh[replicas].size() == 1 else mesh[dims]
 
@@ -116,7 +114,7 @@ def _expert_placement(parameter: nn.Parameter, shards: int) -> Shard | None:
 
 
 def gather_once(stage: Transformer) -> None:
-    """Gather and free once: FSDP2 moves uneven shards into padded storage on first use only."""
+    """Gather and free parameters once, as FSDP2 moves uneven shards into padded storage on first use."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.unshard()

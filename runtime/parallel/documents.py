@@ -1,8 +1,8 @@
 """Attention and positions within documents (Megatron-LM's `_get_ltor_masks_and_position_ids`).
 
-One sample holds parts of several documents, or several whole ones. Here the stages learn, before each pass of
-a microbatch, where the documents in it begin: the cores of attention get a mask, the embedding and rotary
-tables get positions. Backward needs the same where it computes again.
+One sample has parts of several documents, or several whole ones. Before each pass of a microbatch, stages get
+the starts of its documents: the cores of attention get a mask, the embedding and rotary tables get positions.
+Backward needs the same for recomputation.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def check_boundaries(boundaries: Boundaries, layout: Layout) -> None:
 
 
 def document_starts(tokens_BS: Tensor, eod: int) -> Tensor:
-    """The position [B, S] in its row at which the document of each token begins.
+    """The start of each token's document, as a position in its row, [B, S].
 
-    This is the rule of a stream, in which nothing but the end-of-document token tells documents apart. The
-    token belongs to the document that it ends.
+    In a stream, documents are separated only by the end-of-document token, which belongs to the document that
+    it ends.
     """
     at_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     begins_BS = torch.zeros_like(tokens_BS)
@@ -46,7 +46,8 @@ def document_starts(tokens_BS: Tensor, eod: int) -> Tensor:
 def document_mask(
     starts_BS: Tensor, queries_T: Tensor, keys: int, dtype: torch.dtype, reach: Reach = EVERYTHING
 ) -> Tensor:
-    """The mask [B, 1, T, P] that attention of a reach adds to scores within documents: 0, or -inf to hide.
+    """The document mask [B, 1, T, P] that attention with a reach adds to scores: 0, or -inf for hidden
+    tokens.
 
     Args:
         starts_BS: the position at which the document of each token begins.
@@ -73,12 +74,12 @@ class Documents:
         self.tables: dict[MakeTables, Tables] = {}
 
     def start_batch(self, starts: Tensor) -> None:
-        """Take where the document of each token of a batch begins, [microbatches x B, S]."""
+        """Set the start of each token's document for a batch, [microbatches x B, S]."""
         self.starts = torch.split(starts, self.micro_batch_size)
         self.masks = (-1, {})
 
     def enter(self, stage: Transformer, number: int) -> None:
-        """Ready `stage` for a pass of microbatch `number`, forward or backward."""
+        """Prepare `stage` for a pass of microbatch `number`, forward or backward."""
         starts = self.starts[number]
         if self.boundaries.reset_attention_mask:
             if self.masks[0] != number:
@@ -89,7 +90,7 @@ class Documents:
             self._place(stage, self.positions - starts[:, self.positions])
 
     def _masks(self, starts: Tensor, reach: Reach) -> tuple[Tensor, ...]:
-        """The masks of layers of a reach, which those of other layers share that see as much."""
+        """The masks of layers with a reach, shared by all layers with the same reach."""
         seen = reach._replace(softcap=0.0) if reach.binds(self.seq) else EVERYTHING
         made = self.masks[1]
         if seen not in made:

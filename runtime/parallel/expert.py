@@ -1,10 +1,10 @@
-"""Spread the experts of one stage over ranks, and carry tokens to them.
+"""Expert parallelism: the experts of one stage spread over ranks, and dispatch of tokens.
 
-Expert parallelism gives each of `ep` ranks whole experts; tokens travel to them by all-to-all (GShard,
-arXiv:2006.16668, section 3.2). Expert tensor parallelism splits every expert over `etp` ranks, as an MLP
-(Megatron-LM, arXiv:1909.08053, section 3). Every rank routes other tokens than all others of its stage, so
-neither depends on tensor parallelism elsewhere. Elements that a rank sends per layer and microbatch, for T
-tokens of its own and even load; backward sends the same:
+Each of `ep` ranks has whole experts; tokens are sent to them by all-to-all (GShard, arXiv:2006.16668, section
+3.2). Expert tensor parallelism splits every expert over `etp` ranks, like an MLP (Megatron-LM,
+arXiv:1909.08053, section 3). Every rank of a stage routes different tokens, so neither depends on tensor
+parallelism elsewhere. Elements that a rank sends per layer and microbatch, for T tokens of its own and even
+load; backward sends the same:
 
     ep    etp   forward
     > 1   1     2 k T D (ep - 1) / ep: tokens to experts, and results back
@@ -43,11 +43,11 @@ from runtime.parallel.tensor import local_weight
 from runtime.parallel.zigzag import rank_order, sequence_order
 
 SPLIT_DIMENSIONS = {"up": 1, "gate": 1, "down": 2, "up_bias": 1, "gate_bias": 1}
-"""Dimension of each parameter of the experts that runs over an expert's inner width F."""
+"""Dimension of each expert parameter that has the expert's inner width F."""
 
 
 def expert_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
-    """Split the experts of `stage` as `layout` says, and let tokens travel."""
+    """Split the experts of `stage` by `layout`, and set the dispatch of tokens."""
     for block in stage.blocks:
         if isinstance(block.mlp, MixtureOfExperts):
             _choose_over_sequences(block.mlp.router, layout, grid)
@@ -96,7 +96,8 @@ def _distribute(experts: Experts, layout: Layout, grid: Grid) -> None:
 
 
 class GatherDispatch:
-    """A part of every expert is here: the tokens of the ranks that share them meet before they are sorted."""
+    """Dispatch for ranks with a part of every expert: the tokens of the ranks that share experts are gathered
+    before sorting."""
 
     def __init__(self, local: LocalDispatch, group: dist.ProcessGroup) -> None:
         self.local, self.group = local, group
@@ -113,22 +114,22 @@ class GatherDispatch:
 
 
 class _Travelling(NamedTuple):
-    """Rows on their way to the experts."""
+    """The state of a dispatch in progress."""
 
     started: Tensor
     weights: Tensor
     assignment: Assignment
     exchange: Exchange
     counts: Tensor
-    """[E / ep] rows of each expert that works here, of all ranks that have a part of it."""
+    """Rows of each of this rank's experts from all ranks with a part of it, [E / ep]."""
     totals: list[int]
-    """Numbers of rows that come to each of the etp ranks of the same experts."""
+    """Numbers of rows received by each of the etp ranks of the same experts."""
     order: Tensor
-    """Places of the rows, sorted by expert, in what arrives, each rank's part of the same length."""
+    """Places, in the received tensor with equally long parts from each rank, of the rows sorted by expert."""
 
 
 class ExchangeDispatch:
-    """Each rank has some of the experts: every row travels to the rank of its expert."""
+    """Dispatch for ranks with some of the experts: every row is sent to the rank of its expert."""
 
     def __init__(
         self, experts: int, drops: bool, group: dist.ProcessGroup, etp_group: dist.ProcessGroup | None
@@ -140,7 +141,7 @@ class ExchangeDispatch:
         return self.ready(x_TD, weights_Tk, chosen_Tk)()
 
     def ready(self, x_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> Callable[[], _Travelling]:
-        """A function that sends tokens off, once the ranks of their experts know how many come."""
+        """A function that sends tokens, after the ranks of their experts know the numbers of rows."""
         assignment = assign(chosen_Tk, self.experts)
         ranks = self.group.size()
         leaving = assignment.counts.view(ranks, -1)
@@ -174,7 +175,7 @@ class ExchangeDispatch:
         return combine(rows_RD, sent.weights, sent.assignment.order)
 
     def way_back(self, sent: _Travelling, rows_RD: Tensor) -> tuple[Exchange, Tensor]:
-        """Results to be sent to where their tokens came from, and what sends them."""
+        """Results to be returned to the ranks of their tokens, and the exchange for it."""
         rows_RD = spread(rows_RD, sent.order, len(sent.totals) * max(sent.totals))
         if self.etp_group is not None:
             rows_RD = reduce_scatter(rows_RD, 0, self.etp_group)[: sum(sent.exchange.received)]
@@ -182,9 +183,9 @@ class ExchangeDispatch:
 
 
 class HalvedDispatch:
-    """Tokens travel in two parts: experts compute one while the other is on its way to them or back.
+    """Dispatch in two parts: experts compute one part while the other is sent to them or back.
 
-    In backward too, which goes through the steps in the opposite order.
+    Backward does the same in reverse order.
     """
 
     def __init__(self, whole: ExchangeDispatch, experts: Experts) -> None:
@@ -204,7 +205,8 @@ class HalvedDispatch:
         return torch.cat([finish() for finish in returning])
 
     def _start_back(self, sent: _Travelling, rows_RD: Tensor) -> Callable[[], Tensor]:
-        """Send results back, and return what waits for those that come: the weighted sums of a half."""
+        """Send results back, and return a function that waits for the received ones: the weighted sums of one
+        part."""
         exchange, leaving_RD = self.whole.way_back(sent, rows_RD)
         started = exchange.start(leaving_RD)
 
@@ -221,14 +223,14 @@ class HalvedDispatch:
 def rows_to_move(
     chosen_Tk: Tensor, leaving: Tensor, arriving: Tensor, own: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """Rows to each rank, from each rank, and to each of the etp ranks of the same experts.
+    """Numbers of rows to each rank, from each rank, and to each of the etp ranks of the same experts.
 
-    The only wait for the device: an exchange of uneven parts needs their sizes on the host.
+    This is the only wait for the device, as an exchange of uneven parts needs sizes on the host.
 
     Args:
         chosen_Tk: experts of this rank's tokens.
         leaving: [ep, E / ep] rows to each expert.
-        arriving: [etp, ep, E / ep] rows by the rank of the same experts that they come to, source and expert.
+        arriving: [etp, ep, E / ep] rows by receiving rank (of the same experts), source and expert.
         own: number of this rank among the etp ones.
     """
     ranks = len(leaving)
@@ -240,8 +242,8 @@ def _places_by_expert(arriving: Tensor, totals: list[int]) -> Tensor:
     """Places of each expert's rows among the rows that arrive.
 
     Args:
-        arriving: [etp, ep, E / ep] rows by the rank of the same experts that they come to, source and expert.
-        totals: rows that come to each of the etp ranks, whose parts are as long as the longest.
+        arriving: [etp, ep, E / ep] rows by receiving rank (of the same experts), source and expert.
+        totals: rows received by each of the etp ranks; all parts have the length of the longest.
     """
     device, longest = arriving.device, max(totals)
     experts = torch.arange(arriving.shape[2], device=device).repeat(arriving.shape[1])
@@ -255,7 +257,7 @@ def _places_by_expert(arriving: Tensor, totals: list[int]) -> Tensor:
 
 
 def _choose_over_sequences(router: Router, layout: Layout, grid: Grid) -> None:
-    """Let a limited capacity count whole sequences, whose tokens several ranks hold."""
+    """Compute a limited capacity over whole sequences whose tokens are on several ranks."""
     group = grid.sequence_group
     if not router.options.capacity_factor or group is None:
         return

@@ -1,4 +1,4 @@
-"""GEMMs in 8 bits: which layers have them, and by which recipe."""
+"""8-bit GEMMs: their layers and their recipes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST_CAPABILITY = {"fp8": (8, 9), "mxfp8": (10, 0)}
 """The compute capability of NVIDIA's first GPUs with each format: Ada and Blackwell."""
 
 AMD_DEVICES: dict[str, tuple[str, ...]] = {"fp8": ("gfx942", "gfx950"), "mxfp8": ()}
-"""AMD's GPUs with each format: MI300 and MI350; their kernels read scales of MXFP8 in another order."""
+"""AMD's GPUs with each format: MI300 and MI350; their kernels read MXFP8 scales in another order."""
 
 SINCE = {
     "fp8": "NVIDIA has them since compute capability 8.9, AMD since MI300",
@@ -35,7 +35,8 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def check_float8(device: torch.device, precision: Precision = "fp8") -> None:
-    """Raise `InputError` when `device` has no GEMMs in such 8 bits; all ranks should agree on it."""
+    """Raise `InputError` when `device` does not support these 8-bit GEMMs; the result must be the same on all
+    ranks."""
     instead, products = "pin precision=bf16", f"{precision} GEMMs"
     if device.type != "cuda":
         raise InputError(f"precision {precision}: device {device} has no {products}; {instead}")

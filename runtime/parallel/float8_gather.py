@@ -1,4 +1,4 @@
-"""Weights of GEMMs in 8 bits, gathered in 8 bits by FSDP2.
+"""Weights of 8-bit GEMMs, gathered in 8 bits by FSDP2.
 
 Ranks agree on the largest element of each weight once a step, before they gather any weight. Each rank then
 casts its shard to the same bits as a cast of the whole weight, gathered in 16 bits, would give.
@@ -28,7 +28,7 @@ from runtime.parallel.float8_tensorwise import (
 
 
 class Float8Gather:
-    """The weights of some stages that are gathered in 8 bits, and their scales."""
+    """The weights of some stages that are gathered in 8 bits, with their scales."""
 
     def __init__(self, stages: Sequence[Transformer], layout: Layout) -> None:
         self.shards: dict[dist.ProcessGroup, list[Tensor]] = {}
@@ -52,7 +52,7 @@ class Float8Gather:
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Compute the scales of the weights as they are."""
+        """Compute the scales of the present weights."""
         for group, shards in self.shards.items():
             norms = torch._foreach_norm(shards, ord=float("inf"))
             # The weights that are cast have been rounded to 16 bits, and so has the largest of them.
@@ -76,7 +76,7 @@ def _sharing(weight: Tensor) -> DeviceMesh | None:
 
 
 def _extend(shard: Tensor, scale: Tensor, computes: torch.dtype, dtype: torch.dtype) -> None:
-    """Let FSDP2 gather a shard by its extensions, which it looks for on what it shards."""
+    """Let FSDP2 gather a shard with its extension hooks, which it finds on the sharded tensor."""
     extended: Any = shard
 
     def before(mesh: DeviceMesh, size: Any, stride: Any, module: nn.Module, policy: Any) -> Any:

@@ -1,4 +1,4 @@
-"""GEMMs in 8 bits with one scale for each matrix, in operations that a compiler sees through.
+"""8-bit GEMMs with one scale per matrix, in operations that compilers can fuse.
 
 The largest element of a matrix and its cast are plain operations, so that compiled layers fuse them with what
 makes the matrix. Numbers are those of torchao's recipe "tensorwise".
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from runtime.model.number_formats import FLOAT8_SIDES
 
 SMALLEST = 1e-12
-"""The least that a matrix of next to nothing is taken to have as its largest element."""
+"""Lower bound of a matrix's largest element in the computation of its scale."""
 
 
 class Formats(NamedTuple):
     """The formats of a device."""
 
     operand: torch.dtype
-    """The number format of weights and activations, which has more digits than that of gradients."""
+    """The number format of weights and activations, with more mantissa bits than that of gradients."""
     gradient: torch.dtype
-    """The format of gradients of activations: it has a wider range."""
+    """The number format of activation gradients, with a wider range."""
 
 
 def formats() -> Formats:
-    """The fp8 formats that kernels of this build of PyTorch take; those of AMD's MI300 are its own."""
+    """The fp8 formats of this PyTorch build's kernels; AMD's MI300 has special ones."""
     from torchao.float8.config import e4m3_dtype, e5m2_dtype
 
     return Formats(e4m3_dtype, e5m2_dtype)
@@ -44,7 +44,7 @@ class Narrow(NamedTuple):
     """The reciprocal of the scale factor."""
 
     def transposed(self) -> Narrow:
-        """The transposed matrix, with rows in one piece."""
+        """The transposed matrix with contiguous rows."""
         return self._replace(elements=self.elements.t().contiguous())
 
 
@@ -55,12 +55,12 @@ def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The elements of a matrix in 8 bits; none is out of range where the scale is its own."""
+    """The elements of a matrix in 8 bits; with the matrix's own scale none is out of range."""
     return (matrix.float() * scale).to(dtype)
 
 
 def narrow(matrix: Tensor, dtype: torch.dtype) -> Narrow:
-    """A matrix in 8 bits, by its own scale."""
+    """A matrix in 8 bits, with its own scale."""
     scale = scale_for(matrix.abs().amax(), dtype)
     return Narrow(cast(matrix, scale, dtype), scale, scale.reciprocal())
 
@@ -125,10 +125,10 @@ def _narrow_weight(weight: Tensor, dtype: torch.dtype) -> Narrow:
 
 
 def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool) -> Tensor:
-    """left [I, K] times right [J, K] on its side: [I, J].
+    """left [I, K] times the transpose of right [J, K]: [I, J].
 
     Args:
-        fast: sums of K may lose digits.
+        fast: True if sums over K may be less accurate.
     """
     if left.elements.device.type != "cuda":
         product = left.elements.float() @ right.elements.float().t()
@@ -145,7 +145,7 @@ def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool) -> Te
 
 
 def _filled(matrix: Narrow) -> Narrow:
-    """A matrix with so many rows that they can be summed over."""
+    """A matrix padded with zero rows to a number over which GEMMs can sum."""
     missing = -matrix.elements.shape[0] % FLOAT8_SIDES
     if not missing:
         return matrix
@@ -156,7 +156,7 @@ def _filled(matrix: Narrow) -> Narrow:
 
 @torch._dynamo.allow_in_graph
 class _Product(torch.autograd.Function):
-    """x [M, K], weight [N, K] -> [M, N]."""
+    """The differentiable GEMM: x [M, K], weight [N, K] -> [M, N]."""
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, kinds: Formats, *cast: Tensor) -> Tensor:

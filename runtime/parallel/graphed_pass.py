@@ -2,10 +2,9 @@
 
 The host launches the kernels of small layers later than the device could run them. A graph is launched at
 once, and is always the same kernels on the same memory. So a pass reads its tokens and labels, the factor of
-the loss and the parameters at fixed places. It adds gradients to sums that stay where they are. What is
-computed is the same to the bit.
+the loss and the parameters at fixed addresses, and adds gradients to sums at fixed addresses.
 
-Memory of a graph is its own: what passes need is not there for the optimizer while they rest.
+Results are bitwise equal. A graph has its own memory, which the optimizer cannot use between passes.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from costmodels.errors import InputError
 from runtime.parallel.accelerator import device_module
 
 Pass = Callable[[], Tensor]
-"""Runs forward and backward, and returns the loss."""
+"""A function that runs forward and backward, and returns the loss."""
 
 Capture = Callable[[Pass], Pass]
-"""A pass that does what another one would, in the same memory each time; that one need not run for it."""
+"""A function that makes an equivalent pass with fixed memory from a pass, without running that pass."""
 
 WARM_UP = 4
-"""Passes that run as they are: kernels are compiled and chosen in the first two, and the fourth one is the
-first that chains layers (`runtime.parallel.layer_chain`)."""
+"""Passes that run without a graph: kernels are compiled and chosen in the first two, and the fourth one is
+the first with chained layers (`runtime.parallel.layer_chain`)."""
 
 
 class GraphedPass:
@@ -35,7 +34,7 @@ class GraphedPass:
 
     Args:
         run: forward and backward of tokens and labels, which returns the loss.
-        capture: makes a graph of a pass; as the device can when not given.
+        capture: makes a graph of a pass; the device's own way when not given.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class GraphedPass:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a microbatch, [], which the next call may write over."""
+        """The loss of a microbatch, [], which the next call may overwrite."""
         if self.inputs is None:
             self.inputs = tokens.clone(), labels.clone()
         else:
@@ -66,7 +65,7 @@ class GraphedPass:
         return self.replay()
 
     def end(self) -> None:
-        """Let go of the graph: communicators whose collectives it has captured cannot end before it does."""
+        """Free the graph, as communicators with captured collectives cannot end before it."""
         if self.graph is not None:
             self.graph.reset()
         self.graph = self.replay = None
@@ -76,7 +75,7 @@ class GraphedPass:
         return self.run(*self.inputs)
 
     def _warm_up(self) -> Tensor:
-        """Run a pass on the graph's stream, which nodes of autograd then belong to from the start."""
+        """Run a pass on the graph's stream, so that autograd nodes belong to it from the start."""
         if self.stream is None:
             return self._pass()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -105,5 +104,5 @@ class GraphedPass:
 
 
 def _as_it_is(run: Pass) -> Pass:
-    """Devices without graphs run the pass anew."""
+    """A stand-in for capture on devices without graphs, which runs the pass each time."""
     return run

@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed and a parameter's name only, never on the layout."""
+"""Initial weights, which depend only on the seed and the parameter's name, never on the layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2; Megatron-LM's `--init-method-std`)."""
 
 FIRST_RATES = 0.01, 16.0
-"""Between which the decays of linear attention begin, before their logarithms."""
+"""Range of the initial decays of linear attention, before their logarithms."""
 
 OUTPUT_PROJECTIONS = (
     "attention.output.weight",
@@ -26,7 +26,7 @@ OUTPUT_PROJECTIONS = (
     "mlp.shared.down.weight",
     "mlp.experts.down",
 )
-"""Weights that write to the residual stream; GPT-2 scales them down by sqrt(2 x layers)."""
+"""Weights whose outputs are added to the residual stream; GPT-2 divides them by sqrt(2 x layers)."""
 
 
 def name_seed(seed: int, name: str) -> int:
@@ -38,7 +38,7 @@ def name_seed(seed: int, name: str) -> int:
 def full_weight(
     name: str, shape: torch.Size, spec: ModelSpec, seed: int, std: float, expert: int | None = None
 ) -> Tensor:
-    """The whole initial value of a parameter, or of the part that `expert` has in it, on the CPU in fp32.
+    """The whole initial value of a parameter, or of the part of one `expert`, on the CPU in fp32.
 
     Vocabulary rows beyond `spec.vocab` are zero, so that padding changes nothing.
     """
@@ -73,7 +73,7 @@ def full_weight(
 def initialise(model: nn.Module, spec: ModelSpec, seed: int, std: float = INIT_STD) -> None:
     """Fill the parameters of `model` (a whole model or a stage, sharded or not) in place.
 
-    Copies of the embedding on another stage, a tied head among them, start from its value.
+    Copies of the embedding on another stage, such as a tied head, start from its value.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
@@ -103,7 +103,7 @@ def initialise(model: nn.Module, spec: ModelSpec, seed: int, std: float = INIT_S
 
 
 def _own_experts(name: str, parameter: Tensor, spec: ModelSpec, seed: int, std: float) -> Tensor:
-    """This rank's part of a parameter of all experts, [E, ...]: only its own experts are drawn."""
+    """This rank's part of a parameter of all experts, [E, ...]; only the rank's own experts are drawn."""
     count, first, splits = spec.experts, 0, {}
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh

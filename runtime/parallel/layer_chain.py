@@ -1,14 +1,14 @@
-"""Compiled layers that are alike, run one after the other by one node of autograd.
+"""A chain of equal compiled layers, run by one autograd node.
 
-A compiled layer costs the host more than its kernels. Guards are checked, arguments sorted and a node of
-autograd made for each layer, and each gradient goes to its parameter by a node of its own. Layers that are
-alike share one pair of compiled functions. So only the first layer is called as it is, which checks the
-guards. The others run the code that it was compiled to, each with its own parameters, and gradients go right
-into the sums of their layer. What is computed, kept for backward and freed is the same, in the same order.
+The host's time for a compiled layer is more than its kernel launches. Guards are checked, arguments sorted
+and a node of autograd made for each layer, and each gradient goes to its parameter by a node of its own.
+Equal layers share one pair of compiled functions.
 
-The pair is that of AOTAutograd's node. Once its backward is compiled, one pass finds it. The next pass sees
-that all layers are given the same but for their input and parameters, and later passes run the chain. Layers
-that are not given the same are called one by one.
+So only the first layer is called normally, which checks the guards. The others run its compiled code with
+their own parameters, and gradients are added directly to the sums of their layer. Computation, kept tensors
+and frees are the same, in the same order. The pair belongs to AOTAutograd's node. After its backward is
+compiled, one pass finds the pair. The next pass checks that all layers get equal arguments except their input
+and parameters. Later passes run the chain. Layers with other arguments are called one by one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from runtime.parallel.recomputation import memory_of
 from runtime.parallel.working_copies import GradientSums, WorkingCopies
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
-"""Empties the list of its arguments, so that memory is free as soon as it can be."""
+"""A compiled function that empties its list of arguments, so that memory is freed early."""
 
 INPUT = -1
-"""The number that stands for the input of a layer in place of a parameter's number."""
+"""The number for the input of a layer, instead of a parameter's number."""
 
 Source = int | None
-"""Source of an argument of a compiled layer: one of its parameters, by number, or its `INPUT`; None if
-all layers have the same."""
+"""Source of an argument of a compiled layer: the number of a parameter, or `INPUT`; None if all layers have
+the same value."""
 
 
 class _Layer(NamedTuple):
@@ -40,16 +40,16 @@ class _Layer(NamedTuple):
     parameters: list[Tensor]
     """Parameters and buffers of the layer; in one order for all layers."""
     sums: list[tuple[GradientSums, dict[int, int]]]
-    """Gradient sums of the layer's experts and of its other parameters, each with the parameters' numbers in
-    it."""
+    """Gradient sums of the layer's experts and of its other parameters, with the numbers of their
+    parameters."""
 
 
 class LayerChain:
-    """The layers of a stage, of which the first stands for the others.
+    """The layers of a stage; the first one represents the others.
 
     Args:
         blocks: compiled layers, each one graph, in order.
-        copies: their parameters while they compute.
+        copies: their parameters during computation.
     """
 
     def __init__(self, blocks: Sequence[Block], copies: WorkingCopies) -> None:
@@ -78,7 +78,7 @@ class LayerChain:
         return y_BSD
 
     def _compare(self, pair: _Pair, sources: list[Source], arguments: list[Any], x_BSD: Tensor) -> Tensor:
-        """Call the layers after the first, and see whether their arguments come from the same `sources`."""
+        """Call the layers after the first, and check that their arguments have the same `sources`."""
         alike = sources.count(INPUT) == 1
         for layer in self.layers[1:]:
             y_BSD, own, given = _call(layer, x_BSD)
@@ -93,10 +93,10 @@ class LayerChain:
 
 
 class _Pair:
-    """The two functions that alike layers are compiled to.
+    """The two compiled functions of equal layers.
 
     Args:
-        function: that of AOTAutograd, which calls them.
+        function: AOTAutograd's function, which calls them.
     """
 
     def __init__(self, function: Any) -> None:
@@ -116,11 +116,11 @@ _pairs: MutableMapping[type, _Pair | None] = WeakKeyDictionary()
 """Pairs by AOTAutograd's function; None if it does more than call a pair. Stages share them."""
 
 _noted: list[Any] | None = None
-"""The arguments of a pair, while somebody wants to know."""
+"""A record of a pair's arguments, while it is requested."""
 
 
 def _call(layer: _Layer, x: Tensor) -> tuple[Tensor, _Pair | None, list[Any]]:
-    """The output of a layer for `x`, its pair, and the arguments of this pair, if a pair is known by now."""
+    """The output of a layer for `x`, its pair, and the arguments of the pair, if a pair is known."""
     global _noted
     arguments: list[Any] = []
     _noted = arguments
@@ -145,16 +145,17 @@ class _Run(NamedTuple):
     arguments: list[Any]
     """Arguments of the first layer, without its input."""
     given: list[Tensor]
-    """The gradient of what the last layer made: autograd would hold it until all layers are done."""
+    """The gradient of the last layer's output, which autograd would otherwise keep until all layers are
+    done."""
 
     def take(self, gradients: Sequence[Tensor]) -> tuple[None]:
-        """Take the gradient from autograd, which is about to run the layers backward."""
+        """Take the gradient from autograd before it runs the layers backward."""
         self.given.extend(gradients)
         return (None,)
 
 
 class _Chain(torch.autograd.Function):
-    """The layers after the first one, as one function of autograd."""
+    """The layers after the first one, as one autograd function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: _Run) -> Tensor:
@@ -212,7 +213,7 @@ def _layer(block: Block, copies: WorkingCopies) -> _Layer:
 
 
 def _sources(layer: _Layer, arguments: list[Any], x: Tensor) -> list[Source]:
-    """Sources of each argument of a compiled layer; an empty list if they cannot be told."""
+    """Sources of all arguments of a compiled layer; an empty list if they are unknown."""
     if not all(isinstance(argument, Tensor) for argument in arguments):
         return []
     known = {memory_of(one): number for number, one in enumerate(layer.parameters)}
@@ -231,7 +232,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 def _is_plain(function: Any) -> bool:
     """True if a function of AOTAutograd only calls its pair: it has one output, and changes nothing itself.
 
-    Counts of routers are added by the pair to their buffers, which are inputs like parameters.
+    The pair adds routers' counts to their buffers, which are inputs like parameters.
     """
     meta = getattr(function, "metadata", None)
     if meta is None or function.maybe_subclass_metadata is not None:

@@ -16,7 +16,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
-    """`local` as a distributed tensor that is split the way `parameter` is."""
+    """`local` as a distributed tensor that is split like `parameter`."""
     if not isinstance(parameter, DTensor):
         return local
     # Not from_local, which would move what is offloaded to the host to the device of the mesh.
@@ -24,19 +24,19 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def spec_like(tensor: Tensor, mesh: DeviceMesh, places: Sequence[Placement]) -> DTensorSpec:
-    """The split of a tensor like `tensor` on a mesh, as `places` say."""
+    """The specification of a tensor like `tensor` on a mesh with the placements `places`."""
     return DTensorSpec(mesh, tuple(places), TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
 
 
 def as_distributed(local: Tensor, spec: DTensorSpec | None) -> Tensor:
-    """`local` as a distributed tensor; as it is without a `spec`."""
+    """`local` as a distributed tensor; unchanged without a `spec`."""
     if spec is None:
         return local
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def partial_sums(places: Iterable[Placement]) -> list[Placement]:
-    """Placements of the gradient of a tensor with `places`: a replicated one becomes a sum to be made."""
+    """Placements of the gradient of a tensor with `places`: replicated becomes a partial sum."""
     return [Partial() if place.is_replicate() else place for place in places]
 
 

@@ -1,9 +1,9 @@
-"""Cross entropy over a vocabulary that may be split over ranks and padded, together with the head's GEMM.
+"""Cross entropy together with the head's GEMM, over a vocabulary that may be split over ranks and padded.
 
-All logits never exist at once. A chunk of tokens at a time is multiplied by the output matrix and scored, and
-the gradient is written over its logits. That makes the gradients of the chunk's tokens and a part of the
-matrix's gradient. So forward does the three GEMMs of a head, and backward hands the gradients over. Shapes:
-see `runtime.model`.
+All logits never exist at once. One chunk of tokens at a time is multiplied by the output matrix and scored,
+and its logits are overwritten by the gradient. This gives the gradients of the chunk's tokens and a part of
+the matrix gradient. So forward does the three GEMMs of a head, and backward only returns the gradients.
+Shapes: see `runtime.model`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Vocabulary(NamedTuple):
     """This rank's part of the entries of the output matrix."""
 
     size: int
-    """Entries of the tokenizer; those beyond them are padding, which takes no part."""
+    """Entries of the tokenizer; further rows are padding and are ignored."""
     start: int = 0
     """The first entry of this rank."""
     group: dist.ProcessGroup | None = None
@@ -41,14 +41,14 @@ class Vocabulary(NamedTuple):
 
 
 Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A function of logits [T, V], which it may write over, targets [T] and a factor []. It gives the sum of the
-losses, without the factor, and the gradient for the logits, with the factor."""
+"""A function of logits [T, V], which it may overwrite, targets [T] and a factor []. It returns the sum of the
+losses, without the factor, and the gradient of the logits, with the factor."""
 
 
 def eager_scores(
     vocabulary: Vocabulary, logits_TV: Tensor, targets_T: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Loss and gradient, in as little memory as PyTorch's operators need one by one.
+    """Loss and gradient by single PyTorch operators with little memory.
 
     Ranks that split the vocabulary exchange one maximum, one sum and one target logit for each token
     (Megatron-LM, arXiv:1909.08053, section 3).
@@ -86,7 +86,7 @@ def eager_scores(
 def fusible_scores(
     vocabulary: Vocabulary, logits_TV: Tensor, targets_T: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The loss for a compiler, which makes a few kernels of it that read logits and write their gradient."""
+    """Loss and gradient in a form that compilers fuse into a few kernels."""
     size, start, group = vocabulary
     places_V = torch.arange(start, start + logits_TV.shape[-1], device=logits_TV.device)
     scores_TV = logits_TV.float()
@@ -109,7 +109,7 @@ def fusible_scores(
 
 
 def capped(scores: Scores, softcap: float) -> Scores:
-    """`scores` of logits x that are bounded to softcap tanh(x / softcap) first (Gemma 2)."""
+    """`scores` for logits x that are first capped to softcap tanh(x / softcap) (Gemma 2)."""
 
     def of_bounded(logits_TV: Tensor, targets_T: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
         bounded_TV = torch.tanh(logits_TV / softcap)
@@ -120,18 +120,18 @@ def capped(scores: Scores, softcap: float) -> Scores:
 
 
 def _of_predicted(losses_T: Tensor, targets_T: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses, and factors of their gradients, which are zero where nothing is predicted."""
+    """Losses, and factors of their gradients; zero for tokens that are not predicted."""
     ignored_T = targets_T < 0
     return losses_T.masked_fill(ignored_T, 0.0), factor.expand_as(losses_T).masked_fill(ignored_T, 0.0)
 
 
 def ids_of(targets: Tensor) -> Tensor:
-    """The ids of targets, of those that are not predicted too."""
+    """The ids of targets, including targets that are not predicted."""
     return torch.where(targets < 0, ~targets, targets)
 
 
 class _HandOver(torch.autograd.Function):
-    """`value`, whose gradient for `source` is there already."""
+    """`value` with an already computed gradient for `source`."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
@@ -159,8 +159,8 @@ def head_loss(
     Args:
         x_BSD: input of the output matrix.
         weight_VD: this rank's rows of the matrix, padding included.
-        targets_BS: ids of tokens, or negative where nothing is predicted.
-        scores: scores a chunk of tokens; `eager_scores` of the vocabulary when not given.
+        targets_BS: ids of tokens; negative for tokens that are not predicted.
+        scores: loss function of a chunk of tokens; `eager_scores` of the vocabulary when not given.
     """
     with torch.no_grad():
         value, x_gradient_TD, weight_gradient_VD = _chunk_by_chunk(
@@ -194,7 +194,7 @@ def _chunk_by_chunk(
     with_gradients: bool,
     is_frozen: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss times factor, and its gradients for `x_TD` and `weight_VD`, which has none where it is frozen."""
+    """Loss times factor, and its gradients for `x_TD` and for `weight_VD` unless that is frozen."""
     total = torch.zeros_like(factor)
     x_gradient_TD = torch.empty_like(x_TD) if with_gradients else None
     weight_gradient_VD: Tensor | None = None
@@ -214,7 +214,7 @@ def _chunk_by_chunk(
 
 
 def add_product(total_VD: Tensor | None, gradient_TV: Tensor, x_TD: Tensor) -> Tensor:
-    """The gradient of the matrix, of one more chunk of tokens: added in the GEMM."""
+    """The matrix gradient with one more chunk of tokens added by the GEMM."""
     if total_VD is None:
         return gradient_TV.t() @ x_TD
     return total_VD.addmm_(gradient_TV.t(), x_TD)
@@ -224,8 +224,8 @@ class TokenLoss:
     """Sum of token losses of a microbatch over the number of tokens of the global batch, times `scale`."""
 
     scale: float = 1.0
-    """Factor of the running step: the loss scale, and the number of tokens where the sum is optimised. The
-    trainer sets it and takes it out of what it reports."""
+    """Factor of the current step: the loss scale, and the number of tokens if the sum is optimised. The
+    trainer sets it and removes it from reported losses."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, grid: Grid, compiled: bool = False) -> None:
         tp = layout.tensor_parallel
@@ -253,21 +253,22 @@ class TokenLoss:
         trainer sets it to zero where there are depths."""
 
     def stay(self) -> None:
-        """Keep what changes from step to step at one place on the device from now on."""
+        """Keep values that change in each step at a fixed address on the device from now on."""
         self.factors = torch.empty(1 + self.depths, device=self.device)
 
     def begin_step(self) -> None:
-        """Take over what holds for the step that comes, if passes read it on the device."""
+        """Copy the next step's values to the device, if passes read them there."""
         if self.factors is not None:
             for depth, factor in enumerate(self.factors):
                 factor.fill_(self._factor(depth))
 
     def score(self, stage: Transformer) -> None:
-        """Let `stage` return losses in the place of logits, if it has a head."""
+        """Let `stage` return losses instead of logits, if it has a head."""
         stage.score = self
 
     def __call__(self, head: nn.Linear, x_BSD: Tensor, depth: int = 0) -> Tensor:
-        """The loss of a microbatch, [], from the input of the head; of a further token in the objective."""
+        """The loss of a microbatch, [], from the input of the head; for an MTP depth, weighted for the
+        objective."""
         entry = getattr(head, "entry", None)
         if entry is not None:
             x_BSD = entry(x_BSD)
@@ -281,7 +282,7 @@ class TokenLoss:
         return loss
 
     def further(self, depth: int) -> Tensor:
-        """Ids [B, S] of the tokens `depth` further on, which are the targets of the depth before."""
+        """Ids [B, S] of the tokens `depth` positions later, which are the targets of the previous depth."""
         return ids_of(self._labels(depth - 1))
 
     def _labels(self, depth: int) -> Tensor:
@@ -292,7 +293,7 @@ class TokenLoss:
         return self.scale / self.predicted(depth)
 
     def predicted(self, depth: int) -> float:
-        """Tokens of the global batch that are predicted at a depth: the loss is the mean over them."""
+        """Number of predicted tokens of the global batch at a depth; the loss is the mean over these."""
         if self.targets is not None:
             return self.targets[depth]
         # The last tokens of a sequence have none so far on.

@@ -1,8 +1,8 @@
-"""The meeting point of a torchrun's ranks when it starts them again beside the store of earlier starts.
+"""The rendezvous store of ranks that torchrun starts again.
 
-PyTorch's agents keep one store for all starts of their ranks. A new start finds in it the addresses of ranks
-that have ended. The count of an agent's starts does not tell them apart, as an agent that came later has
-counted less.
+PyTorch's agents keep one store for all starts of their ranks, so a new start finds addresses of ranks that
+have ended. An agent's count of starts does not distinguish them, as an agent that joined later has a smaller
+count.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 FORKED = "forked"
-"""Name of the jobs whose agent has a new store for each start (`runtime.launch.fork_server`)."""
+"""Name of jobs whose agent has a new store for each start (`runtime.launch.fork_server`)."""
 
 LOOK_PERIOD_S = 0.02
 
 
 def agent_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
-    """A part of this agent's store that no earlier start has written to; None where ranks have their own."""
+    """A part of this agent's store that no earlier start used; None where ranks have their own store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     if os.environ.get("TORCHELASTIC_RUN_ID") == FORKED:
@@ -32,12 +32,10 @@ def agent_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
 
 
 def fresh_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """A part of `store` with a new name, on which all ranks that run now agree.
+    """A part of `store` with a new name, on which all running ranks agree.
 
-    Each other rank says hello with a word that it has just made up. The first rank answers to each word with
-    the name. An answer to a word of a rank that has ended is read by nobody.
-
-    Raises `RuntimeError` where the other ranks do not come.
+    Each other rank publishes a random word. The first rank answers each word with the name. Answers to words
+    of ended ranks are never read. Raises `RuntimeError` where the other ranks do not arrive.
     """
     word = uuid.uuid4().hex
     store.set_timeout(timeout)

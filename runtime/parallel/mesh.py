@@ -1,4 +1,4 @@
-"""The device mesh of a layout: which rank holds which part of the job."""
+"""The device mesh of a layout: the part of the job on each rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Grid:
     """Coordinates of this rank, and the process groups of the layout.
 
     rank = tp + TP * (cp + CP * (dp + DP * pp)). The mesh has the dimensions pp, dp_replicate, dp_shard, tp:
-    data- and context-parallel ranks together hold copies of the parameters, `zero_shards` neighbours one.
-    Experts have a mesh of their own over the same ranks, pp, e_replicate, e_shard, ep, etp
+    data- and context-parallel ranks together hold copies of the parameters, one copy for each `zero_shards`
+    neighbouring ranks. Experts have a separate mesh over the same ranks: pp, e_replicate, e_shard, ep, etp
     (Megatron-LM's order etp-ep-edp-pp).
     """
 
@@ -31,15 +31,15 @@ class Grid:
     cp_group: dist.ProcessGroup | None = None
     """Ranks that share this rank's sequences; None without context parallelism."""
     kv_group: dist.ProcessGroup | None = None
-    """Tensor-parallel ranks that share one key/value head; None where each has its own."""
+    """Tensor-parallel ranks that share one key/value head; None if each has its own."""
     expert_mesh: DeviceMesh | None = None
     """The mesh of experts; None for a model without experts."""
     sequence_group: dist.ProcessGroup | None = None
-    """Ranks over which the tokens of one sequence are spread where they choose experts: tensor- and context-
-    parallel ones, in this order; None where one rank has them all, or there are no experts."""
+    """Ranks over which a sequence's tokens are spread during routing: tensor- and context-parallel ones, in
+    this order. None if one rank has all tokens, or without experts."""
     embedding_group: dist.ProcessGroup | None = None
-    """Two pipeline ranks that share an embedding, tied or read by multi-token prediction; None where one rank
-    holds both or none."""
+    """Two pipeline ranks that share an embedding (tied, or read by multi-token prediction); None if one rank
+    has both copies or none."""
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
@@ -50,7 +50,7 @@ class Grid:
 def expert_mesh_shape(layout: Layout) -> tuple[int, int, int, int, int]:
     """Sizes of pp, e_replicate, e_shard, ep, etp.
 
-    What ZeRO splits over `zero_shards` neighbours it splits for experts over as many as there are.
+    ZeRO splits experts over those of the `zero_shards` neighbours that have the same experts.
     """
     ep, etp = layout.expert_parallel, layout.expert_tensor_parallel
     holders = layout.world_size // (layout.pipeline_parallel * ep * etp)
@@ -93,7 +93,7 @@ def build_grid(spec: ModelSpec, layout: Layout, device: torch.device) -> Grid:
 
 
 def _own_group(rows: torch.Tensor) -> dist.ProcessGroup | None:
-    """The process group of the row of ranks that this rank is in; None when it is alone or in none."""
+    """The process group of this rank's row of ranks; None if it is alone or in no row."""
     own = rows[(rows == dist.get_rank()).any(1)].flatten()
     if own.numel() < 2:
         return None

@@ -1,9 +1,9 @@
-"""GEMMs in MXFP8 (one scale per 32 values), in operations that a compiler sees through.
+"""GEMMs in MXFP8 (one scale per 32 values), in operations that compilers can fuse.
 
 Values are E4M3 in all three GEMMs of a layer, scales E8M0 and rounded up, as in training recipes for
-Blackwell (arXiv:2506.08027, section 3): the largest value never leaves the range. Each GEMM sums over the
-values that share a scale, so that matrices are cast once along their rows and once along their columns.
-The kernel is cuBLAS', by PyTorch; on a CPU fp32 GEMMs of the rounded operands stand in.
+Blackwell (arXiv:2506.08027, section 3): the largest value never exceeds the range. Each GEMM sums over the
+values that share a scale, so matrices are cast once along rows and once along columns. The kernel is
+cuBLAS's, through PyTorch; on a CPU fp32 GEMMs of the rounded operands stand in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST = 448.0
 """The largest finite E4M3 value."""
 
 EXPONENT_BITS = 23
-"""Place of the exponent in fp32, which counts from 127 as E8M0 does."""
+"""Bit position of the exponent in fp32; its bias is 127, as in E8M0."""
 
 TILE_ROWS, TILE_BLOCKS = 128, 4
 """Scales that cuBLAS reads together (its documentation, "1D block scaling factors layout")."""
@@ -31,9 +31,9 @@ class Narrow(NamedTuple):
     """A matrix in 8 bits."""
 
     elements: Tensor
-    """[R, K] in E4M3."""
+    """The elements, [R, K] in E4M3."""
     exponents: Tensor
-    """[R, K / 32], uint8: what elements are multiplied by is 2 to these minus 127."""
+    """Exponents, [R, K / 32] uint8; elements are multiplied by 2 to the power of these minus 127."""
 
 
 def narrow(matrix_RK: Tensor) -> Narrow:
@@ -49,16 +49,17 @@ def narrow(matrix_RK: Tensor) -> Narrow:
 
 
 def wide(matrix: Narrow) -> Tensor:
-    """The numbers that a matrix in 8 bits stands for, in fp32."""
+    """The values of an 8-bit matrix in fp32."""
     blocks = matrix.elements.float().view(len(matrix.elements), -1, MXFP8_BLOCK)
     return torch.ldexp(blocks, matrix.exponents.int().unsqueeze(-1) - 127).flatten(-2)
 
 
 def tiled(exponents_RB: Tensor) -> Tensor:
-    """Factors as cuBLAS reads them: tiles of 128 rows and 4 blocks, in each the rows 0, 32, 64 and 96 first.
+    """Scales in cuBLAS's order: tiles of 128 rows and 4 blocks, with the rows 0, 32, 64 and 96 first in each
+    tile.
 
     Returns:
-        All of them in one dimension, in E8M0, filled up to whole tiles.
+        all scales in one dimension, in E8M0, padded to whole tiles.
     """
     rows, blocks = exponents_RB.shape
     filled = F.pad(exponents_RB, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))
@@ -67,7 +68,7 @@ def tiled(exponents_RB: Tensor) -> Tensor:
 
 
 def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tensor:
-    """left [I, K] times right [J, K] on its side: [I, J]."""
+    """left [I, K] times the transpose of right [J, K]: [I, J]."""
     if left.elements.device.type != "cuda":
         return (wide(left) @ wide(right).t()).to(dtype)
     factors = tiled(left.exponents), tiled(right.exponents)
@@ -81,7 +82,7 @@ def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tensor:
 def mxfp8_product(
     left_IK: Tensor, right_KJ: Tensor, left_factors: Tensor, right_factors: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The GEMM of two matrices in 8 bits, by the kernel of a GPU: [I, J]."""
+    """The GEMM of two 8-bit matrices by a GPU kernel: [I, J]."""
     kind, layout = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     result: Tensor = F.scaled_mm(
         left_IK,
@@ -105,7 +106,8 @@ def _(
 
 
 def _on_side(matrix_RK: Tensor) -> Narrow:
-    """A matrix on its side, cast along its columns, with so many rows that they can be summed over."""
+    """The transpose of a matrix, cast along its columns, and padded with zeros so that GEMMs can sum over its
+    rows."""
     missing = -matrix_RK.shape[0] % MXFP8_BLOCK
     filled = F.pad(matrix_RK, (0, 0, 0, missing)) if missing else matrix_RK
     return narrow(filled.t().contiguous())
@@ -113,7 +115,7 @@ def _on_side(matrix_RK: Tensor) -> Narrow:
 
 @torch._dynamo.allow_in_graph
 class _Product(torch.autograd.Function):
-    """x [M, K], weight [N, K] -> [M, N]."""
+    """The differentiable GEMM: x [M, K], weight [N, K] -> [M, N]."""
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:

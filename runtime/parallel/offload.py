@@ -1,12 +1,11 @@
-"""Keep in host memory what attention needs in backward (MindSpeed's swap-attention).
+"""Offloading of attention's tensors for backward to host memory (MindSpeed's swap-attention).
 
-While forward goes on, side streams copy to pinned memory what the attention of a layer saves: its input, the
-queries, keys and values, and the output of its core: e (h + 2q + 2k) bytes per token in the words of
-`recompute` beside it, less e h if norms are recomputed. In backward, each layer starts the copies back of the
-layer before it. Statistics, rotary tables and parameters stay, but for the weights of keys and values that
-tensor-parallel ranks share, and so gather for each use.
-
-On one pipeline rank the last layer of the stage keeps everything: its backward comes at once. PyTorch rounds
+During forward, side streams copy the saved tensors of a layer's attention to pinned memory: its input,
+queries, keys and values, and the output of its core. These are e (h + 2q + 2k) bytes per token in the symbols
+of `runtime.parallel.recomputation`, less e h if norms are recomputed. In backward, each layer starts the
+copies back for the layer before it. Statistics, rotary tables and parameters stay on the device. The
+exception are key and value weights that tensor-parallel ranks share and gather for each use. With one
+pipeline rank the last layer of the stage keeps everything, as its backward follows at once. PyTorch rounds
 every piece of pinned memory up to a power of two.
 """
 
@@ -30,14 +29,13 @@ from runtime.parallel.recomputation import Packed, is_plain, memory_of, pack, re
 Forward = Callable[[Tensor], Tensor]
 
 SMALLEST = 1024
-"""Bytes below which a copy costs more than the memory is worth."""
+"""Least bytes of a tensor that is offloaded; smaller copies are not worth their time."""
 
 
 def offload_activations(stage: Transformer, layout: Layout) -> None:
-    """Send what attention keeps for backward to host memory, and fetch it in time.
+    """Offload attention's tensors for backward to host memory, and prefetch them.
 
-    A layer that is recomputed as a whole keeps nothing that could leave. In compiled layers attention runs
-    as plain PyTorch.
+    A fully recomputed layer has no tensor to offload. In compiled layers attention runs uncompiled.
     """
     blocks = stage.blocks
     if layout.recompute == "full":
@@ -58,8 +56,8 @@ def _tell_apart(attention: Any) -> None:
 
 @cache
 def _offloading(kind: Any) -> Any:
-    """A class that tells attention that offloads from other attention of its kind. Where torch.compile stops
-    at a call, it looks at the class of the callee alone, and would stop in the other layers, too."""
+    """A separate class for attention that offloads. At a graph break torch.compile only considers the class
+    of the callee, so with the same class it would also break in the other layers."""
     return type(f"Offloading{kind.__name__}", (kind,), {})
 
 
@@ -74,7 +72,7 @@ class _Transfers:
         self.streams: tuple[torch.Stream, torch.Stream] | None = None
 
     def streams_of(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
-        """The streams of copies to host memory and back: links carry both ways at once."""
+        """The streams of copies to host memory and back, as links transfer in both directions at once."""
         if self.streams is None:
             self.streams = _stream(device), _stream(device)
         return self.streams
@@ -111,7 +109,7 @@ def _offload(attention: nn.Module, transfers: _Transfers, first: bool) -> None:
 
 
 def _fetch_before(attention: nn.Module, transfers: _Transfers) -> None:
-    """Keep everything of this layer, but start the copies of the layer before it."""
+    """Keep all tensors of this layer, but start the copies back of the layer before it."""
     forward: Forward = attention.forward
 
     def fetching(x: Tensor) -> Tensor:
@@ -135,7 +133,7 @@ def _start(reference: Callable[[], _Layer | None]) -> None:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """The memory of the parameters of `module`; under FSDP2, of those that are gathered now."""
+    """The memory of the parameters of `module`; under FSDP2, of the currently gathered ones."""
     parameters = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
     return {memory_of(parameter) for parameter in parameters}
 
@@ -155,7 +153,7 @@ class _Layer:
         self.fetched = False
 
     def pack(self, tensor: Tensor) -> Packed:
-        """The stand-in of a saved tensor: the tensor itself, or a function that fetches it."""
+        """The packed form of a saved tensor: the tensor itself, or a function that fetches it."""
         packed = pack(tensor)
         if not isinstance(packed, Tensor) or not self._leaves(tensor):
             return packed
@@ -172,11 +170,11 @@ class _Layer:
         )
 
     def close(self) -> None:
-        """Free the tensors that only this call used, as it has ended."""
+        """Free the tensors that only this finished call used."""
         self.sources.clear()
 
     def fetch(self) -> None:
-        """Start all copies back; the first ones are of the tensors that backward needs first."""
+        """Start all copies back, in the order in which backward needs the tensors."""
         if not self.fetched:
             self.fetched = True
             for copy in reversed(self.copies.values()):
@@ -199,7 +197,8 @@ class _Layer:
 
 
 class _Copy:
-    """One storage in host memory, and on the device from the start of its copy back to its last use."""
+    """One storage in host memory, which is also on the device from the start of its copy back to its last
+    use."""
 
     def __init__(self, storage: torch.UntypedStorage, transfers: _Transfers) -> None:
         self.transfers = transfers
@@ -238,7 +237,7 @@ class _Copy:
         self.done = returning.record_event()
 
     def take(self) -> Tensor:
-        """The bytes on the device, ready on the current stream; the last view of them frees them."""
+        """The bytes on the device, ready on the current stream; they are freed with their last view."""
         self.fetch()
         assert self.memory is not None
         memory = self.memory

@@ -42,7 +42,7 @@ SCHEDULES: dict[Schedule, type] = {
 }
 
 FORWARD_ACTIONS = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
-"""PyTorch's actions that forward passes need."""
+"""PyTorch's pipeline actions for forward passes."""
 
 
 class Pipeline:
@@ -119,7 +119,7 @@ class Pipeline:
         return self._run(self.evaluation.eval, tokens, labels)
 
     def _fit(self, tokens: Tensor) -> None:
-        """Plan anew for a batch of another size: the stages are readied for one number of microbatches."""
+        """Plan again for another batch size, as stages are prepared for one number of microbatches."""
         micro_batches = len(tokens) // self.micro_batch_size
         if micro_batches != self.micro_batches:
             self._plan(micro_batches)
@@ -140,21 +140,21 @@ class Pipeline:
 
 
 def _loss_of_stage(output: Tensor, target: Tensor) -> Tensor:
-    """The loss that the last stage has returned as its output."""
+    """The loss, which is the output of the last stage."""
     return output
 
 
 def _forward_only(actions: list[Any]) -> list[Any]:
-    """The actions of one rank that a forward pass needs, in PyTorch's form, communication included."""
+    """The actions of one rank for forward passes, in PyTorch's form, including communication."""
     parts = [part for action in actions for part in action.sub_actions or (action,)]
     return [part for part in parts if part.computation_type.value in FORWARD_ACTIONS]
 
 
 def _keep_gathered(stages: Sequence[Transformer]) -> None:
-    """Keep parameters whole from the first to the last action of a step, under ZeRO 3 too.
+    """Keep parameters whole from the first to the last action of a step, even under ZeRO 3.
 
-    A schedule that splits backward looks for the weights of a graph before FSDP2 would gather them, and
-    the gradients of weights that it does not find are lost.
+    Split-backward schedules look for a graph's weights before FSDP2 would gather them, and the gradients of
+    weights that are not found are lost.
     """
     for stage in stages:
         if isinstance(stage, FSDPModule):
@@ -162,7 +162,7 @@ def _keep_gathered(stages: Sequence[Transformer]) -> None:
 
 
 def _pipeline_stage(stage: Transformer, index: int, spec: ModelSpec, layout: Layout, grid: Grid) -> LeanStage:
-    """Wrap a stage, with the shapes of its input and output given so that none is sent to find out."""
+    """Wrap a stage with given shapes of input and output, so that PyTorch sends no messages to infer them."""
     batch, tp = layout.micro_batch_size, layout.tensor_parallel
     seq = spec.seq // layout.context_parallel
     local_seq = seq // tp if layout.sequence_parallel else seq

@@ -1,4 +1,4 @@
-"""A pipeline stage that keeps only what the schedule still needs."""
+"""A pipeline stage that keeps only tensors that the schedule still needs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from runtime.parallel.working_copies import WorkingCopies
 # Any: what the stage is made of differs between the versions of PyTorch that this runs with.
 _modules: Any = stage
 FREES_BUFFERS = hasattr(_modules._RecvInfo, "allocate_buffer")
-"""PyTorch frees receive buffers itself, since 2.15."""
+"""True for PyTorch versions that free receive buffers themselves (since 2.15)."""
 
 
 class LeanStage(PipelineStage):
-    """PyTorch's stage, whose receive buffers live from the receive to the use.
+    """PyTorch's stage with receive buffers that live only from the receive to the use.
 
     Before 2.15, PyTorch allocates a buffer for the input and one for the gradient of every microbatch of a
     step, and keeps them for good. With many microbatches they take more than all other activations. It also
@@ -30,9 +30,9 @@ class LeanStage(PipelineStage):
     """
 
     documents: Documents | None = None
-    """Readies the stage for each microbatch, where documents matter."""
+    """The documents for which the stage is prepared in each microbatch, if they matter."""
     loss: TokenLoss | None = None
-    """Makes the output of the last stage."""
+    """The loss function, which makes the output of the last stage."""
     labels: Sequence[Tensor] = ()
     """Labels of each microbatch of the running step."""
     copies: WorkingCopies | None = None
@@ -50,7 +50,7 @@ class LeanStage(PipelineStage):
         return self._without_memory(super()._prepare_backward_infra, *args, **kwargs)
 
     def _without_memory(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `prepare` so that the buffers it makes have shapes but no memory."""
+        """Call `prepare` so that its buffers have shapes but no memory."""
         if FREES_BUFFERS:
             return prepare(*args, **kwargs)
         device, self.device = self.device, torch.device("meta")
@@ -113,12 +113,12 @@ class LeanStage(PipelineStage):
             self.copies.reduce()
 
     def _enter(self, micro_batch: int) -> None:
-        """Show a microbatch's documents to the layers, which backward computes again."""
+        """Set a microbatch's documents in the layers, also for recomputation in backward."""
         if self.documents is not None:
             self.documents.enter(cast(Any, self.submod), micro_batch)
 
     def _forget(self, fwd_chunk_id: int) -> None:
-        """Drop what backward would need of a microbatch."""
+        """Free a microbatch's tensors for backward."""
         own = cast(Any, self)
         if FREES_BUFFERS:
             state = own._forward_chunk_states[fwd_chunk_id]
@@ -128,7 +128,7 @@ class LeanStage(PipelineStage):
             own.fwd_cache[fwd_chunk_id] = ((), [])
 
     def _is_local(self, stage: int) -> bool:
-        """Return whether this rank holds `stage` too, as at the bottom of a V."""
+        """Return whether this rank also holds `stage`, as at the turn of a V."""
         return self.stage_index_to_group_rank[stage] == self.group_rank
 
 

@@ -1,4 +1,4 @@
-"""Distributed tensors whose operations leave them split as they are."""
+"""Distributed tensors with operations that keep their split."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 aten = torch.ops.aten
 
 UNMOVED = (aten.detach.default, aten.empty_like.default)
-"""Operators that building a model applies to every parameter."""
+"""Operators that are applied to every parameter when a model is built."""
 
 
 def keep_placements() -> None:
-    """Let DTensor split results of `UNMOVED` as their operand is, instead of searching for the best way.
+    """Let DTensor split results of `UNMOVED` like their operand, without a search.
 
-    The search weighs all ways to split over all dimensions of the mesh, anew for every shape: with four
-    dimensions it takes a tenth of a second of each parameter.
+    The search compares all splits over all mesh dimensions, again for every shape; with four dimensions it
+    takes a tenth of a second for each parameter.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers |= dict.fromkeys(UNMOVED, _split_alike)

@@ -1,4 +1,4 @@
-"""The frozen matrices of a stage in 4 bits, split over tensor-parallel ranks as they were."""
+"""The 4-bit frozen matrices of a stage, split over tensor-parallel ranks like the original ones."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from runtime.parallel.mesh import Grid
 class BaseWeight(NF4Weight):
     """This rank's part of a frozen matrix.
 
-    The numbers are those of the whole matrix, whatever the ranks: no block is split, and ranks that share a
-    group of scales agree on the largest.
+    Its values equal those of the whole matrix for any number of ranks: no block is split, and ranks that
+    share a group of scales agree on the largest one.
 
     Args:
-        parameter: what it takes the place of.
-        sharers: ranks that multiply by the rows of all of them.
+        parameter: the replaced parameter.
+        sharers: ranks that all use the rows of all of them.
     """
 
     def __init__(self, parameter: Tensor, dtype: torch.dtype, sharers: dist.ProcessGroup | None) -> None:
@@ -41,14 +41,14 @@ class BaseWeight(NF4Weight):
         self.like = parameter.detach().to("meta")
 
     def empty(self) -> Tensor:
-        """Memory for the matrix in fp32, distributed as it is."""
+        """Memory for the matrix in fp32, with the same distribution."""
         local = torch.empty(self.outputs, self.inputs, device=self.codes.device)
         if not isinstance(self.like, DTensor):
             return local
         return DTensor.from_local(local, self.like.device_mesh, self.like.placements, run_check=False)
 
     def take(self, part: Tensor) -> None:
-        """Take the place of this rank's part of the matrix; ranks that split its rows do so together."""
+        """Quantise this rank's part of the matrix; ranks that split its rows call it together."""
         self.fill(part.to(self.codes.device), self._largest if self.rows_apart else lambda factors: factors)
 
     def _largest(self, factors: Tensor) -> Tensor:
@@ -66,10 +66,10 @@ class BaseWeight(NF4Weight):
 
 
 def quantise_base(stage: Transformer, spec: ModelSpec, layout: Layout, grid: Grid) -> None:
-    """Put the matrices of `stage` that can have adapters into 4 bits; they are buffers without content yet.
+    """Replace the matrices of `stage` that can have adapters by 4-bit buffers, still without content.
 
-    Data-parallel ranks hold them whole. A layer whose forward is its own (one that tensor parallelism has
-    split) finds what multiplies as its attribute `product`.
+    Data-parallel ranks hold them whole. A layer with its own forward (split by tensor parallelism) uses its
+    attribute `product` for the GEMM.
     """
     for number, block in zip(stage.numbers, stage.blocks, strict=True):
         kind = spec.layer_kind(number)
@@ -91,7 +91,7 @@ def _multiply_with_product(linear: nn.Linear) -> None:
 
 
 def base_weights(stage: nn.Module) -> Iterator[tuple[str, BaseWeight]]:
-    """The matrices in 4 bits, by the names of what they took the place of."""
+    """The 4-bit matrices by the names of the replaced parameters."""
     for name, module in stage.named_modules():
         if isinstance(module, BaseWeight):
             yield name, module

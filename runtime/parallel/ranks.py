@@ -1,4 +1,4 @@
-"""Starting and agreeing: what the ranks of a job do together before and beside training."""
+"""Joint actions of a job's ranks outside of training steps: start, agreement, end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runtime.parallel.meeting import agent_store
 Result = TypeVar("Result")
 
 AGENT_CHECK_S = 0.2
-"""Seconds between looks at whether torchrun is still there."""
+"""Seconds between checks that torchrun is still running."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class Ranks:
 
 
 def is_alone() -> bool:
-    """Return whether no launcher said that this process is one of several ranks."""
+    """Return whether no launcher declared this process to be one of several ranks."""
     return "RANK" not in os.environ and "WORLD_SIZE" not in os.environ
 
 
 def end_with_agent() -> None:
-    """Watch the torchrun that started this rank and die with it, however it dies.
+    """End this rank when its torchrun ends for any reason. torchrun puts each rank into a separate session,
+    and does not end ranks when it is killed.
 
-    torchrun puts each rank into a session of its own, and ends none of them when it is killed. They would go
-    on to write into the folders of the job that takes their place.
+    They would then continue to write into the folders of the next job.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -100,8 +100,8 @@ def start_process_group(ranks: Ranks, device: torch.device, timeout_minutes: flo
 def wait_for_ranks(device: torch.device) -> None:
     """Wait until all ranks are here.
 
-    PyTorch asks to be told on which GPU. A GPU bound to the process group would open all groups'
-    communicators at the start instead of the ones in use.
+    PyTorch needs the GPU as an argument. Binding a GPU to the process group instead would open the
+    communicators of all groups at the start, not only of those in use.
     """
     dist.barrier(device_ids=[device.index] if is_accelerator(device) else None)
 
@@ -109,8 +109,8 @@ def wait_for_ranks(device: torch.device) -> None:
 def leave_process_group(device: torch.device) -> None:
     """Wait for the other ranks before this process ends.
 
-    NCCL wants its communicators destroyed. gloo's are left to the end of the process: destroying them has
-    aborted ranks that had done all their work.
+    NCCL requires that its communicators are destroyed. gloo's are left to the end of the process, as
+    destroying them has aborted ranks that had finished.
     """
     wait_for_ranks(device)
     if is_accelerator(device):
@@ -124,7 +124,7 @@ def is_lost_connection(error: RuntimeError) -> bool:
 
 
 def run_together(work: Callable[[], Result]) -> Result:
-    """Call `work` on every rank; if it refuses input on one, all raise that rank's `InputError`."""
+    """Call `work` on every rank; if it raises `InputError` on one rank, all raise that error."""
     result, error = _attempt(work)
     errors: list[InputError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
@@ -147,7 +147,7 @@ def run_on_first_rank(work: Callable[[], Result]) -> Result:
 def run_in_turns(ranks: Ranks, work: Callable[[], Result]) -> Result:
     """Call `work` on rank 0, then on the first rank of each node, then on the others.
 
-    What one leaves in a cache, on a shared file system or on its node, the next ones find.
+    So later ranks find the earlier ranks' cache files, on a shared file system or on their node.
     """
     turn = 0 if ranks.rank == 0 else 1 if ranks.local_rank == 0 else 2
     results = []

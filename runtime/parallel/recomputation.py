@@ -1,7 +1,7 @@
-"""Compute activations again in backward instead of keeping them (arXiv:1604.06174, arXiv:2205.05198).
+"""Recomputation of activations in backward (arXiv:1604.06174, arXiv:2205.05198).
 
-What is dropped is computed again when backward first asks for a part of it, and each tensor leaves as soon as
-it is used. This is `torch.utils.checkpoint`, with two differences:
+Dropped tensors are recomputed when backward first needs one of them, and each tensor is freed as soon as it
+is used. This is `torch.utils.checkpoint`, with two differences:
 
 - The output of a norm or an activation function, which the matrices after it keep as their input, is dropped
   as well (Megatron-Core's `CheckpointWithoutOutput`, MindSpeed's activation function recomputation).
@@ -53,11 +53,11 @@ from runtime.model.mlp import MLP
 from runtime.model.transformer import Block, Transformer
 
 Packed = Tensor | Callable[[], Tensor]
-"""The content of the autograd graph for a tensor: the tensor, or a function that returns it."""
+"""The packed form of a tensor in the autograd graph: the tensor, or a function that returns it."""
 
 
 def recompute(stage: Transformer, layout: Layout) -> None:
-    """Wrap what `layout` recomputes; before compilation, so that the compiler sees it."""
+    """Wrap the modules that `layout` recomputes, before compilation, so that the compiler includes it."""
     layers = layout.recompute_num_layers
     blocks = recomputed_blocks(stage, layout)
     if layout.recompute == "selective":
@@ -75,13 +75,13 @@ def recompute(stage: Transformer, layout: Layout) -> None:
 
 
 def recomputes_units(layout: Layout) -> bool:
-    """Return whether several layers are recomputed at a time."""
+    """Return whether several layers are recomputed as a unit."""
     uniform = layout.recompute == "full" and layout.recompute_method == "uniform"
     return uniform and layout.recompute_num_layers > 1
 
 
 def recomputed_blocks(stage: Transformer, layout: Layout) -> list[Block]:
-    """Layers of `stage` that recompute something; those of MTP do in any case."""
+    """Layers of `stage` with recomputation; layers of MTP modules always have it."""
     if layout.recompute == "none":
         return []
     stack = stage.stack
@@ -90,23 +90,24 @@ def recomputed_blocks(stage: Transformer, layout: Layout) -> list[Block]:
 
 
 def unpack(packed: Packed) -> Tensor:
-    """The tensor that `packed` stands for."""
+    """The tensor of `packed`."""
     return packed if isinstance(packed, Tensor) else packed()
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number that tensors with the same memory share while that memory lives; fake tensors have it too."""
+    """A number that identifies a tensor's memory while it lives; also for fake tensors."""
     owner: int = tensor.untyped_storage()._cdata
     return owner
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether `tensor` is neither a parameter nor a wrapper of others, as distributed tensors are."""
+    """Return whether `tensor` is neither a parameter nor a wrapper of other tensors, such as a distributed
+    tensor."""
     return not isinstance(tensor, nn.Parameter) and not is_traceable_wrapper_subclass(tensor)
 
 
 def pack(tensor: Tensor) -> Packed:
-    """`tensor`, or what makes it again: a function, if it views an output that the layer recomputes."""
+    """`tensor`, or a function that makes it again if it is a view of a recomputed output."""
     if is_plain(tensor):
         for reference, call in _outputs[-1] if _outputs else ():
             output = reference()
@@ -142,7 +143,7 @@ def _recompute_modules(block: Block, layout: Layout) -> None:
 
 
 def _networks(block: Block) -> list[MLP | Experts]:
-    """The MLP of a layer, or its experts and the shared ones."""
+    """The MLP of a layer, or its routed and shared experts."""
     if isinstance(block.mlp, MLP):
         return [block.mlp]
     assert isinstance(block.mlp, MixtureOfExperts)
@@ -196,13 +197,13 @@ def _drop_outputs(module: Block | MixtureOfExperts) -> None:
 
 
 def is_recomputing() -> bool:
-    """True if a forward function runs again in backward: counts of a forward pass must not count twice."""
+    """True during recomputation, where counts of the forward pass must not be repeated."""
     # Only backward runs forward functions a second time, in compiled layers too.
     return torch._C._current_graph_task_id() != -1
 
 
 _outputs: list[list[tuple[weakref.ref[Tensor], _Call]]] = []
-"""Outputs that the running layer, the last, recomputes, and the calls that gave them."""
+"""Recomputed outputs of the current layer, and the calls that made them."""
 
 
 @contextmanager
@@ -219,11 +220,12 @@ def _is_view(tensor: Tensor, output: Tensor) -> bool:
 
 
 class _Enough(Exception):
-    """All that backward needs has been computed."""
+    """Exception that ends recomputation when all needed tensors are computed."""
 
 
 class _Inputs(torch.autograd.Function):
-    """Keeps inputs as autograd keeps tensors, so that hooks around this call see them."""
+    """An autograd function that saves inputs as tensors, so that saved-tensor hooks around this call see
+    them."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> Tensor:
@@ -236,10 +238,10 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Call:
-    """One call of `function`, of which the autograd graph keeps the inputs only.
+    """One call of `function` for which the autograd graph keeps only the inputs.
 
-    Tensors that backward needs are numbered in the order in which the function saves them. The same order
-    finds them when it runs again, which takes a function that does the same on every run.
+    Tensors for backward are numbered in the order in which the function saves them. This order identifies
+    them in the second run, so the function must do the same in every run.
     """
 
     def __init__(self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
@@ -255,12 +257,12 @@ class _Call:
         self.output: Tensor | None = None
 
     def run(self, *inputs: Tensor) -> Tensor:
-        """Forward, without keeping what it saves."""
+        """Run forward without keeping its saved tensors."""
         with saved_tensors_hooks(self._pack_internal, unpack):
             return self.function(*inputs)
 
     def pack_output(self, view: Tensor) -> Packed:
-        """The stand-in of a view of the output."""
+        """The packed form of a view of the output."""
         self.views += 1
         return partial(self._output, view.shape, view.stride(), int(view.storage_offset()))
 
@@ -321,7 +323,7 @@ class _Call:
 
 
 _last: list[weakref.ref[_Call]] = []
-"""The call that computed again last for a gradient that was split off."""
+"""The last call that was recomputed for a separate weight-gradient pass."""
 
 
 def _forget_last(call: _Call) -> None:

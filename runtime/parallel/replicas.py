@@ -1,7 +1,7 @@
-"""The marks of parameters that several data- or context-parallel ranks hold whole (ZeRO 0).
+"""Marking of parameters that several data- or context-parallel ranks hold whole (ZeRO 0).
 
-The parameters are distributed tensors with one more dimension of the mesh in front, over which nothing is
-split. So the optimizer, checkpoints and the norm of the gradient know that other ranks hold the same.
+The parameters are distributed tensors with a further leading mesh dimension, over which they are replicated.
+So the optimizer, checkpoints and the gradient norm know about the copies on other ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from runtime.parallel.local_tensors import as_distributed, local_part, partial_s
 from runtime.parallel.mesh import Grid
 
 REPLICAS = ("dp_replicate", "e_replicate")
-"""Dimensions of the meshes that only copies of parameters are on."""
+"""Mesh dimensions of parameter copies."""
 
 
 def replicate(stage: Transformer, grid: Grid) -> None:
-    """Let the parameters of `stage` that train, and that other ranks hold too, say so."""
+    """Mark the trained parameters of `stage` that other ranks also hold."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in stage.modules():
         mesh, replicas = grid.mesh, REPLICAS[0]
@@ -42,7 +42,7 @@ def replicate(stage: Transformer, grid: Grid) -> None:
 
 
 def group_of(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that hold the same part of a parameter and sum its gradients; None if it is this one."""
+    """The ranks with the same part of a parameter, which sum its gradients; None if only this rank has it."""
     dims = _dims(parameter)
     if not isinstance(parameter, DTensor) or not dims or dims[0] not in REPLICAS:
         return None
@@ -56,7 +56,7 @@ def is_split(parameter: Tensor) -> bool:
 
 
 def without_replicas(parameter: Tensor) -> Tensor:
-    """This rank's view of a parameter that those who hold the same are left out of: how it computes."""
+    """This rank's view of a parameter without the dimension of copies, as used in computation."""
     dims, places = _dims(parameter), _placements(parameter)
     if group_of(parameter) is None or not isinstance(parameter, DTensor):
         return parameter
@@ -67,9 +67,9 @@ def without_replicas(parameter: Tensor) -> Tensor:
 
 
 def gradient_spec(parameter: Tensor) -> DTensorSpec | None:
-    """The distribution of a parameter's gradient that replicas have summed; None if it is not distributed.
+    """The distribution of a parameter's gradient after the sum over copies; None if it is not distributed.
 
-    Ranks that split the computation, and not the parameter, have a sum still to make.
+    It is a partial sum for ranks that split the computation, but not the parameter.
     """
     if not isinstance(parameter, DTensor):
         return None

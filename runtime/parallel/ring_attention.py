@@ -1,6 +1,6 @@
-"""Causal attention over a sequence that is split over ranks, by passing keys and values round.
+"""Causal attention over a sequence split over ranks, by passing keys and values in a ring.
 
-The ring itself is PyTorch's (`_templated_ring_attention`); here is its place in autograd. Shapes: see
+The ring is PyTorch's (`_templated_ring_attention`); this module makes it differentiable. Shapes: see
 `runtime.model`.
 """
 
@@ -26,11 +26,12 @@ RING_FUNCTIONS = (
     "_cp_options",
     "set_rotate_method",
 )
-"""PyTorch's ring attention, which is experimental: what its module must have."""
+"""Functions that the module of PyTorch's experimental ring attention must have."""
 
 
 def prepare_ring() -> None:
-    """Set PyTorch's ring, whose options are global to the process: real rotation, and balanced causal work.
+    """Set the options of PyTorch's ring, which are global to the process: real rotation, and balanced causal
+    work.
 
     Raises:
         InputError: this PyTorch has no such ring.
@@ -55,13 +56,13 @@ def _ring() -> ModuleType:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def ring_attention(q_BNsH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Causal attention of this rank's two chunks of queries while keys and values go round the ranks.
+    """Causal attention of this rank's two chunks of queries, with keys and values passed in a ring.
 
-    Ring attention (arXiv:2310.01889) with the chunks of `local_positions`. In each of cp rounds a rank
-    attends to the keys of one rank, while the next keys travel; keys that the mask would hide wholly are
-    skipped. Results are merged by their log-sum-exps in fp32. Only the K key/value heads travel. A rank sends
-    (cp - 1) 2 B K s H elements forward. Backward sends as many again, and cp times 2 B K s H fp32 elements:
-    the gradients, which go round to their owners. Backward keeps what plain attention does on s tokens.
+    This is ring attention (arXiv:2310.01889) with the chunks of `local_positions`. In each of cp rounds a
+    rank attends to the keys of one rank, while the next keys are sent; fully masked keys are skipped. Results
+    are merged by their log-sum-exps in fp32. Only the K key/value heads are sent. A rank sends (cp - 1) 2 B K
+    s H elements in forward. Backward sends the same again, and cp times 2 B K s H fp32 elements of gradients,
+    which are passed around to their owners. Backward keeps the same tensors as plain attention on s tokens.
 
     Args:
         q_BNsH: tokens of chunk i, then of chunk 2 cp - 1 - i on rank i of `group`.

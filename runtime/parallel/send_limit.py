@@ -1,9 +1,8 @@
-"""The limit of messages that a pipeline rank has under way: it awaits earlier ones before it sends more.
+"""A limit of concurrent messages of a pipeline rank, which waits for earlier ones before it sends more.
 
 PyTorch has this limit since 2.15 (`_add_wait_send_budget` in `torch.distributed.pipelining.schedules`). It
-walks through the whole graph of sends and receives for each message that it may await. That takes a minute
-and more for pipelines with ten stages on a rank. Vector clocks find the same waits here in less than a
-second.
+walks the whole graph of sends and receives for each message that may be waited for, which takes a minute or
+more for ten stages on a rank. Vector clocks find the same waits here in less than a second.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from costmodels.spec.send_order import Place, SendOrder
 _schedules: Any = schedules
 
 SENDS = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
-"""The action of the receiving side, and how many stages away that is."""
+"""The receiving action of each send, and its distance in stages."""
 
 RECEIVES = [receive for receive, _ in SENDS.values()]
 
@@ -29,21 +28,21 @@ Message = tuple[str, int, int]
 
 
 def keeps_messages() -> bool:
-    """Return whether this version of PyTorch keeps messages until an action awaits their send."""
+    """Return whether this version of PyTorch keeps messages until an action waits for their send."""
     return hasattr(_schedules, "_add_wait_send_budget")
 
 
 def limit_sends(
     actions: Mapping[int, list[Any]], rank_of: Callable[[int], int], most: int
 ) -> dict[int, list[Any]]:
-    """PyTorch's actions of each rank, communication included, with sends awaited earlier where needed.
+    """PyTorch's actions of each rank, including communication, with earlier waits for sends where needed.
 
     Args:
         rank_of: the rank of a stage.
-        most: messages of a rank under way at a time.
+        most: most concurrent messages of a rank.
 
     Raises:
-        RuntimeError: of so many sends none could be awaited before the next.
+        RuntimeError: no send could be waited for before the next one.
     """
     order = SendOrder(len(actions))
     places = _placed(actions, rank_of, order)
@@ -79,10 +78,9 @@ def _limited(
 def _placed(
     actions: Mapping[int, list[Any]], rank_of: Callable[[int], int], order: SendOrder
 ) -> dict[Message, Place]:
-    """Put all sends and receives in order: each receive after its send.
+    """Order all sends and receives, with each receive after its send.
 
-    What PyTorch awaits of itself, it awaits where the peer's answer has come, or at the end of the step: that
-    orders nothing anew.
+    PyTorch's own waits add no order: they come after the peer's answer, or at the end of the step.
     """
     left = {rank: deque(map(_message_of, own)) for rank, own in actions.items()}
     places: dict[Message, Place] = {}
@@ -120,6 +118,6 @@ def _peer_of(send: Message) -> Message:
 
 
 def _wait_of(send: Any) -> Any:
-    """The action that awaits a send."""
+    """The action that waits for a send."""
     kind = getattr(_schedules, f"WAIT_{send.computation_type.value}")
     return _schedules._Action(send.stage_index, kind, send.microbatch_index)

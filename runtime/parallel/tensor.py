@@ -38,23 +38,18 @@ from runtime.parallel.narrow_weight import multiply
 def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
     """Split the matrices of `stage` (Megatron-LM, arXiv:1909.08053, section 3).
 
-    Parameters become distributed tensors, so that FSDP2, the optimizer and checkpoints know how they are
-    split. What computes are local tensors: distributed ones would cost more host time than the GEMMs of
-    a small layer. A linear layer multiplies with its attribute `product`, torch.nn.functional.linear unless
-    another number format has replaced it.
+    Parameters become distributed tensors, so FSDP2, the optimizer and checkpoints know their split.
 
-    With sequence parallelism, norms and residuals hold S/tp tokens (arXiv:2205.05198, section 4.2.2).
-    Activations between stages are split the same way. Gradients of parameters that every rank holds whole are
-    sums that are still to be made.
-
-    With fewer key/value heads than ranks, each rank stores its share of the rows of one head. In every
-    forward pass it gathers the rest from the ranks that share the head. These rows are far fewer than the
-    activations, and nothing is stored twice.
-
-    MTP modules project their two inputs by a matrix that every rank holds whole.
-
-    Experts choose among the tokens that a rank holds alone. Without sequence parallelism a rank takes its
-    slice of the tokens before, and all gather the results. `runtime.parallel.expert` splits the experts.
+    The computation uses local tensors, as distributed ones would take more host time than the GEMMs of a
+    small layer. A linear layer multiplies with its attribute `product`: torch.nn.functional.linear, unless
+    another number format has replaced it. With sequence parallelism, norms and residuals have S/tp tokens
+    (arXiv:2205.05198, section 4.2.2). Activations between stages are split in the same way. Gradients of
+    parameters that every rank holds whole are partial sums. With fewer key/value heads than ranks, each rank
+    stores its share of the rows of one head. In every forward pass it gathers the rest from the ranks that
+    share the head. These rows are far fewer than the activations, and nothing is stored twice. MTP modules
+    project their two inputs by a matrix that every rank holds whole. Routing works on tokens that only this
+    rank has. Without sequence parallelism a rank takes its slice of the tokens first, and all ranks gather
+    the results. `runtime.parallel.expert` splits the experts.
     """
     mesh = grid.mesh["tp"]
     region = _Region(mesh, mesh.get_group(), grid.tp_rank, layout.tensor_parallel, layout.sequence_parallel)
@@ -77,9 +72,9 @@ def tensor_parallel(stage: Transformer, layout: Layout, grid: Grid) -> None:
 
 @dataclass(frozen=True)
 class _Region:
-    """The part of the model where ranks hold different slices of the activations' last dimension.
+    """The part of the model where ranks have different slices of the activations' last dimension.
 
-    Outside of it, every rank holds [B, S, D] or, with sequence parallelism, [B, S / tp, D].
+    Outside of it, every rank has [B, S, D], or [B, S / tp, D] with sequence parallelism.
     """
 
     mesh: DeviceMesh
@@ -140,7 +135,7 @@ def _split_attention(attention: Attention, region: _Region, kv_group: dist.Proce
 
 
 def _split_gated_delta(attention: GatedDelta, region: _Region) -> None:
-    """Split the heads: each rank has a state for its own."""
+    """Split the heads; each rank has the states of its own heads."""
     inputs = attention.inputs
     for linear in (inputs.query, inputs.key, inputs.value, inputs.strength, inputs.decay, attention.gate):
         assert isinstance(linear, nn.Linear)
@@ -155,7 +150,7 @@ def _split_gated_delta(attention: GatedDelta, region: _Region) -> None:
 
 
 def _split_latent_attention(attention: LatentAttention, region: _Region) -> None:
-    """Split the heads. Ranks compress the tokens that they hold, and gather what is compressed."""
+    """Split the heads. Ranks compress their own tokens, and gather the compressed tokens."""
     compress = attention.compress
     for linear in (compress.query, compress.latent):
         if linear is not None:
@@ -181,7 +176,7 @@ def _split_mlp(mlp: MLP, region: _Region) -> None:
 
 
 def _split_tokens(experts: MixtureOfExperts, region: _Region) -> None:
-    """Let each rank route the tokens that it alone holds."""
+    """Let each rank route the tokens that only it has."""
     inner = replace(region, sequence_parallel=True)
     router = experts.router
     _share(router, inner)
@@ -198,7 +193,7 @@ def _split_tokens(experts: MixtureOfExperts, region: _Region) -> None:
 
 
 def _enter_first(module: nn.Module, region: _Region) -> _Entry:
-    """Copy or gather the input of `module` once for all its matrices, in a module `entry` of its own.
+    """Copy or gather the input of `module` once for all its matrices, in a separate module `entry`.
 
     Recomputation may wrap the entry, and so gather again in backward.
     """
@@ -240,7 +235,7 @@ def _split_columns(linear: nn.Linear, region: _Region, sharers: dist.ProcessGrou
 
 
 def _split_rows(linear: nn.Linear, region: _Region) -> None:
-    """Let each rank multiply its slice of the inputs, and sum the GEMMs."""
+    """Let each rank multiply its slice of the inputs, and sum the results over ranks."""
     linear.product = F.linear  # type: ignore[assignment]
     _distribute(linear, "weight", Shard(1), region)
     if isinstance(linear, AdaptedLinear):
@@ -261,7 +256,7 @@ def _split_rows(linear: nn.Linear, region: _Region) -> None:
 
 
 def _keep_whole(linear: nn.Linear, region: _Region) -> None:
-    """Let each rank multiply the tokens that it holds by the whole matrix."""
+    """Let each rank multiply its own tokens by the whole matrix."""
     if region.sequence_parallel:
         linear.product = F.linear  # type: ignore[assignment]
         _share(linear, region)
@@ -311,7 +306,7 @@ def _split_embedding(embedding: Embedding, region: _Region) -> None:
 
 
 def _split_norm(norm: nn.Module, region: _Region) -> None:
-    """Let each rank normalise the tokens that it holds."""
+    """Let each rank normalise its own tokens."""
     if not region.sequence_parallel:
         return
     _share(norm, region)
@@ -328,7 +323,7 @@ def _split_norm(norm: nn.Module, region: _Region) -> None:
 
 
 def _split_wide_norm(norm: nn.RMSNorm, region: _Region) -> None:
-    """Normalise heads that ranks share out by the mean square of all of them."""
+    """Normalise heads that are split over ranks by the mean square over all heads."""
     width = norm.normalized_shape[0]
     _distribute(norm, "weight", Shard(0), region)
 
@@ -345,7 +340,7 @@ def _split_wide_norm(norm: nn.RMSNorm, region: _Region) -> None:
 
 
 def _share(module: nn.Module, region: _Region) -> None:
-    """Tell what every rank holds whole from what is split, where ranks see different tokens.
+    """Mark parameters that every rank holds whole, if ranks have different tokens.
 
     Without sequence parallelism every rank computes the whole gradient of such a parameter.
     """
@@ -360,7 +355,7 @@ def _replace_forward(module: nn.Module, forward: Callable[[Tensor], Any]) -> Non
 
 
 def _distribute(module: nn.Module, name: str, placement: Placement, region: _Region) -> None:
-    """Make a parameter of `module`, if it has it, a distributed tensor."""
+    """Make a parameter of `module`, if it exists, a distributed tensor."""
     parameter = getattr(module, name)
     if parameter is not None:
         part = distribute_tensor(parameter, region.mesh, [placement], src_data_rank=None)
@@ -368,7 +363,8 @@ def _distribute(module: nn.Module, name: str, placement: Placement, region: _Reg
 
 
 def local_weight(parameter: Tensor | None) -> Any:
-    """This rank's part of a parameter; the gradient of one that all hold whole is a sum still to be made."""
+    """This rank's part of a parameter; the gradient of a parameter that all ranks hold whole is a partial
+    sum."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=partial_sums(parameter.placements))

@@ -1,11 +1,10 @@
-"""Parameters that compute where none is split over data-parallel ranks, beside those that the optimizer sees.
+"""Working copies of parameters for computation, if data-parallel ranks do not shard them.
 
-FSDP2 keeps the two apart as well, and computes the same to the bit. But where nothing is split, its hooks
-around every layer are host time for nothing. Copies in 16 bits are there while a step computes, and take no
-memory while the optimizer works; those in fp32 share that of the parameters.
-
-Where other ranks hold the same parameters, gradients of a layer add up in one buffer. The last backward pass
-of a step sums it over these ranks as soon as the layer is done, while it goes on with the layers before.
+FSDP2 also separates these from the optimizer's parameters, with bitwise equal results. But without sharding,
+its hooks around every layer only take host time. 16-bit copies exist during a step's passes, and take no
+memory during the optimizer step; fp32 copies share the parameters' memory. If other ranks hold the same
+parameters, gradients of a layer accumulate in one buffer. In the last backward pass of a step it is summed
+over these ranks as soon as the layer is done, while backward continues with the layers before.
 """
 
 from __future__ import annotations
@@ -33,16 +32,17 @@ if TYPE_CHECKING:
     from runtime.parallel.float8_weights import Float8Weights
 
 KEEPS_WIDE = is_at_least("2.15")
-"""FSDP2 adds up autograd's gradients of more than 16 bits, such as norms have, without rounding. Parameters
-that are distributed tensors are the exception."""
+"""True if gradients of more than 16 bits, such as those of norms, accumulate without rounding, as in FSDP2.
+Parameters that are distributed tensors are the exception."""
 
 
 class GradientSums:
-    """Gradients of one layer's parameters, added up over microbatches in the format of the reduction.
+    """Gradients of one layer's parameters, accumulated over microbatches in the format of the reduction.
 
     Args:
-        group: ranks that sum them up in the end, if there are others.
-        when_done: called when the last backward pass of a step has made all, if it was told that it is.
+        group: ranks that sum the gradients at the end, if there are several.
+        when_done: called when the last backward pass of a step, announced by `count_last`, has made all
+            gradients.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GradientSums:
             self._count()
 
     def clear(self) -> None:
-        """Set all sums to zero, at the places that they keep from now on."""
+        """Set all sums to zero, at addresses that stay fixed from now on."""
         if self.stays:
             torch._foreach_zero_(self._held())
             return
@@ -103,7 +103,7 @@ class GradientSums:
         return [local_part(copy.grad) for copy in self.copies if copy.grad is not None]
 
     def count_last(self) -> None:
-        """Count the gradients of the backward pass that comes, the last one of the step."""
+        """Count the gradients of the next backward pass, which is the last one of the step."""
         self.is_last = True
         self._count()
 
@@ -115,10 +115,11 @@ class GradientSums:
         self.left = len(self.copies)
 
     def come(self, copy: Tensor) -> None:
-        """Take note that one gradient is there; the last one of a backward pass adds them all up.
+        """Record that one gradient is complete; the last one of a backward pass triggers the accumulation of
+        all.
 
-        It is the same one in every pass, so that the others need not tell after the first. Were it another
-        one, what comes after it would be added in the next pass, or at the end.
+        The last one is the same in every pass, so the others need not report after the first pass. If it were
+        another one, later gradients would be added in the next pass, or at the end.
         """
         if not self.left:
             self.add()
@@ -134,7 +135,7 @@ class GradientSums:
             self.when_done()
 
     def give(self, gradients: Sequence[tuple[int, Tensor]]) -> None:
-        """Add the gradients of one backward pass for all of the layer, by the number of their copies."""
+        """Add one backward pass's gradients of the whole layer, by the numbers of their copies."""
         rounded = [(number, self._as_autograd(number, gradient)) for number, gradient in gradients]
         if self.adds:
             self._add(rounded)
@@ -150,7 +151,7 @@ class GradientSums:
         return gradient if dtype is None or dtype == gradient.dtype else gradient.to(dtype)
 
     def _leave(self, gradients: Sequence[tuple[int, Tensor]]) -> None:
-        """Add gradients to those of the copies, as autograd does."""
+        """Add gradients to the copies' gradients, as autograd does."""
         known, more = [], []
         for number, gradient in gradients:
             copy = self.copies[number]
@@ -163,7 +164,7 @@ class GradientSums:
             torch._foreach_add_(known, more)
 
     def add(self) -> None:
-        """Add the gradients that are there, and drop them."""
+        """Add the present gradients to the sums, and free them."""
         self._add(self._taken())
 
     def _taken(self) -> Iterator[tuple[int, Tensor]]:
@@ -196,7 +197,7 @@ class GradientSums:
         return buffer[start : start + self.sizes[number]]
 
     def reduce(self) -> None:
-        """Begin to sum them up over the ranks."""
+        """Begin the sum over the ranks."""
         self.add()
         if self.buffer is not None:
             for number in range(len(self.copies)):
@@ -205,7 +206,7 @@ class GradientSums:
             self.work = dist.all_reduce(self.buffer, group=self.group, async_op=True)
 
     def take(self) -> Iterator[tuple[int, Tensor]]:
-        """The number of each copy that has a gradient, and that in fp32; afterwards none is here."""
+        """The number and the fp32 gradient of each copy that has one; the gradients are then removed here."""
         if self.work is not None:
             self.work.wait()
         self.work = None
@@ -227,10 +228,11 @@ class GradientSums:
 
 
 class WorkingCopies:
-    """The parameters of a stage in the format that computes: this rank's parts, as plain tensors.
+    """The parameters of a stage in the format of GEMMs: this rank's parts, as plain tensors.
 
-    Compiled functions would take distributed ones apart and put gradients together on every call. GEMMs
-    in 8 bits have them even so: of plain weights compilers keep other things for backward than under FSDP2.
+    With distributed tensors, compiled functions would unwrap parameters and wrap gradients in every call.
+    8-bit GEMMs have distributed tensors all the same, as compilers keep other tensors of plain weights for
+    backward than under FSDP2.
     """
 
     def __init__(self, stage: Transformer, layout: Layout, compiled: bool = False) -> None:
@@ -286,7 +288,7 @@ class WorkingCopies:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let the stage have its copies, and afterwards its parameters their gradients."""
+        """Give the stage its copies within this context, and afterwards the parameters their gradients."""
         self.fill()
         self._put(self.copies)
         trains = torch.is_grad_enabled()
@@ -303,11 +305,11 @@ class WorkingCopies:
             self.hand_over()
 
     def stay(self) -> None:
-        """Keep copies and sums of gradients where they are, from the first step on."""
+        """Keep copies and gradient sums at fixed addresses, from the first step on."""
         self.stays = True
 
     def fill(self) -> None:
-        """Make the copies those of the parameters as they are."""
+        """Fill the copies from the present parameters."""
         into = list(self.locals.values())
         for local, size in zip(into, self.bytes, strict=True):
             # To the same size it would move, too.
@@ -319,26 +321,26 @@ class WorkingCopies:
             self.float8_weights.fill()
 
     def add_gradients(self) -> None:
-        """Add up gradients that no backward pass of autograd has made, but a schedule that splits it."""
+        """Accumulate gradients made by a split-backward schedule instead of autograd's backward."""
         for _, sums in self.groups:
             if sums.adds:
                 sums.add()
 
     def reduce_next(self) -> None:
-        """Let the backward pass that comes, the last of the step, reduce gradients layer by layer."""
+        """Let the next backward pass, the last of the step, reduce gradients layer by layer."""
         for sums in self.waiting:
             sums.count_last()
 
     def reduce(self) -> None:
-        """Reduce what is not, after the last backward pass of a step."""
+        """Reduce the remaining gradients after the last backward pass of a step."""
         for sums in self.waiting:
             sums.is_whole = True
         self._reduce_whole()
 
     def _reduce_whole(self) -> None:
-        """Reduce layers whose gradients are all there, and free their copies.
+        """Reduce layers with complete gradients, and free their copies.
 
-        All ranks do so in one order, whatever comes first.
+        All ranks use the same order of layers.
         """
         while self.waiting and self.waiting[0].is_whole:
             sums = self.waiting.pop(0)
@@ -368,7 +370,7 @@ class WorkingCopies:
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook that holds nothing: no collector sees what those of a tensor hold, and so the tensor itself."""
+    """A hook with a weak reference, as the garbage collector does not see references in a tensor's hooks."""
     reference = WeakMethod(method)
 
     def call(tensor: Tensor) -> None:
@@ -380,8 +382,8 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 def _groups(stage: Transformer) -> list[list[nn.Parameter]]:
-    """The parameters of each layer's experts, of each layer, and all others, each once, as backward comes to
-    them."""
+    """The parameters of each layer's experts, of each layer, and all others, each once, in the order of
+    backward."""
     modules: list[nn.Module] = []
     for block in reversed(stage.blocks):
         modules += [block.mlp.experts, block] if isinstance(block.mlp, MixtureOfExperts) else [block]
@@ -395,7 +397,7 @@ def _groups(stage: Transformer) -> list[list[nn.Parameter]]:
 
 @contextmanager
 def computing(copies: Sequence[WorkingCopies]) -> Iterator[None]:
-    """Let all stages have their copies meanwhile."""
+    """Give all stages their copies within this context."""
     with ExitStack() as stack:
         for one in copies:
             stack.enter_context(one.computing())

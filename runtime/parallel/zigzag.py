@@ -1,7 +1,7 @@
-"""The order in which context-parallel ranks hold the tokens of a sequence, which shares out causal attention.
+"""The order of a sequence's tokens on context-parallel ranks, which balances causal attention.
 
-Later tokens attend to more keys. A sequence is cut in 2 cp chunks, and rank i holds chunks i and
-2 cp - 1 - i: all ranks do equal work (Llama 3, arXiv:2407.21783, section 3.3.2).
+Later tokens attend to more keys. A sequence is cut into 2 cp chunks, and rank i has chunks i and 2 cp - 1 -
+i, so all ranks do equal work (Llama 3, arXiv:2407.21783, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def rank_order(x: Tensor, ranks: int, dim: int) -> Tensor:
-    """Whole sequences along `dim`, the chunks of each rank together, rank after rank."""
+    """Whole sequences along `dim`, reordered so that each rank's chunks are together, rank after rank."""
     if ranks == 1:
         return x
     chunks = x.chunk(2 * ranks, dim)
@@ -19,7 +19,7 @@ def rank_order(x: Tensor, ranks: int, dim: int) -> Tensor:
 
 
 def sequence_order(x: Tensor, ranks: int, dim: int) -> Tensor:
-    """Whole sequences along `dim` that are in `rank_order`, in the order of their positions again."""
+    """Whole sequences along `dim`, reordered from `rank_order` to the order of positions."""
     if ranks == 1:
         return x
     chunks = x.chunk(2 * ranks, dim)

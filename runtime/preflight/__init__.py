@@ -1,1 +1,1 @@
-"""A look at the ranks of a job before its expensive part: what they run on, and how fast that is."""
+"""A check of a job's ranks before training: their hardware, software and speed."""

@@ -1,4 +1,4 @@
-"""Flags of the look at the ranks of a job before it trains."""
+"""Flags of the check of a job's ranks before training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEVELS = ("off", "report", "measure")
 
 @dataclass(frozen=True)
 class PreflightOptions:
-    """Flags of the check of a job's ranks before it trains."""
+    """Flags of the check of a job's ranks before training."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"preflight": "Faults"}
 
@@ -29,7 +29,7 @@ class PreflightOptions:
     )
 
     def check(self, plan: str | None) -> None:
-        """Raise `InputError` for values that make no sense, and beside a plan that was made before."""
+        """Raise `InputError` for impossible values, and for replanning together with a given plan."""
         if self.preflight not in LEVELS:
             near = nearest(self.preflight, LEVELS) or f"expected {', '.join(LEVELS)}"
             raise InputError(f"--preflight {self.preflight}: {near}")

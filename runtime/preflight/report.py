@@ -1,4 +1,4 @@
-"""Hardware and software of each rank, and differences between ranks that should be alike."""
+"""Hardware and software of each rank, and unwanted differences between ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from planner.version import version
 from runtime.parallel.accelerator import device_module, is_accelerator
 
 LEAST_FREE = 0.9
-"""Share of the memory that is usually free on the ranks of a job, below which something else holds it."""
+"""Share of the ranks' usual free memory below which another process is assumed to use memory."""
 
 MOST_SKEW_S = 30.0
-"""Seconds between the clocks of two hosts from which on logs and checkpoints seem out of order."""
+"""Difference in seconds between two hosts' clocks that is reported, as logs and checkpoints then seem out of
+order."""
 
 DIFFERENT_BY_NODE = ("--log-dir", "--tensorboard-dir")
-"""Flags that may name another folder on each node."""
+"""Flags that may name different folders on each node."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ class RankReport:
     """Free bytes of the rank's device; None on a CPU, whose memory all ranks of a host share."""
     software: dict[str, str]
     clock_s: float
-    """Seconds of the host's clock when all ranks were asked."""
+    """Seconds of the host's clock at the same moment on all ranks."""
     local_ranks: int
     arguments: tuple[str, ...] = ()
-    """Flags of the job, as they were given to this rank."""
+    """Flags of the job given to this rank."""
 
     @property
     def name(self) -> str:
-        """The rank and its host, in words."""
+        """A text with the rank and its host."""
         return f"rank {self.rank} on {self.host}"
 
 
@@ -56,7 +57,7 @@ def rank_report(
     """The report of this rank.
 
     Args:
-        memory_bytes: of a CPU rank's share of its host.
+        memory_bytes: bytes of a CPU rank's share of its host's memory.
     """
     software = {
         "PyTorch": full_version(),
@@ -78,7 +79,7 @@ def rank_report(
 
 
 def _comparable(arguments: Sequence[str]) -> Iterator[str]:
-    """Flags that have to be the same on all ranks, each with its values in one text."""
+    """Flags that must be the same on all ranks, each with its values as one text."""
     found: list[str] = []
     for word in arguments:
         if word.startswith("--") or not found:
@@ -92,7 +93,7 @@ def mismatches(reports: Sequence[RankReport], kinds: int = 1) -> Iterator[str]:
     """Differences between ranks that would fail or slow the job, one in each line.
 
     Args:
-        kinds: of devices that the job is planned for.
+        kinds: kinds of devices for which the job is planned.
     """
     devices = Counter(report.device for report in reports)
     if len(devices) > kinds:
@@ -116,7 +117,7 @@ def mismatches(reports: Sequence[RankReport], kinds: int = 1) -> Iterator[str]:
 
 
 def _odd(what: str, values: Sequence[tuple[RankReport, str]]) -> Iterator[str]:
-    """The ranks whose value is not that of most, once for each host."""
+    """The ranks whose value differs from the majority's, once for each host."""
     usual = Counter(value for _, value in values).most_common(1)[0][0]
     by_rank = {report.rank: value for report, value in values}
     for report in _first_of_hosts(report for report, value in values if value != usual):
@@ -141,7 +142,7 @@ def clock_note(reports: Sequence[RankReport]) -> str:
 
 
 def report_table(reports: Sequence[RankReport]) -> Iterator[str]:
-    """A line for each group of ranks that are alike: ranks, host, device, memory, software, clock."""
+    """A line for each group of equal ranks: ranks, host, device, memory, software, clock."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for report in reports:
         free = "" if report.free_bytes is None else f", {report.free_bytes / GIB:.1f} free"

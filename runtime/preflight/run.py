@@ -1,4 +1,4 @@
-"""The look at all ranks before a job trains; every rank calls it."""
+"""The check of all ranks before training; every rank calls it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def preflight(
     log_dir: str | None,
     kinds: int = 1,
 ) -> str | None:
-    """Compare all ranks, and measure them where that is asked for; the file of the network table, if any.
+    """Compare all ranks, and measure them if requested; returns the file of the network table, if any.
 
     Args:
         arguments: flags of the job, which should be the same on every rank.
-        log_dir: where the first rank writes what it has found; a temporary folder for the table if None.
-        kinds: of devices that the job is for.
+        log_dir: folder for the first rank's results; a temporary folder for the table if None.
+        kinds: kinds of devices of the job.
 
     Raises:
-        InputError: ranks differ where they should be alike; a table of them has been printed.
+        InputError: ranks differ where they must be equal; a table of the ranks has been printed.
     """
     if options.preflight == "off" or ranks.world_size == 1:
         return None
@@ -64,7 +64,7 @@ def preflight(
 
 
 def _check(reports: Sequence[report.RankReport], kinds: int) -> None:
-    """Refuse ranks that differ, after a table of them."""
+    """Raise `InputError` for differing ranks, after printing a table of the ranks."""
     note = report.clock_note(reports)
     if note:
         say(f"preflight: warning: {note}", sys.stderr)
@@ -84,7 +84,7 @@ def _publish(
     device: torch.device,
     log_dir: str | None,
 ) -> str:
-    """Say what is slow, and write what was measured; the file of the network table."""
+    """Report slow devices and links, and write the measurements; returns the file of the network table."""
     rates = [rate for rate, _, _ in found]
     groups = [group for _, each, _ in found for group in each]
     links = [link for _, _, each in found for link in each]

@@ -1,7 +1,7 @@
 """The speed of devices and links: a GEMM on each rank, and collectives of groups of ranks.
 
-All of it takes seconds at any number of ranks. Messages grow only until one takes a while, and links between
-nodes are measured in pairs at the same time.
+The whole measurement takes seconds for any number of ranks. Messages grow only until a call takes long, and
+links between pairs of nodes are measured at the same time.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ GEMM_SIZE = {"cpu": 384, "accelerator": 8192}
 GEMM_CALLS = 8
 
 FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 16, {"cpu": 1 << 22, "accelerator": 1 << 28}, 8
-"""Bytes of the smallest and of the largest message, and how many times larger the next one is."""
+"""Bytes of the smallest and of the largest message, and the factor between consecutive sizes."""
 
 LONG_S = 0.1
 """Seconds of a call after which no larger message is tried."""
 
 CALLS = 4
-"""Calls of each size, of which the shortest counts: others may be at work on the hosts."""
+"""Number of calls of each size; the shortest counts, as other processes may disturb the hosts."""
 
 SLOW_DEVICE = {"cpu": 0.5, "accelerator": 0.85}
-"""Share of the median rate below which a device is named; CPUs are shared and vary."""
+"""Share of the median rate below which a device is reported; CPUs are shared and vary."""
 
 SLOW_LINK = 0.5
-"""Share of the median rate below which a link between two nodes is named."""
+"""Share of the median rate below which a link between two nodes is reported."""
 
 
 @dataclass(frozen=True)
 class GroupRate:
-    """Bus bandwidth of one collective over one group of ranks, as nccl-tests count it."""
+    """Bus bandwidth of one collective over one group of ranks, by nccl-tests' definition."""
 
     collective: Collective
     devices: int
@@ -69,9 +69,9 @@ def gemm_rate(device: torch.device) -> float:
 
 
 def group_rates(rank: int, local_ranks: int, world_size: int, device: torch.device) -> Iterator[GroupRate]:
-    """Rates of the groups that this rank is in: its node, one rank of each node, all; every rank calls it.
+    """Rates of this rank's groups: its node, one rank of each node, and all ranks; every rank calls it.
 
-    Ranks fill nodes in their order, as many on each.
+    Ranks fill nodes in order, with the same number on each node.
     """
     nodes = world_size // local_ranks
     node, place = divmod(rank, local_ranks)
@@ -167,7 +167,7 @@ def _rate(name: Collective, count: int, nodes: int, device: torch.device, group:
 def collective_call(
     name: Collective, size: int, count: int, device: torch.device, group: Any
 ) -> tuple[Callable[[], Any], float]:
-    """A call that moves `size` bytes, and how many of them the bus carries (nccl-tests, PERFORMANCE.md)."""
+    """A call that moves `size` bytes, and its bus bytes (nccl-tests, PERFORMANCE.md)."""
     elements = max(1, size // 4 // count) * count
     whole = torch.zeros(elements, device=device)
     if name == "all_reduce":
@@ -184,7 +184,7 @@ def collective_call(
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call until the device has done what it asks for."""
+    """Seconds of a call until the device has finished it."""
     synchronize(device)
     started = time.perf_counter()
     call()
@@ -203,11 +203,11 @@ def slow_devices(
 
 
 def slow_nodes(rates: Sequence[Sequence[GroupRate]], local_ranks: int, hosts: Sequence[str]) -> Iterator[str]:
-    """Lines that name the nodes whose ranks exchange more slowly with each other than those of most nodes.
+    """Lines that name nodes with slower communication among their ranks than most nodes.
 
     Args:
-        rates: what each rank has measured, in their order.
-        hosts: of each node.
+        rates: measurements of each rank, in order.
+        hosts: host of each node.
     """
     by_call: dict[Collective, list[float]] = {}
     for first in range(0, len(rates), local_ranks):
@@ -225,10 +225,10 @@ def slow_nodes(rates: Sequence[Sequence[GroupRate]], local_ranks: int, hosts: Se
 
 
 def slow_links(links: Sequence[LinkRate], hosts: Sequence[str]) -> Iterator[str]:
-    """Lines that name the links between nodes that are slower than most.
+    """Lines that name slower links between nodes than most.
 
     Args:
-        hosts: of each node.
+        hosts: host of each node.
     """
     if len(links) < 2:
         return
@@ -242,9 +242,9 @@ def slow_links(links: Sequence[LinkRate], hosts: Sequence[str]) -> Iterator[str]
 
 
 def table_rows(rates: Sequence[GroupRate], links: Sequence[LinkRate], local_ranks: int) -> list[str]:
-    """A network table (`--network-table`) of what was measured, the slowest group of each size.
+    """Rows of a network table (`--network-table`) from the measurements.
 
-    Of groups within a node, and of links, the slowest counts: a job waits for it.
+    Among groups of the same size, and among links, the slowest counts, as a job waits for it.
     """
     slowest: dict[tuple[str, int, int], GroupRate] = {}
     for rate in rates:

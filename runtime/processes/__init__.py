@@ -1,1 +1,1 @@
-"""Processes that belong together: how they start, what ties them, and who else started them."""
+"""Processes of one job: their start, their ties, and variables of launchers."""

@@ -1,4 +1,4 @@
-"""Child processes, as the system lists them."""
+"""Child processes, as listed by the system."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def children(parent: int) -> list[int]:
-    """Ids of the processes that `parent` has started, the first one first."""
+    """Ids of the child processes of `parent`, in the order of their start."""
     return sorted(pid for pid, starter in _processes() if starter == parent)
 
 

@@ -1,4 +1,4 @@
-"""Processes beside this one that import nothing from the working directory."""
+"""Helper processes that import nothing from the working directory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 
 @contextmanager
 def _among_pythons_own() -> Iterator[None]:
-    """Work in the folder of Python's own library meanwhile.
+    """Change to the folder of Python's own library within this context.
 
-    A spawned Python looks for modules where it is started, until it has been told this process's path; then
-    it goes to this process's folder.
+    A spawned Python first imports modules from its start folder, then gets this process's path and changes to
+    this process's folder.
     """
     before = Path.cwd()
     os.chdir(Path(os.__file__).parent)
@@ -30,9 +30,10 @@ def _among_pythons_own() -> Iterator[None]:
 
 @contextmanager
 def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Start processes meanwhile that Ctrl-C passes by; here it waits.
+    """Within this context start processes that ignore Ctrl-C; here Ctrl-C is delayed.
 
-    A terminal sends it to all of them: this one is to end the others, which would end in tracebacks.
+    A terminal sends it to all processes, but this process should end the others, which would print
+    tracebacks.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -46,7 +47,7 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def brief_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of so many processes, which end at once when this does, whatever they work on."""
+    """A pool of processes that end at once when this process ends, even during work."""
     others = active_children()
     pool = ProcessPoolExecutor(processes, mp_context=spawn_context())
     try:
@@ -72,7 +73,7 @@ class _Context(SpawnContext):
 
 
 def spawn_context() -> SpawnContext:
-    """A context for processes that begin anew: threads of PyTorch do not survive a fork."""
+    """A multiprocessing context with new processes, as threads of PyTorch do not survive a fork."""
     with _among_pythons_own():
         # A Python of its own too, which the first lock would start.
         resource_tracker.ensure_running()
@@ -80,6 +81,7 @@ def spawn_context() -> SpawnContext:
 
 
 def default_context() -> BaseContext:
-    """A context for processes that are forked where that is this system's way, and begin anew elsewhere."""
+    """A multiprocessing context with the system's default: forked processes on some systems, new ones on
+    others."""
     context = get_context()
     return context if context.get_start_method() == "fork" else spawn_context()

@@ -1,12 +1,12 @@
-"""Environment variables in which a job's launcher tells the ranks how they are started."""
+"""Environment variables with which a job's launcher describes the start to the ranks."""
 
 import os
 
 RESTARTS_VARIABLE = "PLANNER_RESTART_COUNT"
-"""Environment variable with how often a job was started before, after failures."""
+"""Environment variable with the number of earlier restarts of a job after failures."""
 
 ELASTIC_VARIABLE = "PLANNER_ELASTIC"
-"""Environment variable of ranks whose number may change from start to start."""
+"""Environment variable that is set if the number of ranks may change between starts."""
 
 RESTARTS_VARIABLES = (
     *("TORCHELASTIC_RESTART_COUNT", RESTARTS_VARIABLE),
@@ -15,7 +15,7 @@ RESTARTS_VARIABLES = (
 """Variables that count the restarts by torchrun, `planner launch`, Slurm (`--requeue`) or a JobSet."""
 
 SUMMARY_VARIABLE = "PLANNER_SUMMARY"
-"""Environment variable that is set where not the ranks but their launcher compares the run with its plan."""
+"""Environment variable that is set if the launcher, and not the ranks, compares the run with its plan."""
 
 
 def is_restarted() -> bool:

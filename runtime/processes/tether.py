@@ -1,6 +1,7 @@
-"""Run a command that ends when the process that started it ends: `python .../tether.py PID WORDS`.
+"""A command that ends when its parent process ends:
 
-A launcher that is killed cannot end its job. Linux does it for it; elsewhere the command runs on.
+`python .../tether.py PID WORDS`. A killed launcher cannot end its job, so Linux does it; on other systems the
+command continues.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-"""Option of prctl(2): the signal that a process gets when its parent ends; a program it executes keeps it."""
+"""Option of prctl(2) for the signal that a process gets when its parent ends; it persists over exec."""
 
 
 def tether(command: list[str]) -> list[str]:
-    """`command`, so that it is killed when this process ends."""
+    """`command` with a wrapper that kills it when this process ends."""
     # By its path and isolated: what lies in the working directory is not to be imported.
     return [sys.executable, "-I", str(Path(__file__).resolve()), str(os.getpid()), *command]
 

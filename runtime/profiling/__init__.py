@@ -1,1 +1,1 @@
-"""Seconds of a step by part, as PyTorch's profiler sees them."""
+"""Seconds of a step by part, from PyTorch's profiler."""

@@ -1,4 +1,4 @@
-"""Seconds of a step by what took them, from the events of a profiler. Never imports torch."""
+"""Seconds of a step by part, from the events of a profiler. Never imports torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from planner.history.step_parts import TERMS, StepParts
 NS = 1e-9
 
 SHORTEST_WAIT_NS = 200_000
-"""Nanoseconds without an operation from which on a CPU rank counts as waiting, where a message is on its way.
+"""Nanoseconds without an operation from which on a CPU rank counts as waiting, if a message is in progress.
 Python between two operators takes a tenth of that."""
 
 OPTIMIZER_RANGE = "planner: optimizer"
-"""Name of the range in which the optimizer works."""
+"""Name of the range of the optimizer step."""
 
 STEP_RANGE = "planner: step"
 """Name of the range of a training step."""
 
 
 class Event(NamedTuple):
-    """An operator on the host, a kernel on a device, or a named range of either."""
+    """An event: an operator on the host, a kernel on a device, or a named range of either."""
 
     name: str
     start_ns: int
@@ -31,11 +31,11 @@ class Event(NamedTuple):
     """The host thread of the event; for an event of the device, its queue."""
     on_device: bool = False
     is_range: bool = False
-    """A name for what happens meanwhile."""
+    """True for a named range."""
     overlaps: bool = False
-    """The event may begin in one operation and end in another, as a message does."""
+    """True if the event may begin in one operation and end in another, as messages do."""
     number: int = 0
-    """The operator's number; kernels have it as their `launched_by`."""
+    """The operator's number, to which `launched_by` of kernels refers."""
     launched_by: int = 0
 
 
@@ -60,7 +60,7 @@ _OPERATOR = re.compile(r"^(?:aten|mkldnn|quantized|torchao|fsdp|prims|triton)\w*
 
 
 def collective_kind(name: str) -> str | None:
-    """The kind of collective that an operator or kernel of this name is of; None of one that is none."""
+    """The kind of collective of an operator or kernel with this name; None for others."""
     if not _COLLECTIVE.match(name) or name.endswith("::wait_tensor"):
         # Only the message itself says which message a `wait_tensor` waits for.
         return None
@@ -74,12 +74,12 @@ def _work_kind(name: str) -> str:
 
 
 def step_parts(events: Sequence[Event]) -> StepParts | None:
-    """The mean of the steps that `events` hold; None where they hold none.
+    """The mean of the steps in `events`; None without steps.
 
-    Host operators tell it where there are no kernels of a device. The seconds of an operator without the
-    operators that it calls are of its kind. Seconds of no operator are Python or, where they are long and a
-    message is under way, a wait. On a device, kernels are of the kind that their name says; those of
-    collectives count as far as no other kernel runs meanwhile.
+    Without device kernels, host operators are used. The seconds of an operator, without the operators that it
+    calls, belong to its kind. Seconds without an operator are Python; if they are long and a message is in
+    progress, they are waiting. On a device, a kernel's kind follows from its name; kernels of collectives
+    count only while no other kernel runs.
     """
     steps = [event for event in events if event.name == STEP_RANGE and not event.on_device]
     if not steps:
@@ -100,7 +100,7 @@ def step_parts(events: Sequence[Event]) -> StepParts | None:
 
 
 def _on_device(step: Event, events: Sequence[Event]) -> Iterator[tuple[str, float]]:
-    """Nanoseconds of kinds of work on a device during a step."""
+    """Nanoseconds of each kind of work on a device during a step."""
     launched = _numbers_in_ranges(events)
     work: list[tuple[str, Event]] = []
     messages: list[tuple[str, Event]] = []
@@ -123,7 +123,7 @@ def _on_device(step: Event, events: Sequence[Event]) -> Iterator[tuple[str, floa
 
 
 def _numbers_in_ranges(events: Iterable[Event]) -> set[int]:
-    """Numbers of the operators that ran while the optimizer did, on any thread of the host."""
+    """Numbers of the operators that ran during the optimizer step, on any host thread."""
     host = [event for event in events if not event.on_device]
     ranges = [event for event in host if event.name == OPTIMIZER_RANGE]
     return {
@@ -134,7 +134,7 @@ def _numbers_in_ranges(events: Iterable[Event]) -> set[int]:
 
 
 class _Taken:
-    """Moments of a step that are accounted for: events come by their beginnings."""
+    """The parts of a step that are already assigned; events are added in the order of their beginnings."""
 
     def __init__(self, step: Event, pieces: Sequence[tuple[int, int]] = ()) -> None:
         self.step, self.before = step, list(pieces)
@@ -143,7 +143,7 @@ class _Taken:
         self.place = 0
 
     def add(self, start: int, end: int) -> int:
-        """Take a stretch of time; returns the nanoseconds of it that no other event had taken."""
+        """Assign a time interval; returns the nanoseconds of it that were free."""
         start, end = max(start, self.reached), min(end, self.step.end_ns)
         if end <= start:
             return 0
@@ -159,7 +159,7 @@ class _Taken:
         return free
 
     def merged(self) -> _Taken:
-        """The moments that are taken so far, for events that come from the beginning again."""
+        """The assigned intervals so far, for another pass over events from the beginning."""
         union: list[tuple[int, int]] = []
         for start, end in sorted([*self.before, *self.pieces]):
             if union and start <= union[-1][1]:
@@ -169,12 +169,12 @@ class _Taken:
         return _Taken(self.step, union)
 
     def rest(self) -> int:
-        """Nanoseconds of the step that nobody has taken."""
+        """Unassigned nanoseconds of the step."""
         return self.step.end_ns - self.step.start_ns - sum(end - start for start, end in self.before)
 
 
 def _on_host(step: Event, events: Sequence[Event]) -> Iterator[tuple[str, float]]:
-    """Nanoseconds of kinds of work on the thread of a step of a CPU rank."""
+    """Nanoseconds of each kind of work on the training thread of a CPU rank."""
     messages = sorted(
         (e.start_ns, e.end_ns, kind)
         for e in events
@@ -219,7 +219,7 @@ def _host_kind(event: Event, above: str) -> str:
 def _piece(
     kind: str, start: int, end: int, messages: Sequence[tuple[int, int, str]]
 ) -> Iterator[tuple[str, float]]:
-    """A stretch of time of one kind; of none, it is a wait or Python."""
+    """A time interval of one kind of work; without a kind it is waiting or Python."""
     if end <= start:
         return
     if kind and not kind.startswith("range of"):

@@ -20,24 +20,24 @@ from runtime.profiling.parts import OPTIMIZER_RANGE, STEP_RANGE, Event, step_par
 CPU = torch._C._autograd.DeviceType.CPU
 
 WARM_UP = 4
-"""Steps of a run before those that are profiled."""
+"""Number of steps before the profiled ones."""
 
 STEPS = 2
-"""Steps that are profiled."""
+"""Number of profiled steps."""
 
 FEWEST_STEPS = 20
-"""Steps of a run of which some are profiled; in shorter ones they would be much of it."""
+"""Fewest steps of a run with profiling; in shorter runs the profiled steps would be a large part."""
 
 UPDATES = ("squared_norm", "scale", "clip_values", "step")
-"""Methods of a trainer's optimizer in a step, but for the reduction of gradients."""
+"""Methods of a trainer's optimizer in a step, except the reduction of gradients."""
 
 ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
-"""Activities by the name of a device; those that an extension brings (NPUs) have the last one."""
+"""Profiler activities by device name; devices of extensions (NPUs) have the last one."""
 
 
 @contextmanager
 def profiled(device: torch.device) -> Iterator[list[Event]]:
-    """Profile what happens meanwhile; the list is filled at the end."""
+    """Profile within this context; the list of events is filled at the end."""
     # The profiler's library warns of GPUs that are not there.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU]
@@ -55,7 +55,7 @@ def profiled(device: torch.device) -> Iterator[list[Event]]:
 
 
 def _events(profiler: Any) -> Iterator[Event]:
-    """Events of a profiler that has ended, without the objects that PyTorch makes of each."""
+    """Events of a finished profiler, without PyTorch's objects for each."""
     for event in profiler.profiler.kineto_results.events():
         start, on_device = event.start_ns(), event.device_type() != CPU
         yield Event(
@@ -73,7 +73,7 @@ def _events(profiler: Any) -> Iterator[Event]:
 
 @contextmanager
 def named_updates(optimizer: Any) -> Iterator[None]:
-    """Let the profiler see when an optimizer works."""
+    """Mark the optimizer step for the profiler within this context."""
 
     def named(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -90,7 +90,7 @@ def named_updates(optimizer: Any) -> Iterator[None]:
 
 @contextmanager
 def profiled_step(optimizer: Any, device: torch.device) -> Iterator[None]:
-    """Let the profiler see a step as one, with all the work that it has given to a device."""
+    """Mark a step for the profiler, including its queued device work."""
     with named_updates(optimizer), record_function(STEP_RANGE):
         yield
         if is_accelerator(device):
@@ -103,8 +103,8 @@ class ProfileWindow:
     def __init__(self, first: int | None, is_profiler: bool, device: torch.device) -> None:
         """
         Args:
-            first: iteration of the first of them; None where there are to be none.
-            is_profiler: this rank profiles; others only know when.
+            first: iteration of the first profiled step; None for no profiling.
+            is_profiler: True if this rank profiles; other ranks only know the profiled steps.
         """
         self.first, self.is_profiler, self.device = first, is_profiler, device
         self.parts: StepParts | None = None
@@ -118,7 +118,7 @@ class ProfileWindow:
 
     @contextmanager
     def step(self, iteration: int, optimizer: Any) -> Iterator[None]:
-        """Take the step of an iteration in which `holds`."""
+        """Run the step of an iteration for which `holds` is true, with profiling."""
         if not self.is_profiler:
             yield
             return
@@ -151,10 +151,10 @@ class ProfileWindow:
 
 
 def _give_up(error: Exception) -> None:
-    """Whatever a profiler does, the run goes on."""
+    """Stop profiling after an error of the profiler, so that the run continues."""
     say(f"note: no profile of this run ({type(error).__name__}: {error})", sys.stderr)
 
 
 def first_profiled(start: int, last: int) -> int | None:
-    """The first iteration to profile of a run that goes from after `start` to `last`; None of a short one."""
+    """The first iteration to profile in a run from after `start` to `last`; None for a short run."""
     return start + WARM_UP + 1 if last - start >= FEWEST_STEPS else None

@@ -1,1 +1,1 @@
-"""Settings of a training job: its flags, the layouts that they rule out, and values that are refused."""
+"""Settings of a training job: its flags, rules against layouts, and refused values."""

@@ -8,12 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Base(BaseModel):
-    """The checkpoint of the model that adapters are added to."""
+    """The base checkpoint of adapters."""
 
     model_config = ConfigDict(extra="forbid")
 
     folder: str
-    """The folder of checkpoints, as a whole path."""
+    """The absolute path of the folder of checkpoints."""
     iteration: Annotated[int, Field(ge=0, le=2**62)]
     crc32: str
-    """The CRC-32 of the folder's manifest, and so of all its files."""
+    """The CRC-32 of the manifest, which identifies all files of the checkpoint."""

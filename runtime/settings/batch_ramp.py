@@ -1,4 +1,4 @@
-"""Global batches that grow while a run goes on (Megatron-LM's num_microbatches_calculator.py)."""
+"""Global batches that grow during a run (Megatron-LM's num_microbatches_calculator.py)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BATCH_RULES = [rule for rule in RULES if rule.name.startswith("batch_") or "micr
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """Sequences of each global batch: `start`, and `increment` more at even distances until `full`.
+    """Sequences of each global batch: from `start` by steps of `increment` at equal distances to `full`.
 
     Args:
-        samples: sequences after which the batch is full; each size is used for an even share of them.
+        samples: sequences after which the batch is full; each size is used for an equal share of them.
     """
 
     start: int
@@ -39,7 +39,7 @@ class BatchRamp:
         return self.start + int(consumed_samples / (self.samples / steps)) * self.increment
 
     def sizes(self) -> range:
-        """All sizes, the first to the full one."""
+        """All sizes, from the first to the full one."""
         return range(self.start, self.full + 1, self.increment)
 
     def total(self, iterations: int) -> int:
@@ -53,7 +53,7 @@ class BatchRamp:
 
 
 def batch_ramp(numbers: tuple[int, int, int] | None, layout: Layout) -> BatchRamp:
-    """The ramp that `--rampup-batch-size` describes, up to the batch of `layout`; all alike without one.
+    """The ramp of `--rampup-batch-size`, up to the batch of `layout`; constant without the flag.
 
     Raises:
         InputError: the numbers do not lead to the batch of `layout`.
@@ -68,7 +68,7 @@ def batch_ramp(numbers: tuple[int, int, int] | None, layout: Layout) -> BatchRam
 
 
 def check_numbers(numbers: tuple[int, int, int]) -> None:
-    """Raise `InputError` for numbers that make no ramp at all."""
+    """Raise `InputError` for numbers that are not a ramp."""
     if min(numbers) < 1 or max(numbers) > MOST:
         words = " ".join(map(str, numbers))
         raise InputError(
@@ -91,16 +91,16 @@ def _astray(numbers: tuple[int, int, int], full: int) -> str:
 
 
 def ramp_rule(numbers: tuple[int, int, int]) -> Rule:
-    """The rule that a layout runs every batch of the ramp of these numbers.
+    """The rule that a layout can run every batch of the ramp.
 
-    All batches are whole microbatches, or rounds of them, where the first and the second are: those after
-    them differ by as much. Raises `InputError` for numbers that make no ramp.
+    If the first two batches are whole microbatches, or whole rounds of them, all batches are, as they differ
+    by the same number. Raises `InputError` for numbers that are not a ramp.
     """
     check_numbers(numbers)
     start, increment, _ = numbers
 
     def sizes(d: LayoutTable) -> list[tuple[int, Bools]]:
-        """The sizes that are looked at, and where the ramp has them."""
+        """The sizes to check, and their places in the ramp."""
         every: Bools = np.asarray(True)
         return [(start, every), (start + increment, start + increment <= d.global_batch_size)]
 

@@ -1,4 +1,4 @@
-"""Checks that need neither torch nor ranks: what can be refused before a job starts."""
+"""Checks before a job starts, which need neither torch nor ranks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ RECIPES: tuple[Fp8Recipe, ...] = ("default", "rowwise", "tensorwise", "rowwise_w
 """fp8 recipes that the runtime knows."""
 
 RANKS_PER_CORE, RANKS_ALWAYS = 8, 16
-"""Ranks that share a core of the CPU at most, and ranks that any machine may start: slow, but of use to try a
-layout."""
+"""Most ranks that share a CPU core, and the number of ranks that any machine may start: slow, but useful to
+try a layout."""
 
 TIMEOUT = Bounds("positive and at most 525600 (a year), such as 10", 1e-3, 525_600)
-"""Minutes that PyTorch's clocks count, and in which a message can travel."""
+"""Bounds of the timeout in minutes: enough for a message, and within PyTorch's range."""
 
 RESTARTS = Bounds("0 (never) or positive", 0)
-"""Starts of a job after its first one."""
+"""Bounds of the number of restarts of a job."""
 
 
 def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
@@ -66,7 +66,7 @@ def check_job(spec: ModelSpec, layout: Layout, world_size: int) -> None:
 
 
 def check_plan(plan: Plan, world_size: int) -> None:
-    """Raise `InputError` when `plan` is not one that the runtime executes on `world_size` ranks."""
+    """Raise `InputError` when the runtime cannot execute `plan` on `world_size` ranks."""
     if plan.engine.name != DEFAULT_ENGINE:
         here = f"what trains here is {DEFAULT_ENGINE}"
         able = DEFAULT_ENGINE in engines_on(plan.cluster.device)
@@ -78,17 +78,18 @@ def check_plan(plan: Plan, world_size: int) -> None:
 
 
 def check_training(plan: Plan, training: TrainingOptions, data: object = None) -> None:
-    """Raise `InputError` when flags of training, or of `data`, ask for what the plan's layout does not do."""
+    """Raise `InputError` when flags of training, or of `data`, need a feature that the plan's layout does not
+    support."""
     training.check_optimizer(plan.layout)
     check_rules(job_rules(training, data), plan.model, plan.layout)
 
 
 def check_host(ranks: int, asked: str, bytes_each: float | None = None) -> None:
-    """Raise `InputError` when the CPU of this machine is too small for so many ranks.
+    """Raise `InputError` when the CPU of this machine is too small for a number of ranks.
 
     Args:
-        asked: what asks for them, such as `--world-size 500`.
-        bytes_each: memory of a rank; that of one which holds next to nothing if None.
+        asked: source of the number, such as `--world-size 500`.
+        bytes_each: bytes of a rank; those of an almost empty rank if None.
     """
     cores, memory = available_cores(), available_memory()
     each = CONTEXT_BYTES[torch_build()] if bytes_each is None else bytes_each
@@ -104,7 +105,8 @@ def check_host(ranks: int, asked: str, bytes_each: float | None = None) -> None:
 
 
 def check_folder(folder: str | Path, flag: str) -> Path:
-    """Create `folder` if need be and try to write in it; `InputError` names `flag` if that fails."""
+    """Create `folder` if needed and try to write in it; raises `InputError` that names `flag` if that
+    fails."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)

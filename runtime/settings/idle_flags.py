@@ -1,6 +1,6 @@
-"""Flags that do nothing beside the others of a job: scripts carry many along, and each is named once.
+"""Flags without effect beside a job's other flags; scripts have many of them, and each is noted once.
 
-Nothing here refuses a job. It needs no torch.
+Nothing here refuses a job or needs torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from costmodels import Layout, ModelSpec
 from planner.options.flags import flag_names
 
 Reason = Callable[[Any], str | None]
-"""The reason why flags have no effect on a job with the fields of all its flags, `spec` and `layout`."""
+"""A function of a job's flags, `spec` and `layout` that returns the reason why flags have no effect."""
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 MUON = (
@@ -116,7 +116,7 @@ REASONS: tuple[tuple[tuple[str, ...], Reason], ...] = (
         lambda job: "one rank has no other to be slower than" if job.layout.world_size == 1 else None,
     ),
 )
-"""Fields of groups of flags, and when they do nothing. The first reason of a field is told."""
+"""Fields of groups of flags, and reasons why they have no effect. The first reason of a field counts."""
 
 
 def _optimizer(job: Any, *users: str) -> str | None:
@@ -135,7 +135,7 @@ def _not_gpt2(job: Any) -> str | None:
 
 
 def idle_flag_notes(*groups: Any, spec: ModelSpec | None = None, layout: Layout | None = None) -> list[str]:
-    """One line for each reason why flags of `groups` (dataclasses) that were given do nothing here.
+    """One line for each reason why given flags of `groups` (dataclasses) have no effect here.
 
     Flags of training and of faults need the model and the layout, and `DataOptions` the `OutputOptions`.
     """

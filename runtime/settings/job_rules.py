@@ -1,4 +1,4 @@
-"""Layouts that the flags of a job rule out: one rule each, for the search and the check of a given plan.
+"""Rules from a job's flags against layouts, for the search and for the check of a given plan.
 
 The search proposes no layout that breaks one of these rules, and a plan that breaks one is refused before a
 rank starts. The rules need no torch.
@@ -29,7 +29,7 @@ NO_MASK = (
 
 
 def compile_refusal(schedule: str) -> str:
-    """The message that refuses to compile layers under a schedule that splits backward."""
+    """The error message for compiled layers under a split-backward schedule."""
     return (
         f"--compile: schedule {schedule} splits backward, which PyTorch does not do with compiled layers; "
         "leave the flag out, or pin schedule 1f1b or interleaved"
@@ -88,11 +88,11 @@ BY_FLAG: dict[str, Callable[[Any], Rule]] = {
     "reset_position_ids": lambda given: POSITIONS_RULE,
     "rampup_batch_size": ramp_rule,
 }
-"""Fields of groups of flags, and the rule that each makes of its value where it is given."""
+"""Fields of groups of flags, and the rule that follows from each given value."""
 
 
 def job_rules(*groups: object) -> tuple[Rule, ...]:
-    """The rules that the flags of `groups` (dataclasses that have some of them) imply."""
+    """The rules that follow from the flags of `groups` (dataclasses)."""
     return tuple(
         rule(getattr(group, name))
         for name, rule in BY_FLAG.items()
@@ -102,7 +102,7 @@ def job_rules(*groups: object) -> tuple[Rule, ...]:
 
 
 def reachable_batch(batch: BatchOptions, *groups: object) -> BatchOptions:
-    """`batch` with the largest maximum that the ramp of the flags of `groups` reaches, where there is one."""
+    """`batch` with the largest maximum that the batch ramp in `groups` can reach, if there is a ramp."""
     most = batch.max_global_batch_size
     for group in groups:
         ramp = getattr(group, "rampup_batch_size", None)
@@ -115,7 +115,7 @@ def reachable_batch(batch: BatchOptions, *groups: object) -> BatchOptions:
 
 
 def check_rules(rules: Sequence[Rule], spec: ModelSpec, layout: Layout) -> None:
-    """Raise `InputError`, in the words of the first of `rules` that `layout` breaks."""
+    """Raise `InputError` with the message of the first of `rules` that `layout` breaks."""
     degrees = LayoutTable.one(layout)
     for rule in rules:
         if bool(rule.broken(spec, degrees)):

@@ -23,9 +23,9 @@ class LearningRate:
         minimum: rate after `decay_iters` iterations; the inverse square root never falls below it.
         warmup_iters: iterations of linear rise.
         decay_iters: iterations until the minimum, warm-up included.
-        initial: rate that warm-up rises from.
-        wsd_style: how WSD decays.
-        wsd_decay_iters: the last of `decay_iters`, in which WSD decays.
+        initial: rate at the start of warm-up.
+        wsd_style: form of WSD's decay.
+        wsd_decay_iters: number of the last iterations of `decay_iters`, in which WSD decays.
     """
 
     peak: float
@@ -38,7 +38,7 @@ class LearningRate:
     wsd_decay_iters: int = 0
 
     def at(self, iteration: int) -> float:
-        """Rate after `iteration` updates; the first update is made with that of 0, as in Megatron-LM."""
+        """Rate after `iteration` updates; the first update uses the rate of 0, as in Megatron-LM."""
         if self.warmup_iters and iteration <= self.warmup_iters:
             return self.initial + (self.peak - self.initial) * iteration / self.warmup_iters
         if self.style == "constant":
@@ -50,7 +50,7 @@ class LearningRate:
         return self.minimum + self._share(iteration) * (self.peak - self.minimum)
 
     def _share(self, iteration: int) -> float:
-        """The share that is left of the way from the minimum to the peak, from 1 down to 0."""
+        """The rate's position between minimum and peak, from 1 down to 0."""
         style, start = self.style, self.warmup_iters
         if style == "WSD":
             style, start = self.wsd_style, self.decay_iters - self.wsd_decay_iters

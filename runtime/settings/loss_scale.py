@@ -9,7 +9,7 @@ from costmodels import Layout
 from runtime.settings.training_options import TrainingOptions
 
 GROWTH, BACKOFF = 2.0, 0.5
-"""Factors of a scale that rises and falls, those of Megatron-LM."""
+"""Factors by which a dynamic scale grows and falls, as in Megatron-LM."""
 
 
 @dataclass
@@ -17,8 +17,8 @@ class LossScale:
     """The factor of the loss that keeps small gradients from vanishing in fp16.
 
     A step whose gradient overflows changes nothing but the scale. A dynamic scale follows Megatron-LM's
-    DynamicGradScaler. It halves at the overflow number `hysteresis` and at each one after that, and doubles
-    after `window` steps in a row without an overflow. Only then are overflows counted anew.
+    DynamicGradScaler. It halves at overflow number `hysteresis` and at each later one, and doubles after
+    `window` steps in a row without an overflow. Only then does the count of overflows restart.
     """
 
     value: float
@@ -38,7 +38,7 @@ class LossScale:
         return self.dynamic and self.value > self.minimum
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step; all ranks must pass the same."""
+        """Update the scale after a step; all ranks must pass the same values."""
         if not self.dynamic:
             return
         if overflow:
@@ -54,7 +54,7 @@ class LossScale:
             self.value *= GROWTH
 
     def state(self) -> dict[str, float]:
-        """The entries of a checkpoint that `load` takes."""
+        """The entries of a checkpoint for `load`."""
         return {
             "value": self.value,
             "good_steps": self.good_steps,
@@ -62,7 +62,7 @@ class LossScale:
         }
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Go on from the `state` of a checkpoint; a constant scale stays what the flag says."""
+        """Continue from the `state` in a checkpoint; a constant scale keeps the flag's value."""
         if self.dynamic:
             self.value = state["value"]
             self.good_steps = int(state["good_steps"])
@@ -70,7 +70,7 @@ class LossScale:
 
 
 def loss_scale_of(options: TrainingOptions, layout: Layout) -> LossScale | None:
-    """The scale that a run starts with; None where nothing is scaled, which is all but fp16."""
+    """The initial scale of a run; None for formats other than fp16."""
     if layout.precision != "fp16":
         return None
     if options.loss_scale is not None:

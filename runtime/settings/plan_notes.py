@@ -1,4 +1,4 @@
-"""Notes on a plan that a job with these flags of training executes. They need no torch."""
+"""Notes on a plan that a job executes with given flags of training. They need no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_BALANCE = "without --moe-aux-loss-coeff or expert biases nothing balances rou
 
 
 def expert_balance_notes(plan: Plan, training: TrainingOptions) -> Iterator[str]:
-    """A note on a plan that `training` may exceed, as nothing makes tokens choose experts evenly."""
+    """A note that `training` may exceed a plan's memory or time, as nothing balances the experts."""
     balanced = training.moe_aux_loss_coeff and training.moe_router_load_balancing_type != "none"
     if needs_head_room(plan) and not balanced and not plan.model.router.expert_bias:
         yield f"{head_room(plan)}; {NO_BALANCE}"

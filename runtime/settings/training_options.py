@@ -32,12 +32,12 @@ from runtime.settings.learning_rate import (
 )
 
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "none")
-"""Units over which a balancing loss counts tokens: each microbatch, each sequence, or none."""
+"""Units over which a balancing loss is computed: each microbatch, each sequence, or none."""
 
 LOSS_REDUCTIONS = ("mean", "sum")
 
 LOG_FORMATS = ("megatron", "mindformers")
-"""Formats of logs, by the software whose lines of steps they have."""
+"""Log formats, by the software whose step lines they use."""
 
 MUON_SCALE_MODES = ("spectral", "shape_scaling", "unit_rms_norm")
 """Scales of Muon's update of a matrix of r rows and c columns, in Megatron-LM's words.
@@ -48,7 +48,7 @@ unit_rms_norm: sqrt(r / c).
 """
 
 CLIP_GRAD = 1.0
-"""Largest global gradient norm where nothing else is asked for."""
+"""Default largest global gradient norm."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class TrainingOptions:
     hidden_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.", within=SHARE)
 
     def check(self) -> None:
-        """Raise `InputError` for values that cannot be trained with."""
+        """Raise `InputError` for values with which training is impossible."""
         check_bounds(self)
         if self.min_lr > self.lr:
             raise InputError(f"--lr {self.lr} --min-lr {self.min_lr}: need 0 <= min-lr <= lr and lr > 0")
@@ -253,10 +253,10 @@ class TrainingOptions:
             )
 
     def compiles(self, layout: Layout, on_gpu: bool) -> bool:
-        """True if the layers are compiled: by default on GPUs, where the schedule can run compiled layers.
+        """True if the layers are compiled; by default on GPUs if the schedule supports compiled layers.
 
         Raises:
-            InputError: compilation is asked for with a schedule that splits backward.
+            InputError: compilation is requested with a split-backward schedule.
         """
         splits = layout.schedule in SPLIT_BACKWARD
         if self.compile and splits:
@@ -291,13 +291,13 @@ class TrainingOptions:
         )
 
     def largest_norm(self) -> float:
-        """The global gradient norm that gradients are clipped to; 0 for no clipping by norm."""
+        """The global norm to which gradients are clipped; 0 for no clipping by norm."""
         if self.clip_grad is None:
             return 0.0 if self.clip_grad_value is not None else CLIP_GRAD
         return self.clip_grad
 
     def batches(self, layout: Layout) -> BatchRamp:
-        """The sizes of the global batches of a run; all alike without a ramp."""
+        """The sizes of the global batches of a run; constant without a ramp."""
         return batch_ramp(self.rampup_batch_size, layout)
 
 
@@ -319,7 +319,7 @@ _EXCLUSIVE = (("compile", "no_compile"), ("clip_grad", "clip_grad_value"))
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Source of the text."""
+    """Flags of the training data."""
 
     SECTIONS: ClassVar[dict[str, str]] = {"data_path": "Data"}
 
@@ -356,12 +356,12 @@ class DataOptions:
 
     @property
     def split_paths(self) -> tuple[list[str], list[str], list[str]]:
-        """The paths of training, validation and test, where each has its own."""
+        """The paths of training, validation and test data, if given separately."""
         return self.train_data_path, self.valid_data_path, self.test_data_path
 
     @property
     def heeds_stream(self) -> bool:
-        """True if the boundaries of documents matter in the stream that samples are cut from."""
+        """True if document boundaries matter in the stream from which samples are cut."""
         return self.reset_attention_mask or self.reset_position_ids or self.eod_mask_loss
 
 
@@ -449,7 +449,7 @@ class OutputOptions:
     mlflow_tracking_uri: str | None = flag(None, "Server or folder of MLflow.", metavar="URI")
 
     def check(self) -> None:
-        """Raise `InputError` for intervals that make no sense."""
+        """Raise `InputError` for impossible intervals."""
         check_bounds(self)
         for name, needed in (
             ("async_save", "save"),

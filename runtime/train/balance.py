@@ -1,4 +1,4 @@
-"""Even load of experts: balancing losses, expert biases, and the load that is logged.
+"""Balanced experts: balancing losses, expert biases, and the logged load.
 
 With E experts, k of a token, p the scores of a token (over their sum if they are sigmoids), and a unit of T
 tokens (a microbatch or a sequence) of which expert i was chosen for n_i:
@@ -10,8 +10,8 @@ The objective is the mean token loss, plus for every layer the coefficients time
 units and of z over the tokens of the global batch. What is reported as loss leaves both out.
 
 A microbatch is the same set of sequences for every layout with the same micro_batch_size. The aux loss of
-sequences (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20) does not depend on the layout at all. Where
-experts have biases, n_i counts what the scores alone would choose, as there.
+sequences (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20) does not depend on the layout at all. If experts
+have biases, n_i counts the choices by scores without biases, as in that paper.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runtime.train.executor import Executor
 
 
 class Load(NamedTuple):
-    """The rows that the experts of all layers took in since the last report."""
+    """The rows of the experts of all layers since the last report."""
 
     shares: dict[int, list[float]]
     """The share, by layer, of the tokens that chose each expert, times E / k: 1 where all are even."""
@@ -39,7 +39,7 @@ class Load(NamedTuple):
     """Mean of aux over layers and units; None where its coefficient is zero."""
     z_loss: float | None
     dropped: float | None
-    """Share of the pairs of tokens and experts that found no room; None for dropless models."""
+    """Share of dropped pairs of tokens and experts; None for dropless models."""
 
 
 def _routed_layers(spec: ModelSpec) -> list[int]:
@@ -50,7 +50,8 @@ def _routed_layers(spec: ModelSpec) -> list[int]:
 
 
 class _AddToObjective(torch.autograd.Function):
-    """`weights`, and in backward a gradient of `scale` for `objective`, wherever it comes from."""
+    """`weights`; backward adds a gradient of `scale` for `objective`, independent of the incoming
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, objective: Tensor, scale: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class _AddToObjective(torch.autograd.Function):
 
 
 class Balance:
-    """Watches the routers of this rank's stages."""
+    """The balance of the routers in this rank's stages."""
 
     def __init__(self, executor: Executor, spec: ModelSpec, grid: Grid, options: TrainingOptions) -> None:
         self.routers: dict[int, Router] = {}
@@ -95,7 +96,7 @@ class Balance:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Take over from the loss what holds for the step that comes."""
+        """Copy the next step's values from the loss."""
         of_step = self.loss.scale, self.loss.tokens
         if of_step != self.of_step:
             self.of_step = of_step
@@ -103,7 +104,7 @@ class Balance:
             self.token_share.fill_(1.0 / of_step[1])
 
     def counts(self) -> Tensor:
-        """Counts of how often each expert was chosen on this rank since the last report, [layers, E]."""
+        """Number of choices of each expert on this rank since the last report, [layers, E]."""
         layers = self.spec.layers + self.spec.mtp_depths
         none = torch.zeros(self.spec.experts, dtype=torch.int64, device=self.grid.device)
         loads = {layer: router.load for layer, router in self.routers.items()}
@@ -118,7 +119,7 @@ class Balance:
         weights: Tensor,
         kept: Tensor | None,
     ) -> Tensor:
-        """Count the choices of a microbatch, and tie its share of the objective to `weights`."""
+        """Count the choices of a microbatch, and attach its balancing losses to `weights`."""
         if not torch.is_grad_enabled():
             return weights
         counts = self._count(chosen)
@@ -142,8 +143,8 @@ class Balance:
     def end_step(self, updated: bool) -> None:
         """Move the biases towards an even load, if the step has updated the weights.
 
-        Every expert's bias rises or falls by the rate as its load of the global batch is below or above the
-        mean (Wang et al., arXiv:2408.15664, algorithm 1).
+        Every expert's bias rises (or falls) by the rate if its load in the global batch is below (or above)
+        the mean (Wang et al., arXiv:2408.15664, algorithm 1).
         """
         self.steps += 1
         if not self.moves_biases:
@@ -188,7 +189,7 @@ class Balance:
         }
 
     def _count(self, chosen: Tensor) -> Tensor:
-        """Counts of how often each expert was chosen in each sequence: [B, S, k] -> [B, E]."""
+        """Number of choices of each expert in each sequence: [B, S, k] -> [B, E]."""
         flat = chosen.flatten(1)
         counts = torch.zeros(len(flat), self.spec.experts, dtype=torch.int64, device=flat.device)
         return counts.scatter_add_(1, flat, torch.ones_like(flat))
@@ -212,7 +213,7 @@ class Balance:
         return logits.logsumexp(-1).square().sum() * self.token_share
 
     def _sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, each of which holds other tokens or other layers."""
+        """The sum over all ranks; each rank has different tokens or layers."""
         values = values.clone()
         if dist.get_world_size() > 1:
             dist.all_reduce(values)

@@ -1,4 +1,4 @@
-"""Forward and backward of one global batch, by gradient accumulation."""
+"""Forward and backward of one global batch, with gradient accumulation."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Runs the microbatches that one data-parallel rank owes to a step."""
+    """An executor of one data-parallel rank's microbatches of a step."""
 
     stages: list[Transformer]
     loss: TokenLoss
     copies: list[WorkingCopies]
     """Working copies of the stages' parameters, where FSDP2 does not wrap them."""
     float8_gather: Float8Gather | None
-    """Weights that FSDP2 gathers in 8 bits, if any; ranks agree on their scales before each step."""
+    """Weights that FSDP2 gathers in 8 bits, if any; ranks agree on the scales before each step."""
     graphed: GraphedPass | None
-    """Passes as a CUDA graph; None where they run as they are."""
+    """Passes as a CUDA graph; None without graphs."""
 
     def use_documents(self, documents: Documents) -> None:
-        """Let `documents` ready the stages before each pass of a microbatch."""
+        """Let `documents` prepare the stages before each pass of a microbatch."""
 
     def train(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Accumulate the gradients of a batch.
 
         Args:
-            tokens: [microbatches x B, S] token ids, of as many microbatches as the layout can run.
+            tokens: [microbatches x B, S] token ids, with a number of microbatches that the layout can run.
             labels: the same shape, the ids to predict.
 
         Returns:
-            This rank's part of the mean token loss of the global batch; zero off the last stage.
+            This rank's part of the mean token loss of the global batch; zero on stages other than the last.
         """
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Executor(Protocol):
 
 
 class Accumulation:
-    """All layers on every rank: microbatches one after the other."""
+    """An executor with all layers on every rank, which runs microbatches one after the other."""
 
     float8_gather: Float8Gather | None = None
 
@@ -107,7 +107,7 @@ class Accumulation:
         return total
 
     def _pass(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Forward and backward of a microbatch, whose gradients are reduced after the last one."""
+        """Forward and backward of a microbatch; gradients are reduced after the last microbatch."""
         self.loss.labels = labels
         loss: Tensor = self.stages[0](tokens)
         loss.backward()  # type: ignore[no-untyped-call]

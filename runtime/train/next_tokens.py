@@ -1,4 +1,4 @@
-"""Targets of training: the next token of each position and, with multi-token prediction, later ones."""
+"""Targets of training: the next token of each position and, with multi-token prediction, later tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NO_TOKEN = -1
-"""A target beyond the end of a sample: none is predicted."""
+"""The target beyond the end of a sample, which is not predicted."""
 
 
 class Batch(NamedTuple):
@@ -18,20 +18,20 @@ class Batch(NamedTuple):
     tokens: Tensor
     """Ids, [B, S + 1]."""
     labels: Tensor
-    """The result of `next_tokens`, [B, S]."""
+    """Labels from `next_tokens`, [B, S]."""
     starts: Tensor | None = None
-    """The position at which the document of each token begins, [B, S + 1], where documents matter."""
+    """The start position of each token's document, [B, S + 1], if documents matter."""
     is_packed: bool = False
-    """Samples hold whole documents."""
+    """True if samples have whole documents."""
 
 
 def next_tokens(batch: Tensor, starts: Tensor | None, hidden: Tensor | None) -> Tensor:
-    """The ids that come next, [B, S]; where they are not to be predicted, what Python's ~ makes of them.
+    """The next ids, [B, S]; ids that are not to be predicted are complemented (Python's ~).
 
     Args:
         batch: ids of samples, [B, S + 1].
-        starts: the position at which the document of each token begins, [B, S + 1]. If it is given, no token
-            is predicted from one of another document.
+        starts: the start position of each token's document, [B, S + 1]. If given, no token is predicted from
+            a token of another document.
         hidden: tokens of prompts and padding, [B, S + 1], if there are any.
     """
     labels = batch[:, 1:]
@@ -46,7 +46,7 @@ def targets_of(batch: Batch, depths: int) -> Tensor:
     """Targets of each position: [B, S], or [B, 1 + depths, S] with MTP.
 
     A token is predicted at all depths or at none (as Megatron-LM rolls its mask of losses), and nothing comes
-    after the end of a sample. Tokens of packed samples are predicted from their own document alone, at all
+    after the end of a sample. Tokens of packed samples are predicted only from their own document, at all
     depths.
     """
     labels, seq = batch.labels, batch.labels.shape[1]
@@ -65,6 +65,6 @@ def targets_of(batch: Batch, depths: int) -> Tensor:
 
 
 def predicted_tokens(targets: Tensor) -> Tensor:
-    """Numbers of tokens of `targets_of` that are predicted at each depth, [1 + depths] in fp64."""
+    """Numbers of predicted tokens of `targets_of` at each depth, [1 + depths] in fp64."""
     by_depth = targets if targets.dim() == 3 else targets.unsqueeze(1)
     return (by_depth >= 0).sum((0, 2)).double()

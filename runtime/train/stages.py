@@ -1,4 +1,4 @@
-"""Build the stages of this rank: everything that a layout does to the model, in order."""
+"""Building of this rank's stages: all changes of the model for a layout, in order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from runtime.train.executor import Accumulation, Executor
 
 
 def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compiled: bool) -> Transformer:
-    """One stage on the meta device, split and wrapped as `layout` says."""
+    """One stage on the meta device, split and wrapped by `layout`."""
     keep_placements()
     with torch.device("meta"):
         stage = Transformer(
@@ -97,8 +97,8 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
 
 
 def _mark_tables(stage: Transformer) -> None:
-    """Let compilers know that tables of positions stay where they are, on which the tensors that they keep
-    for backward depend. In modules that FSDP2 wraps they know it of parameters alone."""
+    """Tell compilers that position tables have fixed addresses, which affects the tensors kept for backward.
+    In modules wrapped by FSDP2, compilers only assume this for parameters."""
     import torch._dynamo
 
     mark: Any = torch._dynamo.mark_static_address
@@ -111,20 +111,20 @@ def compiles_in_two(layout: Layout) -> bool:
     """Return whether a layer is compiled in two parts: before the core of attention, and after it.
 
     A ring of keys and values cannot be compiled. Attention that offloads its activations is not compiled at
-    all, and a layout with such layers leaves it to the compiler where to stop.
+    all, and in a layout with such layers the compiler chooses the graph breaks.
     """
     return uses_ring(layout) and not layout.offload_activations
 
 
 def _is_one_graph(block: Block) -> bool:
-    """Return whether a compiler takes all of a layer, if its attention is not a ring."""
+    """Return whether a layer compiles to one graph, if its attention is not a ring."""
     return not (
         block.attention.core.steps or (isinstance(block.mlp, MixtureOfExperts) and not block.mlp.is_whole)
     )
 
 
 def _is_whole(mixture: MixtureOfExperts, spec: ModelSpec, number: int, layout: Layout, grid: Grid) -> bool:
-    """Return whether a compiler takes all of the layer that a mixture belongs to."""
+    """Return whether the layer of a mixture of experts compiles to one graph."""
     dtype, kind = DTYPES[layout.precision], spec.layer_kind(min(number, spec.layers - 1))
     if not experts_are_whole(spec.with_attention(kind.attention), layout):
         return False
@@ -139,11 +139,11 @@ def _is_whole(mixture: MixtureOfExperts, spec: ModelSpec, number: int, layout: L
 
 
 def _keep_operands_of_grouped_products() -> None:
-    """Let Inductor give grouped GEMMs matrices that lie in memory as in eager code.
+    """Make Inductor keep the strides of grouped GEMMs' operands as in eager code.
 
-    It would copy the gradient of rows, on its side, into rows wherever a weight's gradient is its only
-    reader. Then groups lie along the dense dimension, where CUDA's kernel takes multiples of 16 bytes alone.
-    PyTorch says it so of convolutions, and not of grouped GEMMs (as of 2.14).
+    Otherwise it copies the transposed gradient of rows to a contiguous tensor if a weight gradient is its
+    only reader. Then groups are along the contiguous dimension, where CUDA's kernel only supports multiples
+    of 16 bytes. PyTorch has such a rule for convolutions, but not for grouped GEMMs (as of 2.14).
     """
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides
 
@@ -151,13 +151,14 @@ def _keep_operands_of_grouped_products() -> None:
 
 
 COMPILES_WIDE = is_at_least("2.15")
-"""Before, compilers take grouped GEMMs in bf16 alone."""
+"""The PyTorch version before which compilers only support grouped GEMMs in bf16."""
 
 
 def _compile_within_experts(block: Block) -> None:
-    """Compile what a mixture of experts that no compiler takes as a whole consists of.
+    """Compile the parts of a mixture of experts that cannot be compiled as a whole.
 
-    Before recomputation is wrapped around it: what compiled code keeps is dropped as that of eager code is.
+    This comes before the wrapping of recomputation, so that tensors kept by compiled code are dropped as
+    well.
     """
     if isinstance(block.mlp, MixtureOfExperts) and not block.mlp.is_whole:
         shared = block.mlp.shared
@@ -168,8 +169,8 @@ def _compile_within_experts(block: Block) -> None:
 
 
 def _compile(block: Block, in_two: bool, has_compiled_within: bool = False) -> None:
-    """Compile a layer. Code that depends on the rows of an expert, and steps of attention that goes through a
-    sequence in steps, are left out."""
+    """Compile a layer. Code that depends on an expert's number of rows, and attention that processes a
+    sequence in steps, are not compiled."""
     if block.attention.core.steps:
         steps = block.attention.core
         plain_steps: Any = torch.compiler.disable(steps.forward)  # type: ignore[no-untyped-call]
@@ -193,7 +194,7 @@ def _compile(block: Block, in_two: bool, has_compiled_within: bool = False) -> N
 
 
 def _chain_layers(stage: Transformer, spec: ModelSpec, layout: Layout, copies: WorkingCopies) -> None:
-    """Let neighbours among compiled layers run as chains, where they are alike and each is one graph."""
+    """Run neighbouring compiled layers as chains, if they are equal and each is one graph."""
     if compiles_in_two(layout) or layout.offload_activations or recomputes_units(layout):
         return
     again = set(recomputed_blocks(stage, layout))
@@ -222,7 +223,7 @@ def build_executor(
 ) -> Executor:
     """Build, split and initialise the stages of this rank.
 
-    Weights are drawn after splitting, into memory that holds this rank's part only.
+    Weights are drawn after splitting, into memory for this rank's part only.
     """
     check_job(spec, layout, dist.get_world_size())
     stages = []

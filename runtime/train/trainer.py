@@ -38,20 +38,21 @@ class StepResult(NamedTuple):
     loss: Tensor
     """Mean token loss of the global batch before the update, in nats."""
     grad_norm: Tensor
-    """L2 norm of the whole gradient of what is optimised, before clipping."""
+    """L2 norm of the whole gradient of the objective, before clipping."""
     learning_rate: float
     loss_scale: float = 1.0
     """The loss scale of the next step."""
     skipped: bool = False
-    """The step has changed nothing but the loss scale."""
+    """True if the step has only changed the loss scale."""
     further: Tensor | None = None
-    """Mean losses of multi-token prediction by depth, [depths]; None without. `loss` has no part of them."""
+    """Mean losses of multi-token prediction by depth, [depths]; None without. `loss` does not include
+    them."""
 
 
 def batch_rows(layout: Layout, dp_rank: int, batch: int | None = None) -> npt.NDArray[np.int64]:
-    """Rows of a global batch that a data-parallel rank trains, microbatch after microbatch.
+    """Rows of a global batch for a data-parallel rank, microbatch after microbatch.
 
-    Each micro step consumes `micro_batch_size` consecutive rows of every rank (Megatron-LM's order).
+    Each microbatch takes `micro_batch_size` consecutive rows for every rank in turn (Megatron-LM's order).
 
     Args:
         batch: sequences of the global batch; those of the layout when not given.
@@ -62,7 +63,7 @@ def batch_rows(layout: Layout, dp_rank: int, batch: int | None = None) -> npt.ND
 
 
 class Trainer:
-    """The model, its gradients and its optimizer, split as `layout` says.
+    """The model, its gradients and its optimizer, split by `layout`.
 
     Needs an initialised process group of `layout.world_size` ranks.
     """
@@ -107,7 +108,7 @@ class Trainer:
         """Iterations that changed the weights; schedules and the optimizer count these."""
 
     def use_boundaries(self, boundaries: Boundaries | None) -> None:
-        """Heed the boundaries of documents from now on; raises `InputError` if the layout cannot."""
+        """Respect document boundaries from now on; raises `InputError` if the layout cannot."""
         if boundaries is None:
             return
         check_boundaries(boundaries, self.layout)
@@ -124,12 +125,12 @@ class Trainer:
     def train_step(
         self, samples: npt.NDArray[np.int64], starts: npt.NDArray[np.int64] | None = None
     ) -> StepResult:
-        """Train on this rank's rows of a global batch, which is that of the layout or a smaller one.
+        """Train on this rank's rows of a global batch, of the layout's size or smaller.
 
         Args:
             samples: token ids, [len(rows), S + 1].
-            starts: where in its sample the document of each token begins, the same shape, from samples that
-                hold whole documents.
+            starts: the start position of each token's document, in the same shape, for samples with whole
+                documents.
         """
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         tokens, labels = self._inputs(samples, starts)
@@ -173,9 +174,10 @@ class Trainer:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _is_skipped(self, loss: Tensor, norm: Tensor) -> bool:
-        """Return whether to skip this step; loss and norm are those of all ranks, so all decide alike.
+        """Return whether to skip this step; loss and norm are those of all ranks, so all ranks decide
+        equally.
 
-        In fp16 a finite loss whose gradient overflows is no fault while the loss scale can fall.
+        In fp16 a gradient overflow with a finite loss is not an error while the loss scale can fall.
         """
         scale, guard = self.loss_scale, self.guard
         if guard is None:
@@ -199,7 +201,7 @@ class Trainer:
             self.balance.end_step(updated)
 
     def _batch(self, samples: npt.NDArray[np.int64], starts: npt.NDArray[np.int64] | None) -> Batch:
-        """Samples as the boundaries of documents have them."""
+        """A batch with targets according to document boundaries."""
         heeded = self.boundaries
         hides = heeded is not None and heeded.hides_prompts
         hidden = torch.from_numpy(samples < 0) if hides else None
@@ -218,7 +220,7 @@ class Trainer:
         return Batch(tokens, labels, begins, is_packed=heeded.eod is None)
 
     def _count_tokens(self, batch: Batch) -> None:
-        """Tell the loss the number of tokens of the global batch, and how many of them are predicted."""
+        """Set the numbers of tokens, and of predicted tokens, of the global batch in the loss."""
         self.executor.loss.tokens = len(batch.tokens) * self.layout.data_parallel * self.spec.seq
         if not self._hides_targets:
             return
@@ -246,7 +248,7 @@ class Trainer:
             self.optimizer.clip_values(self.largest_value)
 
     def evaluate(self, samples: npt.NDArray[np.int64], starts: npt.NDArray[np.int64] | None = None) -> float:
-        """Mean token loss of a global batch, given this rank's rows of it as `train_step` takes them."""
+        """Mean token loss of a global batch, from this rank's rows in the form of `train_step`."""
         tokens, labels = self._inputs(samples, starts)
         self.executor.loss.scale = 1.0
         self._agree_on_scales()
@@ -256,7 +258,7 @@ class Trainer:
         return float(total)
 
     def close(self) -> None:
-        """Let go of what must end before communicators do."""
+        """Free objects that must end before communicators do."""
         if self.executor.graphed is not None:
             self.executor.graphed.end()
 
@@ -267,7 +269,7 @@ class Trainer:
     def _inputs(
         self, samples: npt.NDArray[np.int64], starts: npt.NDArray[np.int64] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Inputs of the executor for some samples; tells the loss and the layers of these samples too."""
+        """Inputs of the executor for some samples; also sets these samples in the loss and the layers."""
         batch = self._batch(samples, starts)
         self._count_tokens(batch)
         inputs = batch.tokens[:, self.positions]
@@ -279,5 +281,5 @@ class Trainer:
         return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
     def _once(self, loss: Tensor) -> Tensor:
-        """The loss on one of the tensor-parallel ranks, which all hold the same; zero on the others."""
+        """The loss on one of the tensor-parallel ranks, which all have the same loss; zero on the others."""
         return loss.double() if self.grid.tp_rank == 0 else torch.zeros_like(loss, dtype=torch.float64)

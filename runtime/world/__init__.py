@@ -1,1 +1,1 @@
-"""Members of a job: what launchers and schedulers say of the processes that were started for it."""
+"""Members of a job, from the variables of launchers and schedulers."""

@@ -1,4 +1,4 @@
-"""Addresses of this machine, and the network interface by which it reaches another."""
+"""Addresses of this machine, and the network interface towards another machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIOCGIFADDR = 0x8915
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this machine from which packets to `host` leave; None where no way leads there."""
+    """The local address of packets to `host`; None where `host` is unreachable."""
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -22,7 +22,7 @@ def address_towards(host: str) -> str | None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Return whether an address, or the one of a name, is of this machine: a socket can be bound to it."""
+    """Return whether an address or a name belongs to this machine, so that a socket can be bound to it."""
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -32,7 +32,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def interface_towards(host: str) -> str | None:
-    """The name of the network interface by which `host` is reached; None where it is not known."""
+    """The name of the network interface towards `host`; None where unknown."""
     own = address_towards(host)
     if own is None or sys.platform != "linux" or ":" in own:
         return None

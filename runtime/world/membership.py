@@ -1,7 +1,7 @@
-"""The job that this process belongs to, by the variables of its launcher.
+"""The job of this process, from the variables of its launcher.
 
-Of several tasks that know of each other, each is a rank. Tasks that do not would each take themselves for the
-whole job, train alone, and write into the same files.
+Each of several tasks that know of each other is a rank. Tasks that do not know of each other would each act
+as the whole job, train alone, and write into the same files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runtime.world.slurm import slurm_task
 from runtime.world.task import LOOPBACK, Environment, Task, number
 
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-"""Variables with the number of a process among those of a job; the first that is set counts."""
+"""Variables with the number of a process in its job; the first set one counts."""
 
 START_ON_EVERY_NODE = (
     "start one task on each node: planner launch, or torchrun --nnodes ... -m runtime.pretrain"
@@ -24,7 +24,7 @@ START_ON_EVERY_NODE = (
 
 
 def task_of(environment: Environment) -> Task | None:
-    """The task of a scheduler, or the pod, that this process is; None where it is the only one.
+    """This process's scheduler task or pod; None where it is the only one.
 
     Raises `InputError` where variables contradict each other.
     """
@@ -37,10 +37,10 @@ def task_of(environment: Environment) -> Task | None:
 
 
 def node_of(environment: Environment) -> Task | None:
-    """The task that is to start all ranks of its node, of several; None where this node is the only one.
+    """This process's task, if it must start all ranks of its node among several; None for a single node.
 
-    Raises `InputError` in what is a rank already, beside other tasks on the same node, and where variables
-    contradict each other.
+    Raises `InputError` in a process that is a rank already, with several tasks on the same node, and where
+    variables contradict each other.
     """
     if "LOCAL_RANK" in environment and (number(environment, "WORLD_SIZE") or 0) > 1:
         raise InputError(
@@ -62,9 +62,9 @@ def node_of(environment: Environment) -> Task | None:
 
 
 def rank_variables(environment: Environment) -> dict[str, str]:
-    """Variables by which this process joins the others as torchrun's ranks do, where it is not one of these.
+    """Variables with which this process joins the others like a torchrun rank, if it is not one already.
 
-    Raises `InputError` where several processes do not know of each other, or contradict themselves.
+    Raises `InputError` where several processes do not know of each other, or contradict each other.
     """
     if "RANK" in environment and "MASTER_ADDR" in environment and _is_joined(environment):
         return {}
@@ -96,7 +96,8 @@ def rank_variables(environment: Environment) -> dict[str, str]:
 
 
 def network_variables(environment: Environment, address: str) -> dict[str, str]:
-    """The interface by which `address` is reached, for gloo, which else takes that of the host's name."""
+    """Variables with the interface towards `address` for gloo, which by default uses that of the host's
+    name."""
     if "GLOO_SOCKET_IFNAME" in environment or address in (LOOPBACK, "localhost"):
         return {}
     name = interface_towards(address)
@@ -104,10 +105,10 @@ def network_variables(environment: Environment, address: str) -> dict[str, str]:
 
 
 def _is_joined(environment: Environment) -> bool:
-    """Return whether the ranks that torchrun or a user's own variables tell of are the whole job.
+    """Return whether the ranks in the variables of torchrun, or of the user, are the whole job.
 
-    Several torchruns that found each other are one job. A torchrun that found none may have lost the others,
-    but only if it was to look for them.
+    Several torchruns that found each other are one job. A torchrun that found no others may have lost them,
+    but only if it had to look for others.
     """
     _check_ranks(environment)
     ranks, agents = (number(environment, name) or 0 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
@@ -136,9 +137,9 @@ def _check_ranks(environment: Environment) -> None:
 
 
 def _looked_for_others(environment: Environment) -> bool:
-    """Return whether the torchrun of this rank was to meet other torchruns, whether or not it has found one.
+    """Return whether this rank's torchrun had to find other torchruns.
 
-    The job has an id then, which people choose; torchrun's own ids are "none", and random with --standalone.
+    The job then has an id chosen by the user; torchrun's own ids are "none", or random with --standalone.
     """
     name = environment.get("TORCHELASTIC_RUN_ID", "none")
     try:

@@ -16,7 +16,7 @@ class Names(NamedTuple):
     local_size: str
     local_rank: str
     job: str
-    """The variable whose value differs from job to job."""
+    """The variable whose value identifies the job."""
 
 
 LAUNCHERS = (
@@ -39,10 +39,10 @@ LAUNCHERS = (
 
 
 def mpi_task(environment: Environment) -> Task | None:
-    """The process of mpirun that this one is; None where it is none, or the only one.
+    """This process's place among mpirun's processes; None if it is not one of them, or the only one.
 
-    None, too, where a launcher does not say how many processes are on this node: that is for Slurm, which
-    sets such variables too, or for `check_lonely`.
+    Also None if the launcher does not give the number of processes on this node; these cases are handled by
+    Slurm's reader, as Slurm sets such variables too, or by `check_lonely`.
     """
     for names in LAUNCHERS:
         count = number(environment, names.size)
@@ -52,7 +52,7 @@ def mpi_task(environment: Environment) -> Task | None:
 
 
 def check_lonely(environment: Environment) -> None:
-    """Raise `InputError` where a launcher has started several processes and does not say where they are."""
+    """Raise `InputError` where a launcher has started several processes without giving their places."""
     why = "each would train alone; start torchrun on every node with -m runtime.pretrain"
     for names in LAUNCHERS:
         count = number(environment, names.size)

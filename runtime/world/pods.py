@@ -1,9 +1,9 @@
 """Pods of Kubernetes and nodes of PAI DLC: one process in each, which starts the ranks of its node.
 
-Kubeflow's operator for PyTorchJob and PAI DLC set WORLD_SIZE to the number of pods and RANK to that of this
-pod. torchrun's own variables of these names have other meanings. Kubeflow's trainer, and its operator where
-devices are told, set torchrun's PET_* variables. Of a plain indexed Job, and of a JobSet, Kubernetes only
-says JOB_COMPLETION_INDEX; the file says NNODES and MASTER_ADDR.
+Kubeflow's operator for PyTorchJob and PAI DLC set WORLD_SIZE to the number of pods and RANK to the pod's
+number. torchrun's variables of these names have other meanings. Kubeflow's trainer, and its operator if
+devices are given, set torchrun's PET_* variables. For a plain indexed Job, and for a JobSet, Kubernetes only
+sets JOB_COMPLETION_INDEX; the manifest sets NNODES and MASTER_ADDR.
 
 Sources: kubeflow/training-operator, pkg/controller.v1/pytorch/envvar.go and elastic.go; PAI, "Built-in
 environment variables".
@@ -22,7 +22,7 @@ MASTER_PORT = 29500
 
 
 def pod_task(environment: Environment) -> Task | None:
-    """The pod that this process is of a job of several; None where there is one, or none."""
+    """This process's pod in a job of several pods; None for a single pod, or outside of pods."""
     if "LOCAL_RANK" in environment:
         return None  # A rank of torchrun.
     devices = _devices(environment)
@@ -74,7 +74,7 @@ def _task(environment: Environment, size: str, ranks: tuple[str, ...], devices: 
 
 
 def _check_world(environment: Environment, size: str, count: int, devices: int | None) -> None:
-    """Raise `InputError` where WORLD_SIZE counts neither the nodes nor their devices."""
+    """Raise `InputError` where WORLD_SIZE is neither the number of nodes nor of devices."""
     world = number(environment, "WORLD_SIZE")
     if world is not None and world not in (count, count * (devices or 1)):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Tasks of Slurm: what `srun` tells each of them."""
+"""Tasks of Slurm, from the variables that `srun` sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from costmodels.errors import InputError
 from runtime.world.task import LOOPBACK, Environment, Task, common_number, master_port, number
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Steps of Slurm from here on are none of srun: the batch script, and the shell that salloc opens."""
+"""Slurm's step numbers from here on are not of srun, but of the batch script and of salloc's shell."""
 
 MOST_NODES = 1 << 20
 
@@ -17,7 +17,7 @@ _RANGE = re.compile(r"\[([^]]*)\]")
 
 
 def slurm_task(environment: Environment) -> Task | None:
-    """The task of srun that this process is; None where it is none, or the only one."""
+    """This process's srun task; None if it is not a task of srun, or the only one."""
     if not is_step(environment):
         return None
     step = number(environment, "SLURM_STEP_NUM_TASKS")
@@ -60,10 +60,9 @@ def slurm_task(environment: Environment) -> Task | None:
 def is_step(environment: Environment) -> bool:
     """True if srun started this process: a batch script and the shell of salloc have variables of Slurm too.
 
-    Slurm numbers the tasks of srun (SLURM_PROCID) and the batch script, which it marks as such and which
-    belongs to no step. A program of salloc has no number, or the number of a special step. Of `srun --pty
-    bash`, with as many tasks as GPUs are to be had, the first task alone is a shell, and the others end at
-    once.
+    Slurm numbers the tasks of srun (SLURM_PROCID) and the batch script, which is marked and belongs to no
+    step. A program of salloc has no number, or the number of a special step. With `srun --pty bash` and one
+    task for each GPU, only the first task is a shell, and the others end at once.
     """
     if "SLURM_PROCID" not in environment:
         return False
@@ -77,7 +76,7 @@ def is_step(environment: Environment) -> bool:
 
 
 def check_batch_script(environment: Environment) -> None:
-    """Raise `InputError` in a batch script of several nodes, of which only the first would train."""
+    """Raise `InputError` in a batch script of several nodes, as only the first node would train."""
     if "SLURM_JOB_ID" not in environment or is_step(environment) or "SLURM_PTY_PORT" in environment:
         return
     name = "SLURM_JOB_NUM_NODES"
@@ -92,7 +91,7 @@ def check_batch_script(environment: Environment) -> None:
 
 
 def host_names(text: str) -> list[str]:
-    """The names that Slurm's short form of a list of hosts stands for, such as `gpu[01-03,7],login`."""
+    """The host names in Slurm's short form of a list, such as `gpu[01-03,7],login`."""
     names: list[str] = []
     for part in re.findall(r"[^,\[]*(?:\[[^]]*\][^,\[]*)*", text):
         if not part:
@@ -103,7 +102,7 @@ def host_names(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    """`01-03,7` as 01, 02, 03, 7."""
+    """The numbers in `01-03,7`: 01, 02, 03, 7."""
     found = []
     for piece in text.split(","):
         first, _, last = piece.partition("-")
@@ -115,7 +114,7 @@ def _numbers(text: str) -> list[str]:
 
 
 def _count(environment: Environment, names: tuple[str, ...], most: int) -> int:
-    """The first of the numbers that is given, at most as many as there are tasks; else 1."""
+    """The first given number, at most the number of tasks; else 1."""
     for name in names:
         value = number(environment, name)
         if value:

@@ -1,4 +1,4 @@
-"""A process among those that were started for one job, and numbers in variables of the environment."""
+"""A process among the processes of one job, and numbers in environment variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from costmodels.errors import InputError
 Environment = Mapping[str, str]
 
 FIRST_PORT, PORTS = 20_000, 10_000
-"""Ports from which that of a job is taken: above services, below those that Linux gives out (32768 on)."""
+"""Range of the ports of jobs: above services, and below the ports that Linux assigns (from 32768 on)."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -21,21 +21,21 @@ class Task:
     """This process's place among the processes of one job."""
 
     source: str
-    """The launcher that started the tasks, in words."""
+    """The name of the launcher of the tasks."""
     count: int
-    """Processes of the job."""
+    """Number of processes of the job."""
     number: int
     local_count: int
-    """Processes on this node."""
+    """Number of processes on this node."""
     local_number: int
     nodes: int
     node: int
     address: str | None
-    """Host of the first process; None where nothing says it."""
+    """Host of the first process; None where unknown."""
     port: int
     how_to_say_address: str = "set MASTER_ADDR to the host of the first task"
     devices: int | None = None
-    """Devices of a node, where a variable says so."""
+    """Devices of a node, if a variable gives them."""
 
     def check(self) -> Task:
         """This task; raises `InputError` where its numbers contradict each other."""
@@ -58,7 +58,7 @@ class Task:
         return self
 
     def endpoint(self) -> tuple[str, int]:
-        """Host and port of the first task, on which the others meet it; `InputError` where none is known."""
+        """Host and port of the first task for the rendezvous; raises `InputError` where unknown."""
         if self.address is None:
             raise InputError(
                 f"{self.source}: {self.count} tasks on several nodes, and nothing says where the first one "
@@ -69,7 +69,7 @@ class Task:
 
 
 def number(environment: Environment, name: str) -> int | None:
-    """The number in a variable; None where it is not set; `InputError` where it is no number."""
+    """The number in a variable; None where it is not set; raises `InputError` where it is not a number."""
     text = environment.get(name, "").strip()
     if not text:
         return None
@@ -79,7 +79,7 @@ def number(environment: Environment, name: str) -> int | None:
 
 
 def common_number(environment: Environment, *names: str) -> int | None:
-    """The number in the variables that are set; `InputError` where they differ."""
+    """The common number in the set variables; raises `InputError` where they differ."""
     given = {name: value for name in names if (value := number(environment, name)) is not None}
     if len(set(given.values())) > 1:
         words = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -90,7 +90,7 @@ def common_number(environment: Environment, *names: str) -> int | None:
 
 
 def master_port(environment: Environment, job: str) -> int:
-    """MASTER_PORT, or a port that follows from the name of a job, so that all its processes know it."""
+    """MASTER_PORT, or a port derived from the name of a job, so that all its processes know it."""
     given = number(environment, "MASTER_PORT")
     if given is not None:
         if not 0 < given < 1 << 16:

@@ -1,2 +1,2 @@
-"""Facts that files state, for all software: keys, flags, launches, their lines, and the job that they
-describe."""
+"""Facts in configuration files of all software: keys, flags, launch commands with their lines, and the
+job."""

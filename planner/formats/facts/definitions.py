@@ -1,4 +1,5 @@
-"""Values that a caller gives besides files: variables of scripts, flags and keys; and which of them exist."""
+"""Values that a caller defines besides files: variables of scripts, flags and keys; and a check that they
+exist."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _NAME = re.compile(r"(?:--)?[A-Za-z_][\w.-]*|[0-9]+")
 
 
 def parse_definitions(define: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:
-    """Values by name; raises `InputError` for what is no `NAME=VALUE`."""
+    """Values by name; raises `InputError` for a text that is not `NAME=VALUE`."""
     if define is None:
         return {}
     if isinstance(define, Mapping):
@@ -27,11 +28,12 @@ def parse_definitions(define: Mapping[str, str] | Iterable[str] | None) -> dict[
 
 
 def path_of(name: str, entries: Collection[str], known: Collection[str]) -> str | None:
-    """The key that a name stands for, be it its path, a flag or its last word; None where there is none.
+    """The key that a name stands for; the name may be the key's path, its flag or its last word. None where
+    there is no such key.
 
     Args:
-        entries: keys of the file, which come first.
-        known: keys that the software has besides.
+        entries: keys of the file, which take precedence.
+        known: other keys of the software.
     """
     flag = "--" + name.lstrip("-").replace("-", "_")
     for paths in (entries, known):
@@ -49,9 +51,9 @@ def path_of(name: str, entries: Collection[str], known: Collection[str]) -> str 
 
 
 def with_definitions(entries: Entries, define: Mapping[str, str], known: Collection[str] = ()) -> Entries:
-    """The keys of a file with those that the caller sets in place of the file's, or beside them.
+    """The keys of a file with the caller's keys replaced or added.
 
-    An empty value takes a key out.
+    An empty value removes a key.
     """
     found = dict(entries)
     for name, value in define.items():
@@ -67,7 +69,7 @@ def with_definitions(entries: Entries, define: Mapping[str, str], known: Collect
 
 
 def is_mentioned(name: str, text: str) -> bool:
-    """Return whether a script or a program mentions a name: an argument by its number, a variable, or a
+    """Return whether a script or a program mentions a name: the number of an argument, a variable, or a
     parameter."""
     if name.isdigit():
         return bool(re.search(rf"\$(?:\{{?{name}\b|\{{?[@*])", text))
@@ -75,7 +77,7 @@ def is_mentioned(name: str, text: str) -> bool:
 
 
 def _is_flag(name: str, text: str) -> bool:
-    """Return whether a script gives a flag of this name, which the definition may have taken out."""
+    """Return whether a script gives a flag of this name, which the definition may have removed."""
     spelled = re.sub(r"[-_]", "[-_]", re.escape(name.lstrip("-")).replace(r"\-", "-"))
     return bool(re.search(rf"--{spelled}(?![\w-])", text))
 
@@ -83,7 +85,7 @@ def _is_flag(name: str, text: str) -> bool:
 def check_definitions(
     define: Mapping[str, str], texts: Iterable[str], known: Collection[str], files: str
 ) -> None:
-    """Raise `InputError` for the first definition of something that no file and no software has.
+    """Raise `InputError` for the first definition of a name that neither the files nor their software know.
 
     Args:
         texts: scripts and programs, whose variables count.

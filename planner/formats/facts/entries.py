@@ -1,7 +1,6 @@
 """Keys and values of configuration files, each with its path and its line: YAML, JSON and TOML.
 
-Nothing is constructed but text: a tag, an alias or a number of thousands of digits in a file cannot make
-anything happen.
+Only text is constructed, so tags, aliases or huge numbers in a file have no effect.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 
 MOST_ENTRIES = 20_000
-"""Keys of one file, with those that aliases repeat."""
+"""Most keys of one file, including keys repeated by aliases."""
 
 DEEPEST = 60
-"""Mappings inside each other."""
+"""Deepest nesting of mappings."""
 
 _NULLS = {"", "~", "null", "Null", "NULL", "None"}
 
@@ -31,9 +30,9 @@ class Entry:
     """A key of a file."""
 
     path: str
-    """Keys from the outermost to its own, with points between; items of a list count from 0."""
+    """The keys from the outermost to this one, separated by points; items of a list are numbered from 0."""
     text: str
-    """The value; elements of a list have commas between them."""
+    """The value as text; elements of a list are separated by commas."""
     line: int
     items: tuple[str, ...] | None = None
     """The values of a list; None for a single value."""
@@ -46,7 +45,7 @@ class Entry:
 
 
 Entries = dict[str, Entry]
-"""Keys of a file by path, in its order."""
+"""Keys of a file by path, in the file's order."""
 
 
 def yaml_entries(text: str, origin: str) -> Entries:
@@ -172,7 +171,7 @@ _PAIR = re.compile(r"\s*([\w.\-]+|\"[^\"]*\")\s*=\s*(.*)$")
 def toml_entries(text: str, origin: str) -> Entries:
     """The keys of a TOML file: tables of strings, numbers, truth values, and lists of these.
 
-    Raises `InputError` for lines that are none of these.
+    Raises `InputError` for other lines.
     """
     found: Entries = {}
     table = ""
@@ -225,7 +224,7 @@ _MEMBER = re.compile(r"(?:[^,\[\"']|\"(?:[^\"\\]|\\.)*\"|'[^']*'|\[[^\]]*\])+")
 
 
 def _toml_entries(path: str, value: str, line: int, origin: str) -> Iterator[Entry]:
-    """A value, or those of an inline table (`{tensor_parallel_degree = 2}`)."""
+    """The entry of a value, or the entries of an inline table (`{tensor_parallel_degree = 2}`)."""
     text = _without_comment(value).strip()
     if not (text.startswith("{") and text.endswith("}")):
         yield _toml_value(path, value, line, origin)

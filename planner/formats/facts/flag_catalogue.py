@@ -25,14 +25,14 @@ FILE = Path(__file__).with_name("megatron_flags.yaml")
 Role = Literal[
     "model", "batch", "layout", "special", "training", "harmless", "unpriced", "unsupported", "unknown"
 ]
-"""The effect of a flag on the answer; flags of the first four roles say what is priced."""
+"""The effect of a flag on the answer; flags of the first four roles determine the price."""
 
 OWN_GROUPS: tuple[tuple[Role, type], ...] = (
     ("model", ModelOptions),
     ("batch", BatchOptions),
     ("layout", ParallelOptions),
 )
-"""Flags that the planner has too, with the same meaning."""
+"""Groups of the planner's own flags that have the same meaning in the software."""
 
 _NOT_THEIRS = {
     "model",
@@ -51,7 +51,7 @@ _NOT_THEIRS = {
     "nvfp4",
     "fp32",
 }
-"""Fields whose flags Megatron-LM does not have, or not with this meaning."""
+"""Fields whose flags do not exist in Megatron-LM, or have another meaning there."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def known_flags() -> dict[str, KnownFlag]:
 
 
 MINDSPEEDS = ("--swap-attention", "--recompute-activation-function")
-"""Flags of the planner that only MindSpeed has besides."""
+"""The planner's flags that exist in MindSpeed, but not in Megatron-LM."""
 
 
 def _listed(text: str) -> Iterator[tuple[str, str]]:
@@ -133,12 +133,12 @@ def _listed(text: str) -> Iterator[tuple[str, str]]:
 def given_flags(
     words: Sequence[Word], own: Callable[[str], KnownFlag | None] = lambda name: None
 ) -> tuple[list[GivenFlag], list[Word]]:
-    """The flags of a command line, and the words that belong to none.
+    """The flags of a command line, and the words that belong to no flag.
 
-    A flag that nobody knows takes the words after it up to the next flag, as far as argparse would.
+    An unknown flag takes the words after it up to the next flag, as argparse would.
 
     Args:
-        own: flags of the program that come before those of the catalogue.
+        own: flags of the program; they take precedence over the catalogue.
     """
     known = known_flags()
     found: list[GivenFlag] = []
@@ -164,7 +164,7 @@ def given_flags(
 
 
 def _bare(word: Word) -> Word:
-    """A value without the quotes that a text keeps until `eval` reads it again."""
+    """A value without quotes that `eval` would remove."""
     text = word.text
     if len(text) > 2 and text[0] == text[-1] and text[0] in "'\"":
         return dataclasses.replace(word, text=text[1:-1])

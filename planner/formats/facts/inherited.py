@@ -1,4 +1,4 @@
-"""Files of keys that start from others (`extends`, `defaults`), which are given beside them."""
+"""Configuration files that inherit from other given files (`extends`, `defaults`)."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _NAME = re.compile(r"[^\s,#\"'\[\]]+\.ya?ml\b")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([^{}]*))?\}")
 
 DEEPEST = 20
-"""Files that start from each other, beyond which they are not followed."""
+"""Deepest chain of inherited files that is followed."""
 
 
 @dataclass(frozen=True)
 class Inherited:
-    """The keys of a file with those of the files that it starts from."""
+    """The keys of a file with those of the inherited files."""
 
     entries: Entries
     files: Mapping[str, str]
-    """The file of each key that stands in another one."""
+    """The file of each key that comes from an inherited file."""
     missing: tuple[tuple[str, Entry], ...] = field(default=())
-    """Files that are not given: where each is named, by the file and the key."""
+    """The files and keys that name each inherited file that was not given."""
 
 
 def named_files(text: str) -> Iterator[str]:
-    """Files of keys that a file starts from, without folders; variables have their defaults."""
+    """Names of the inherited files, without folders; variables have their defaults."""
     for line in _LINE.findall(text):
         for name in _NAME.findall(with_variables(line.partition(" #")[0], {})):
             yield name.rpartition("/")[2]
 
 
 def with_variables(text: str, define: Mapping[str, str]) -> str:
-    """A text with `${NAME:VALUE}` as `define` says it, or as its own default."""
+    """A text with `${NAME:VALUE}` replaced by the value in `define`, or by its default."""
     return _VARIABLE.sub(
         lambda match: (
             define.get(match[1], match[2] if match[2] is not None else match[0]) if match[1] else match[0]
@@ -47,12 +47,12 @@ def with_variables(text: str, define: Mapping[str, str]) -> str:
 
 
 def variables(text: str) -> set[str]:
-    """Variables that a file of keys takes from outside."""
+    """Environment variables that a configuration file uses."""
     return {match[1] for match in _VARIABLE.finditer(text)}
 
 
 def inherit(entries: Entries, file: str, key: str, beside: Mapping[str, str], depth: int = 0) -> Inherited:
-    """The keys of a file, each of which comes before those of the files that `key` names.
+    """The keys of a file with those of the files named by `key`; the file's own keys take precedence.
 
     Args:
         beside: texts of further files by their names without folders.

@@ -1,10 +1,9 @@
-"""The keys of each software, one table a file: what each does, which field it gives, and its earlier names.
+"""The keys of each software, one file for each: their roles, their fields, and their earlier names.
 
-A table has a section for each role. A row of a section is `FIELD: KEY EARLIER-NAME ...`, where the field is
-one of `Layout`, of `ModelSpec`, a flag of Megatron-LM that says the same, or a word of the reader.
-`others` lists keys that give no field by themselves, in which `*` stands for anything.
-A `!` before a key means the opposite of a flag, which is given where the key is false.
-The section `defaults` has what a software takes where nothing says it, by flag or field.
+A table has a section for each role. A row of a section is `FIELD: KEY EARLIER-NAME ...`. The field is one of
+`Layout` or of `ModelSpec`, an equivalent flag of Megatron-LM, or a word of the reader. `others` lists keys
+without a field; `*` in them matches anything. A `!` before a key means that the flag is given where the key
+is false. The section `defaults` has the software's default values by flag or field.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ class KeyTable(NamedTuple):
     roles: Mapping[str, Role]
     """The role of each key, by its present name and by its earlier names."""
     fields: Mapping[str, str]
-    """Keys by the field of `Layout` or `ModelSpec` that a key gives."""
+    """Keys by their field of `Layout` or `ModelSpec`."""
     flags: Mapping[str, str]
-    """Keys by the flag of Megatron-LM that says the same."""
+    """Keys by the equivalent flag of Megatron-LM."""
     earlier: Mapping[str, str]
-    """Keys by the names that they had before, or that software of the same family has for them."""
+    """Keys by their earlier names, or their names in software of the same family."""
     opposite: frozenset[str]
-    """Keys, and earlier names, whose flags are given where they are false."""
+    """Keys, and earlier names, whose flags are given where the key is false."""
     defaults: Mapping[str, str]
-    """Values of flags and fields where nothing says them."""
+    """Default values of flags and fields."""
 
     @property
     def flag_of(self) -> Mapping[str, str]:
-        """The flag of each key, by all names of it."""
+        """The flag of each key, by all names of the key."""
         found = {key: flag for flag, key in self.flags.items()}
         return found | {name: found[key] for name, key in self.earlier.items() if key in found}
 
 
 @cache
 def key_table(software: str) -> KeyTable:
-    """The table of a software. Shared by all callers: not to be changed."""
+    """The table of a software. All callers share it, so it must not be changed."""
     path = FOLDER / f"{software}.yaml"
     roles: dict[str, Role] = {}
     fields: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Values of a configuration of keys, by path: numbers, switches and words, and what is wrong with them."""
+"""Values of a configuration of keys, by path: numbers, switches and words, with their problems."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from planner.formats.facts.reading import Problems, Severity
 from planner.formats.shell.text import Word
 
 DECIDING = ("model", "batch", "layout", "special")
-"""Roles of keys that say what is priced."""
+"""Roles of keys that determine the price."""
 
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
 def known_keys(framework: str) -> Mapping[str, Role]:
-    """The role of each key of a software, by path; `*` in a path stands for anything."""
+    """The role of each key of a software, by path; `*` in a path matches anything."""
     return key_table(framework).roles
 
 
 def defined(entries: Entries, define: Mapping[str, str], framework: str) -> Entries:
-    """The keys of a file of a software with those that the caller gives in their place or beside them."""
+    """The keys of a file with the caller's keys replaced or added."""
     return with_definitions(entries, define, known_keys(framework))
 
 
 def todays(entries: Entries, framework: str) -> tuple[Entries, dict[str, str]]:
-    """The keys under their names of today, and what the file calls those that had another one.
+    """The keys under their present names, and the file's names of renamed keys.
 
-    Where a key has both, the one that stands last counts.
+    If a file has both names of a key, the last one counts.
     """
     earlier = key_table(framework).earlier
     found: Entries = {}
@@ -65,7 +65,7 @@ class Keyed:
         return path in self.entries and not self.entries[path].null
 
     def under(self, *sections: str) -> bool:
-        """Return whether any key lies in one of these sections."""
+        """Return whether any key is in one of these sections."""
         return any(path.startswith(f"{section}.") for path in self.entries for section in sections)
 
     def first(self, *paths: str) -> Entry | None:
@@ -78,7 +78,7 @@ class Keyed:
         return None if entry is None else resolved_value(entry, self.entries)
 
     def count(self, *paths: str, least: int = 1) -> int | None:
-        """The whole number of the first of these keys that has a value; another value is a problem."""
+        """The whole number of the first of these keys that has a value; any other value adds a problem."""
         entry = self.first(*paths)
         if entry is None or self._is_unknown(entry):
             return None
@@ -90,7 +90,7 @@ class Keyed:
         return int(number)
 
     def number(self, *paths: str) -> float | None:
-        """The number of the first of these keys that has a value; another value is a problem."""
+        """The number of the first of these keys that has a value; any other value adds a problem."""
         entry = self.first(*paths)
         if entry is None or self._is_unknown(entry):
             return None
@@ -100,7 +100,7 @@ class Keyed:
         return number
 
     def switch(self, *paths: str, default: bool = False) -> bool:
-        """The truth value of the first of these keys that has one; another value is a problem."""
+        """The truth value of the first of these keys that has a value; any other value adds a problem."""
         entry = self.first(*paths)
         if entry is None or self._is_unknown(entry):
             return default
@@ -111,7 +111,7 @@ class Keyed:
         return default
 
     def choice(self, path: str, values: Iterable[str], default: str) -> str:
-        """The word of a key, one of `values`; another one is a problem."""
+        """The word of a key, one of `values`; any other word adds a problem."""
         text = self.text(path)
         if text is None:
             return default
@@ -125,11 +125,11 @@ class Keyed:
         return self.entries[path].line if path in self.entries else None
 
     def add(self, severity: Severity, text: str, path: str = "", remedy: str = "") -> None:
-        """A problem with a key."""
+        """Add a problem with a key."""
         self.problems.add(severity, text, path, self.line(path), remedy, self.file)
 
     def add_certain(self, text: str, path: str) -> None:
-        """A fault of a key by itself, whatever the rest of the job is."""
+        """Add an error of a key that does not depend on the rest of the job."""
         self.problems.add("illegal", text, path, self.line(path), "", self.file, certain=True)
 
     def _is_unknown(self, entry: Entry) -> bool:
@@ -142,7 +142,7 @@ class Keyed:
         return True
 
     def name_unread(self) -> None:
-        """Name values that decide what is priced and that nobody can tell."""
+        """Add problems for unknown values on which the price depends."""
         for flag in self.flags():
             if flag.known.role in DECIDING and flag.values:
                 self._is_unknown(self.entries[flag.name])
@@ -153,7 +153,7 @@ class Keyed:
         return {flag: text for flag, text in pairs.items() if text}
 
     def flags(self) -> tuple[GivenFlag, ...]:
-        """All keys with what each does to the answer."""
+        """All keys with their effect on the answer."""
         known = known_keys(self.framework)
         patterns = [(path, role) for path, role in known.items() if "*" in path]
         found = []
@@ -172,7 +172,7 @@ _REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 
 
 def resolved_value(entry: Entry, entries: Entries, depth: int = 0) -> str:
-    """The value of a key; one that is another key's (`${model.hidden_size}`) is taken from there."""
+    """The value of a key; a reference to another key (`${model.hidden_size}`) is resolved."""
     match = _REFERENCE.fullmatch(entry.text)
     if match is None or depth > 20:
         return entry.text
@@ -190,14 +190,14 @@ def resolved_value(entry: Entry, entries: Entries, depth: int = 0) -> str:
 
 
 GROUP = "training."
-"""The section of NeMo-Framework-Launcher's whole configuration that a file of a job is."""
+"""The section of NeMo-Framework-Launcher's whole configuration that a job's file belongs to."""
 
 
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 
 
 def decimal(text: str) -> float | None:
-    """The number that a text is, None where it is none."""
+    """The number in a text; None where the text is not a number."""
     cleaned = text.replace("_", "").strip()
     number = float(cleaned) if len(cleaned) <= 40 and _DECIMAL.fullmatch(cleaned) else math.inf
     return None if math.isinf(number) else number

@@ -1,4 +1,4 @@
-"""The command of a script that trains, and the number of devices on which its launcher starts it."""
+"""The training command of a script, and the number of devices on which its launcher starts it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PER_NODE = (
     *("--nproc_per_node", "--nproc-per-node", "--local_worker_num", "--num_gpus", "--gpus-per-node"),
     *("--npus-per-node", "--gres", "--ntasks-per-node"),
 )
-"""Flags of launchers and batch systems that say how many devices a node has; the first given one counts."""
+"""Flags of launchers and batch systems for the devices of a node; the first given one counts."""
 
 NODES = ("--nnodes", "-N", "--nodes", "--num_nodes", "--num_machines")
 ALL = ("-np", "--np", "--ntasks", "-n", "--num_processes", "--worker_num")
@@ -39,41 +39,42 @@ ALL = ("-np", "--np", "--ntasks", "-n", "--num_processes", "--worker_num")
 
 @dataclass(frozen=True)
 class Launch:
-    """The command that trains."""
+    """The training command of a script."""
 
     program: str
-    """The file or module that is started."""
+    """The started file or module."""
     arguments: tuple[Word, ...]
     nodes: Word | None
     per_node: Word | None
     total: Word | None
-    """Processes of all nodes, where a launcher says it."""
+    """Number of processes on all nodes, if the launcher gives it."""
     cuda_connections: Word | None = None
-    """`CUDA_DEVICE_MAX_CONNECTIONS`."""
+    """Value of `CUDA_DEVICE_MAX_CONNECTIONS`."""
     printed: bool = False
-    """The launch is the text of another command."""
+    """True if the launch is the text that another command prints."""
     assigned: frozenset[str] = frozenset()
-    """Variables that the script sets, or may set: without those of branches that do not run."""
+    """Variables that the script sets or may set, without those of branches that do not run."""
     launcher: tuple[Word, ...] = ()
-    """The words before the program: what launches it, and how."""
+    """The words before the program: the launcher with its flags."""
     environment: Mapping[str, Word] = field(default_factory=dict)
-    """The variables of the command that launchers look at."""
+    """The environment variables of the command that launchers read."""
     files: Mapping[str, Word] = field(default_factory=dict)
-    """Texts that the script writes into files, by their names."""
+    """Texts that the script writes into files, by file name."""
     not_sourced: tuple[Word, ...] = ()
-    """Files that the script reads commands from, and that are not given."""
+    """Files that the script sources and that are not given."""
 
 
 def find_launch(
     source: str, defined: dict[str, str], beside: Mapping[str, str] | None = None
 ) -> Launch | None:
-    """The command of a script, of a page with scripts in it, or of a bare list of arguments, that trains.
+    """The training command of a script, of a page with scripts, or of a bare list of arguments.
 
-    It is the one with most flags that Megatron-LM knows; None where no command has three of them. What is
-    printed counts where nothing else has: scripts print a command, and then run it without its quotes.
+    It is the command with the most flags of Megatron-LM; None where no command has three of them. Printed
+    commands count only if no other command has such flags, as some scripts print a command and then run it
+    unquoted.
 
     Args:
-        beside: texts of other files by their names, which the script may read commands from.
+        beside: texts of other files by name, which the script may source.
     """
     best: tuple[tuple[bool, int], Launch] | None = None
     for found in commands(source, defined, beside):
@@ -92,7 +93,7 @@ _UNDERSCORES = {
 
 
 def _with_hyphens(launch: Launch) -> Launch:
-    """A command of a fork whose flags have underscores for hyphens (Megatron-LLM), with Megatron-LM's."""
+    """A command of a fork whose flags have underscores (Megatron-LLM), with Megatron-LM's hyphens."""
     if len(_UNDERSCORES & {word.text.partition("=")[0] for word in launch.arguments}) < 3:
         return launch
     known, arguments = known_flags(), []
@@ -105,7 +106,7 @@ def _with_hyphens(launch: Launch) -> Launch:
 
 
 def known_count(launch: Launch) -> int:
-    """Flags of a command that Megatron-LM or MindSpeed knows."""
+    """Number of a command's flags that Megatron-LM or MindSpeed knows."""
     return len({word.text.partition("=")[0] for word in launch.arguments} & known_flags().keys())
 
 
@@ -128,7 +129,7 @@ _HERE = re.compile(r"<<-?\s*[\"'\\]?\w")
 def _scripts(source: str) -> Iterator[tuple[int, str]]:
     """Parts of a text that are scripts, and the line on which each begins.
 
-    A page of documentation has scripts that begin with `#!`, and commands that begin with a launcher.
+    In a page of documentation, scripts begin with `#!` and commands begin with a launcher.
     """
     lines = source.split("\n")
     starts = [
@@ -172,7 +173,7 @@ def _blocks(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 STARTERS = ("swift", "megatron", "llamafactory-cli", "llamafactory", "xtuner", "axolotl")
-"""Programs that start torchrun themselves, told by variables."""
+"""Programs that start torchrun themselves and are configured by variables."""
 
 
 def _launch(command: Sequence[Word], script: Script, environment: Mapping[str, Word]) -> Launch:
@@ -203,7 +204,7 @@ def _launch(command: Sequence[Word], script: Script, environment: Mapping[str, W
 def _counted_by(
     own: Sequence[Word], environment: Mapping[str, Word], starts: bool
 ) -> tuple[Word | None, Word | None]:
-    """Nodes, and devices of a node, as variables say them or a list (`--include localhost:0,1`)."""
+    """Numbers of nodes and of devices per node, from variables or from a list (`--include localhost:0,1`)."""
     if starts:
         per_node = environment.get("NPROC_PER_NODE")
         return environment.get("NNODES"), per_node or Word("1", own[0].line)
@@ -217,12 +218,12 @@ def _counted_by(
 
 
 def _counted(own: Word | None, batch: Word | None) -> Word | None:
-    """The launcher's count; where it is no number, the count that the batch system is given."""
+    """The launcher's count; if it is not a number, the count given to the batch system."""
     return own if count_of(own) is not None or (own is not None and batch is None) else batch
 
 
 def _program(command: Sequence[Word]) -> int:
-    """Index of the word that names what is started, launchers left out."""
+    """Index of the word that names the started program, after all launchers."""
     found = 0
     for at, word in enumerate(command):
         if word.text.endswith(".py"):
@@ -235,7 +236,7 @@ def _program(command: Sequence[Word]) -> int:
 
 
 def _value(words: Sequence[Word], names: Iterable[str]) -> Word | None:
-    """The value of the first of `names` that is given."""
+    """The value of the first given flag of `names`."""
     given: dict[str, Word] = {}
     for at, word in enumerate(words):
         name, equals, value = word.text.partition("=")
@@ -253,7 +254,7 @@ _DEVICES = re.compile(r"GPU[^0-9\n]{0,3}卡[數数][^0-9\n]{0,6}([0-9]{1,3})")
 
 
 def flag_values(words: Sequence[Word]) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """Flags of a command: names with underscores and no hyphens before them, values, and lines."""
+    """Flags of a command: names with underscores and without leading hyphens, values, and lines."""
     at = 0
     while at < len(words):
         word = words[at]
@@ -269,14 +270,14 @@ def flag_values(words: Sequence[Word]) -> Iterator[tuple[str, tuple[str, ...], i
 
 
 def sizes_on_page(text: str) -> tuple[int | None, int | None]:
-    """Nodes of a job and GPUs of each, as a page of PAI says them beside its command."""
+    """Numbers of nodes and of GPUs per node that a page of PAI gives beside its command."""
     found = [pattern.search(text) for pattern in (_NODES, _DEVICES)]
     nodes, devices = (int(match.group(1)) or None if match else None for match in found)
     return nodes, devices
 
 
 def world_size(launch: Launch, nodes: int | None = None, per_node: int | None = None) -> int | None:
-    """Devices of all nodes, as far as a launcher says; `nodes` and `per_node` stand for what it does not."""
+    """Number of devices on all nodes, from the launcher; `nodes` and `per_node` replace missing counts."""
     nodes, per_node = count_of(launch.nodes) or nodes, count_of(launch.per_node) or per_node
     if launch.nodes is None and per_node and launch.total is None:
         return per_node  # torchrun's default is one node.
@@ -284,6 +285,6 @@ def world_size(launch: Launch, nodes: int | None = None, per_node: int | None = 
 
 
 def count_of(word: Word | None) -> int | None:
-    """The number that a word is; of a range of nodes (`1:4`) the largest. None where it is none."""
+    """The number in a word; for a range of nodes (`1:4`) the largest. None for any other word."""
     text = "" if word is None else word.text.rpartition(":")[2]
     return int(text) if re.fullmatch(r"[0-9]{1,6}", text) and int(text) > 0 else None

@@ -1,4 +1,4 @@
-"""A `Layout` from the degrees that a configuration gives and the devices that it runs on."""
+"""A `Layout` from the degrees and the devices of a configuration."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from planner.formats.facts.reading import Problems
 
 @dataclass(frozen=True)
 class Places:
-    """The names of degrees in a file, and the line on which each stands."""
+    """The names of degrees in a file, and the line of each."""
 
     names: Mapping[str, str]
-    """Flags or keys by the field of `Layout` or `ModelSpec` that they give."""
+    """Flags or keys by their field of `Layout` or `ModelSpec`."""
     lines: Mapping[str, int]
-    """Lines of the flags or keys that are given."""
+    """Lines of the given flags or keys."""
 
     def of(self, field: str) -> tuple[str, int | None]:
-        """The flag or key that gives a field, and its line."""
+        """The flag or key of a field, and its line."""
         name = self.names.get(field, "")
         return name, self.lines.get(name)
 
     def blamed(self, message: str) -> tuple[str, int | None]:
-        """The flag or key, of those that are given, whose field a message names first; empty where none."""
+        """The given flag or key whose field a message names first; empty where there is none."""
         places = [
             (match.start(), -len(field), name)
             for field, name in self.names.items()
@@ -45,9 +45,10 @@ class Places:
 def degrees_of_world(
     degrees: dict[str, Any], world: int, places: Places, problems: Problems
 ) -> dict[str, Any] | None:
-    """`degrees` with `data_parallel` for `world` devices; None, and a problem, where that is no whole number.
+    """`degrees` with the `data_parallel` that follows from `world` devices; None, and a problem, where that
+    is not a whole number.
 
-    Where `data_parallel` is given, it must be what the devices leave for it.
+    A given `data_parallel` must agree with it.
     """
     parts = {name: int(degrees.get(name, 1)) for name in _SHARDING}
     shards = parts["tensor_parallel"] * parts["pipeline_parallel"] * parts["context_parallel"]
@@ -73,7 +74,7 @@ _SHARDING = ("tensor_parallel", "pipeline_parallel", "context_parallel")
 def even_stages(
     model: ModelSpec, degrees: dict[str, Any], places: Places, problems: Problems
 ) -> tuple[int, ...] | None:
-    """Layers of stages that are all alike; None, and a problem, where they cannot be."""
+    """Layers of equal stages; None, and a problem, where stages cannot be equal."""
     stages = int(degrees.get("pipeline_parallel", 1)) * int(degrees.get("virtual_pipeline_parallel", 1))
     if stages > model.layers:
         text = f"{stages} stages are more than the {model.layers} layers"
@@ -87,7 +88,7 @@ def even_stages(
 
 
 def build_layout(degrees: Mapping[str, Any], places: Places, problems: Problems) -> Layout | None:
-    """The layout of all `degrees`; None, and a problem, where they contradict each other."""
+    """The layout with all `degrees`; None, and a problem, where they contradict each other."""
     fields = dict(degrees)
     replicas = int(fields["data_parallel"]) * int(fields.get("context_parallel", 1))
     if replicas == 1:

@@ -1,4 +1,5 @@
-"""The training objective of a job: next-token training of one model is priced, all else is not known.
+"""The training objective of a job: next-token training of one model is priced; the price of any other
+objective is not known.
 
 Words and keys of all software are in `objectives.yaml`.
 """
@@ -24,23 +25,23 @@ NOT_KNOWN = "not known"
 OTHER = "the training objective is not the next token of one sample, and is not priced"
 
 DEFINED = "objective"
-"""The name under which a caller says it (`--define objective=next-token`)."""
+"""The name with which a caller defines the objective (`--define objective=next-token`)."""
 
 _OFF = ("false", "no", "off", "none", "null", "0", "")
 
 _PLAIN = {"main", "__main__", "train", "trainer", "run", "start", "launch", "finetune", "cli"}
-"""Names of programs that say nothing: those of their folders do."""
+"""Names of programs that do not tell the objective; the names of their folders do."""
 
 
 class Objective(NamedTuple):
-    """The training objective of a job, and the place where it stands."""
+    """The training objective of a job, and its place in the files."""
 
     name: str
-    """`NEXT_TOKEN`, `NOT_KNOWN`, or a word for something else."""
+    """`NEXT_TOKEN`, `NOT_KNOWN`, or a word for another objective."""
     flag: str = ""
     line: int | None = None
     said: str = ""
-    """The value, or the name of the program, that says it."""
+    """The value, or the name of the program, that gives the objective."""
 
 
 class _Tables(NamedTuple):
@@ -68,9 +69,10 @@ def _tables() -> _Tables:
 
 
 def with_objective(reading: Reading, define: Mapping[str, str]) -> Reading:
-    """A reading that says what its job learns; what is no next token of one model is not known.
+    """A reading with its training objective; any objective except next-token training of one model makes the
+    price unknown.
 
-    All readers pass through here.
+    All readers use this function.
     """
     if define.get(DEFINED):
         found = _of_value(define[DEFINED], _tables().values[DEFINED])
@@ -92,7 +94,7 @@ def with_objective(reading: Reading, define: Mapping[str, str]) -> Reading:
 
 
 def objective_of(software: str, given: Iterable[GivenFlag], program: str) -> Objective:
-    """The training objective by flags and keys, the name of the program, and the default of the software."""
+    """The training objective, from flags and keys, the name of the program, or the software's default."""
     tables = _tables()
     named = [(flag.name.lstrip("-").replace("-", "_"), flag) for flag in given]
     flags = [(name, flag) for name, flag in named if not _is_off(flag)]
@@ -113,13 +115,13 @@ _Flags = list[tuple[str, GivenFlag]]
 
 
 def _is_off(flag: GivenFlag) -> bool:
-    """Return whether a key has a value that means off; a flag without a value is a switch that is on."""
+    """Return whether a key's value means off; a flag without a value is an enabled switch."""
     on = flag.name.startswith("-") and not flag.values
     return not on and flag.text.strip().lower() in _OFF
 
 
 def _by_values(flags: _Flags) -> Objective | None:
-    """The first flag whose value says something else than the next token."""
+    """The first flag whose value names an objective other than the next token."""
     tables = _tables()
     for name, flag in flags:
         text = flag.text.strip()
@@ -134,7 +136,7 @@ def _by_values(flags: _Flags) -> Objective | None:
 
 
 def _by_marks(flags: _Flags) -> Objective | None:
-    """The first flag that only jobs with another objective have."""
+    """The first flag that is used only with another objective."""
     for name, flag in flags:
         found = next((what for mark, what in _tables().marks.items() if fnmatchcase(name, mark)), "")
         if found:
@@ -147,12 +149,12 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _of_value(text: str, next_token: Iterable[str]) -> str:
-    """The objective that a value names; a word that nobody knows stands for itself."""
+    """The objective that a value names; an unknown word is returned unchanged."""
     return NEXT_TOKEN if _matches(text.lower(), next_token) else _by_words(text) or text
 
 
 def _by_words(text: str) -> str:
-    """The objective by the first word of a name that says one; empty where none does."""
+    """The objective from the first word of a name that gives one; empty where none does."""
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", text).lower()
     words = _tables().words
     found = [words[word] for word in re.findall(r"[a-z0-9]+", parted) if word in words]
@@ -160,6 +162,7 @@ def _by_words(text: str) -> str:
 
 
 def _named(program: str) -> str:
-    """The last part of the path of a program, or the last two where that says nothing."""
+    """The last part of a program's path, or the last two parts if the last one does not tell the
+    objective."""
     folder, _, name = program.removesuffix(".py").rpartition("/")
     return f"{folder.rpartition('/')[2]}/{name}" if name.lower() in _PLAIN else name

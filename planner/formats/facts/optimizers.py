@@ -1,4 +1,4 @@
-"""Optimizers whose states are priced, by the names that software has for them."""
+"""Optimizers with priced states, by their names in other software."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NAMES: dict[Optimizer, str] = {
 OPTIMIZERS: dict[str, Optimizer] = {
     name: optimizer for optimizer, names in _NAMES.items() for name in names.split()
 }
-"""Names in small letters; states in pages of the host's memory (`paged_`) are counted on the device."""
+"""Optimizers by name in lower case; states in paged host memory (`paged_`) count as on the device."""
 
 
 def optimizer_named(
     name: str | None, problems: Problems, flag: str, line: int | None, file: str = ""
 ) -> Optimizer:
-    """The optimizer of a layout that a file names; Adam where it names none.
+    """The optimizer that a file names; Adam where it names none.
 
-    One that is not known makes memory and time not known.
+    An unknown optimizer makes memory and time unknown.
     """
     word = (name or "adam").strip().lower().removeprefix("paged_")
     if word in OPTIMIZERS:

@@ -1,4 +1,4 @@
-"""Keys of a configuration that stands on a page: in code blocks, or in running text that lost its lines."""
+"""Keys of a configuration on a web page: in code blocks, or in running text without its line breaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FENCE = re.compile(
 )
 
 LANGUAGES = {"yaml": ".yaml", "yml": ".yaml", "json": ".json", "toml": ".toml", "": ".yaml"}
-"""Files that code blocks hold, by what stands behind their fence."""
+"""Kinds of files in code blocks, by the language after the fence."""
 
 
 def code_blocks(text: str) -> Iterator[tuple[str, str, int]]:
@@ -41,9 +41,9 @@ _PAIR = re.compile(
 
 
 def running_entries(text: str, known: Mapping[str, object]) -> tuple[Entries, dict[str, list[Entry]]]:
-    """The known keys of a text in which only `key: value` is left of a file, without its indentation.
+    """The known keys in a text that has only `key: value` left of a file, without indentation.
 
-    A key that stands there again with another value is one of the second mapping, by path.
+    A key that occurs again with another value belongs to the second mapping, by path.
     """
     paths = [path for path in known if "*" not in path]
     sections = {path.rpartition(".")[0].rpartition(".")[2] for path in paths} - {""}

@@ -1,4 +1,4 @@
-"""`Reading`: a training job as files describe it, in the planner's terms, with its problems."""
+"""`Reading`: a training job read from files, in the planner's terms, with its problems."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from costmodels.spec.model import ModelSpec
 from planner.formats.facts.flag_catalogue import GivenFlag
 
 Severity = Literal["illegal", "unknown", "too_big", "note"]
-"""illegal: the framework refuses it, or would train something else; unknown: the files do not say it;
-too_big: a device has too little memory; note: it runs, and there is something to know."""
+"""illegal: the framework refuses the job, or would train something else; unknown: the files do not give the
+fact; too_big: a device has too little memory; note: the job runs, with a remark."""
 
 
 NEXT_TOKEN = "next token"
@@ -29,17 +29,17 @@ class ConfigProblem:
     severity: Severity
     text: str
     flag: str = ""
-    """The flag or key to blame; empty where it is none alone."""
+    """The flag or key that causes the problem; empty where it is not a single one."""
     line: int | None = None
     remedy: str = ""
     file: str = ""
     certain: bool = False
-    """The problem holds whatever the rest of the job is: a value is wrong by itself."""
+    """True if a value is wrong by itself, so that the problem does not depend on the rest of the job."""
     of_price: bool = False
-    """Memory and time depend on the problem, and legality does not."""
+    """True if memory and time depend on the problem, but legality does not."""
 
     def describe(self) -> str:
-        """One line: where, what, what instead."""
+        """One line with the place, the problem and the remedy."""
         where = ":".join(part for part in (self.file, str(self.line or "")) if part)
         parts = [f"{where}: " if where else "", f"{self.flag}: " if self.flag else "", self.text]
         return "".join(parts) + (f"; {self.remedy}" if self.remedy else "")
@@ -47,23 +47,23 @@ class ConfigProblem:
 
 @dataclass(frozen=True)
 class Reading:
-    """A job as its files describe it; what they leave out has the framework's default."""
+    """A job read from files; values that the files leave out have the framework's defaults."""
 
     framework: str
-    """The software that the files are for: its name in `targets.TARGETS`, where it is there."""
+    """The software of the files, by its name in `targets.TARGETS` if it has one."""
     engine: str
     """The name in the catalogue of engines."""
     file: str
-    """The file that says the layout, of several."""
+    """The file with the layout, if there are several files."""
     model: ModelSpec | None
     layout: Layout | None
-    """None where the files do not say one, or none that is consistent."""
+    """The layout; None where the files give none, or a contradictory one."""
     objective: str = NEXT_TOKEN
-    """The training objective (`objective.py`)."""
+    """The training objective, from `objective.py`."""
     program: str = ""
     """The program that a command starts, or the name of a recipe; empty where the files have none."""
     chooses_layout: bool = True
-    """The files fix a layout; False for tools that look for one themselves."""
+    """True if the files fix a layout; False for tools that search for a layout themselves."""
     precision: str | None = None
     world_size: int | None = None
     local_world_size: int | None = None
@@ -72,28 +72,28 @@ class Reading:
     global_batch_size: int | None = None
     max_global_batch_size: int | None = None
     flags: tuple[GivenFlag, ...] = ()
-    """Everything that is given, in order. A key of a file is a flag with its path for a name, such as
+    """All given flags, in order. A key of a file is a flag whose name is the key's path, such as
     `parallel_config.data_parallel`."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """The files of flags that stand in another one than `file`."""
+    """The file of each flag that is not in `file`."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """The flags or keys of the software by the field of `Layout` or `ModelSpec` that they give."""
+    """The flags or keys of the software by their field of `Layout` or `ModelSpec`."""
     words: Mapping[str, str] = field(default_factory=dict)
-    """Names of flags or keys in this file, by their names in plans for the same software."""
+    """Names of flags or keys in this file, by their names in exported plans for the same software."""
     training: Mapping[str, str] = field(default_factory=dict)
-    """Settings of training and data as flags of Megatron-LM, which the runtime takes too, with their values:
-    the empty text for a switch."""
+    """Settings of training and data as flags of Megatron-LM, which the runtime also accepts, with their
+    values; a switch has an empty text."""
     assumed: tuple[str, ...] = ()
     """Assumptions about facts that no file states."""
     problems: tuple[ConfigProblem, ...] = ()
     engine_constants: Mapping[str, Any] = field(default_factory=dict)
     """Constants of the engine that the files decide, by names such as `overlap.expert_parallel`."""
     memory_is_bound: bool = False
-    """The layout stands for one that needs less: where it does not fit, that one may."""
+    """True if the job needs less memory than the priced layout, so it may fit even if the layout does not."""
 
     @property
     def by_role(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the flags by what they do to the answer (`flag_catalogue.Role`)."""
+        """Names of the flags by their effect on the answer (`flag_catalogue.Role`)."""
         found: dict[str, list[str]] = {}
         for flag in self.flags:
             found.setdefault(flag.known.role, []).append(flag.name)
@@ -101,7 +101,7 @@ class Reading:
 
 
 def in_own_words(reading: Reading, own: Mapping[str, str]) -> Reading:
-    """A reading with the names that a file has for keys, by those of today."""
+    """A reading with the file's own names of keys instead of the present names."""
     if not own:
         return reading
 
@@ -120,10 +120,10 @@ def in_own_words(reading: Reading, own: Mapping[str, str]) -> Reading:
 
 
 def verdict(problems: Iterable[ConfigProblem]) -> tuple[bool | None, tuple[ConfigProblem, ...]]:
-    """The legality of a job and the problems that count; None where a fact of the job is not known.
+    """The legality of a job and the problems that count; None where a fact of the job is unknown.
 
-    All readers pass through here. While a fact is not known, only problems that are wrong by themselves make
-    a job illegal: the others rest on the value assumed in the place of that fact.
+    All readers use this function. While a fact is unknown, only values that are wrong by themselves make a
+    job illegal, as other problems depend on the value assumed for that fact.
     """
     found = tuple(problems)
     open_facts = any(problem.severity == "unknown" and not problem.of_price for problem in found)
@@ -137,7 +137,7 @@ def verdict(problems: Iterable[ConfigProblem]) -> tuple[bool | None, tuple[Confi
 
 @dataclass
 class Problems:
-    """Problems as they are met while a file is read."""
+    """The problems found while a file is read."""
 
     file: str
     found: list[ConfigProblem] = field(default_factory=list)
@@ -153,14 +153,14 @@ class Problems:
         certain: bool = False,
         of_price: bool = False,
     ) -> None:
-        """Add a problem, of this file unless another is named; equal problems are kept once."""
+        """Add a problem, by default of this file; equal problems are kept once."""
         problem = ConfigProblem(severity, text, flag, line, remedy, file or self.file, certain, of_price)
         if problem not in self.found:
             self.found.append(problem)
 
     @property
     def fatal(self) -> bool:
-        """True if a problem keeps the layout from being known or legal."""
+        """True if a problem makes the layout unknown or illegal."""
         return any(
             problem.severity in ("illegal", "unknown") and not problem.of_price for problem in self.found
         )

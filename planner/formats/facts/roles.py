@@ -1,4 +1,4 @@
-"""Problems about flags and keys that the planner does not read, where a reader should know of them."""
+"""Problems about flags and keys that the planner does not read, if they matter to the user."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ _DECIDES = re.compile(
     r"|offload|lora|adapter|peft|dora|galore|freeze|layers?(?![a-z])|hidden|heads?(?![a-z])|ffn|intermediate|vocab"
     r"|head_dim|experts?(?![a-z])|top_?k|mamba|optimizer"
 )
-"""Words in names that say parallelism, precision, batches, sequences, recomputation, adapters or a model."""
+"""Words in names of keys about parallelism, precision, batches, sequences, recomputation, adapters or a
+model."""
 
 _ASIDE = re.compile(
     r"eval|valid|test|log|save|load|path|(?<![a-z])dirs?(?![a-z])|file|wandb|tensorboard|profil|monitor|metric|tokenizer"
     r"|dataset|data(?![a-z_]*parallel)|template|timeout|worker|debug|port|address|endpoint|host|seed|lr(?![a-z])"
     r"|init|dropout|overlap|fusion|prefetch|bucket|temperature|generat|sampl|reward|rollout|inference"
 )
-"""Words in names that say something of logs, files and data, whatever else they name."""
+"""Words in names of keys about logs, files and data; they outweigh other words in the name."""
 
 _OFF = ("false", "no", "off", "none", "null", "0", "")
 
 
 def decides(name: str, text: str) -> bool:
-    """Return whether an unknown key could decide what is priced, by its name and its value."""
+    """Return whether an unknown key could affect the price, by its name and its value."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().strip("-").replace("-", "_")
     off = text.strip().lower() in _OFF
     return not off and bool(_DECIDES.search(words)) and not _ASIDE.search(words)
@@ -40,11 +41,11 @@ def decides(name: str, text: str) -> bool:
 def name_others(given: Iterable[GivenFlag], problems: Problems, unknown: str, file: str = "") -> None:
     """Add a problem for each flag or key that the planner does not read.
 
-    A key that could decide what is priced makes the answer unknown; the others are notes.
+    A key that could affect the price makes the answer unknown; the others are notes.
 
     Args:
-        unknown: the text for flags that no list has.
-        file: the file of the flags, where it is not the file of `problems`.
+        unknown: the text for flags that are in no list.
+        file: the file of the flags, if it is not the file of `problems`.
     """
     named = {problem.flag for problem in problems.found}
     for flag in given:

@@ -1,11 +1,12 @@
-"""Entries of the vocabularies of tokenizers, by the names that people write."""
+"""Vocabulary sizes of tokenizers, by their usual names."""
 
 from __future__ import annotations
 
 import re
 
 TYPES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""Entries by Megatron-LM's `--tokenizer-type`, where it is always the same (megatron/training/tokenizer)."""
+"""Vocabulary size by Megatron-LM's `--tokenizer-type`, for types with a fixed size
+(megatron/training/tokenizer)."""
 
 _NAMES = (
     (r"llama-?_?(?:3|3\.[123])(?![0-9])|llama3", 128256),
@@ -25,11 +26,11 @@ _NAMES = (
     (r"gemma-?[23]?", 256000),
     (r"cl100k", 100277),
 )
-"""Entries by a pattern of a tokenizer's name or path: those of the config.json of its models."""
+"""Vocabulary size by a pattern of a tokenizer's name or path, from the config.json of its models."""
 
 
 def vocabulary_of(*names: str) -> int | None:
-    """The entries of a tokenizer by the first of its names that says them; None where none does."""
+    """The vocabulary size of a tokenizer, by the first of its names that is known; None where none is."""
     for name in names:
         for pattern, size in _NAMES:
             if re.search(rf"(?<![a-z0-9]){pattern}", name.lower()):

@@ -1,1 +1,1 @@
-"""Hugging Face's trainer and what is built on it, accelerate and DeepSpeed: read and written."""
+"""Hugging Face's trainer, trainers built on it, accelerate and DeepSpeed: configurations read and written."""

@@ -26,7 +26,7 @@ from planner.formats.writing.export import (
 
 
 def export_accelerate(model: ModelSpec, layout: Layout, machines: int) -> Export:
-    """The configuration of a launch on `machines` nodes; model and batch are the training script's."""
+    """The configuration of a launch on `machines` nodes; model and batch belong to the training script."""
     missing: list[str] = []
     of_layout = layout_values(layout, missing)
     values: Values = {
@@ -62,7 +62,7 @@ def export_accelerate(model: ModelSpec, layout: Layout, machines: int) -> Export
 
 
 def layout_values(layout: Layout, missing: list[str]) -> Values:
-    """The keys of a layout; what there are none for is added to `missing`."""
+    """The keys of a layout; degrees without a key are added to `missing`."""
     precision = next((name for name, short in FORMATS.items() if short == layout.precision), "no")
     split = layout.tensor_parallel > 1 or layout.context_parallel > 1
     kind = "FSDP"

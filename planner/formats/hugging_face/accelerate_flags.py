@@ -11,7 +11,7 @@ _SWITCHES = {
     "use_megatron_lm": "MEGATRON_LM",
     "multi_gpu": "MULTI_GPU",
 }
-"""Flags by the kind of job that they ask for."""
+"""Switches by the kind of job that they select."""
 
 _DEEPSPEED = (
     *("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device"),
@@ -20,7 +20,7 @@ _DEEPSPEED = (
 
 
 def accelerate_entries(launch: Launch | None) -> Entries:
-    """The keys that a command of `accelerate launch` gives; none of another launcher's."""
+    """The keys that a command of `accelerate launch` gives; empty for another launcher."""
     words = [] if launch is None else [*launch.launcher]
     at = next((at for at, word in enumerate(words) if word.text.rpartition("/")[2] == "accelerate"), None)
     if at is None:

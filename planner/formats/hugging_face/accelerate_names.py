@@ -1,5 +1,4 @@
-"""Names that Hugging Face Accelerate has for degrees of a layout (release 1.15,
-accelerate/commands/launch.py)."""
+"""Names of degrees of a layout in Hugging Face Accelerate (release 1.15, accelerate/commands/launch.py)."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ KEYS = {
     "context_parallel_form": "parallelism_config.parallelism_config_cp_comm_strategy",
     "micro_batches": "deepspeed_config.gradient_accumulation_steps",
 }
-"""Keys of accelerate's YAML by the field of `Layout` that a key gives; the training script sets batches."""
+"""Keys of accelerate's YAML by their field of `Layout`; the training script sets batches."""
 
 KIND = "distributed_type"
 DEEPSPEED_ZERO = "deepspeed_config.zero_stage"
 DEEPSPEED_OFFLOAD = "deepspeed_config.offload_optimizer_device"
 
 FORMATS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
-"""`mixed_precision`."""
+"""Number formats by their names in `mixed_precision`."""
 
 STRATEGIES = {"allgather": "all_gather", "alltoall": "ring"}
-"""`cp_comm_strategy`, which is the rotate method of torch's context parallelism."""
+"""Forms of context parallelism by `cp_comm_strategy`, the rotate method of torch's context parallelism."""

@@ -1,4 +1,4 @@
-"""Adapters (LoRA, QLoRA) as the flags and keys of trainers ask for them."""
+"""Adapters (LoRA, QLoRA) from the flags and keys of trainers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEFAULTS = {
 
 
 def with_adapters(model: ModelSpec, keys: Keyed, software: str) -> ModelSpec:
-    """`model` with the adapters that its trainer is told to train; what is not known is a problem."""
+    """`model` with the adapters of the trainer's flags; unknown values add problems."""
     usual = DEFAULTS.get(software, AdapterDefaults(rank=16 if "--use_peft" in keys else None))
     method = _method(keys, usual)
     if method in _WHOLE:

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: batches, ZeRO and number formats in it (deepspeed/runtime/config.py)."""
+"""Reading of batches, ZeRO and number formats in DeepSpeed's JSON (deepspeed/runtime/config.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from planner.formats.facts.source import Source
 from planner.formats.hugging_face.names import DEEPSPEED_KEYS
 
 AUTO = "auto"
-"""Value of a key that the trainer fills in."""
+"""Value of keys that the trainer fills in."""
 
 ZERO = "zero_optimization"
 
@@ -25,7 +25,8 @@ def recognises(entries: Entries) -> bool:
 
 
 def written_by(launch: Launch, name: str, file: str) -> Source | None:
-    """The configuration that a script writes into the file `name` before it starts, if it does."""
+    """The configuration that a script writes into the file `name` before the start; None where it writes
+    none."""
     text = launch.files.get(name)
     if text is None:
         return None
@@ -42,7 +43,7 @@ def count(keys: Keyed, path: str) -> int | None:
 
 
 def zero_stage(keys: Keyed) -> int:
-    """The stage of ZeRO; 0 where the file has none."""
+    """The ZeRO stage; 0 where the file has none."""
     path = DEEPSPEED_KEYS["zero_stage"]
     stage = keys.count(path, least=0) or 0
     if stage > 3:
@@ -59,7 +60,7 @@ def zero_stage(keys: Keyed) -> int:
 
 
 def offloads_optimizer(keys: Keyed) -> bool:
-    """Return whether the optimizer's states wait in host memory or on NVMe."""
+    """Return whether the optimizer's states are in host memory or on NVMe."""
     device = keys.text(DEEPSPEED_KEYS["offload_optimizer"]) or "none"
     if device == "nvme":
         keys.add("note", "is priced as the host's memory", DEEPSPEED_KEYS["offload_optimizer"])
@@ -67,7 +68,7 @@ def offloads_optimizer(keys: Keyed) -> bool:
 
 
 def precision(keys: Keyed) -> str | None:
-    """The number format that the file fixes; None where it leaves that to the trainer."""
+    """The number format in the file; None where the trainer decides it."""
     on = {}
     for name, section in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
         path = f"{section}.enabled"

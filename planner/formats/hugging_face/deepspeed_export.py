@@ -27,11 +27,11 @@ IN_CODE = {
 """Reasons why a degree has no key in DeepSpeed's file: it is set in code, or DeepSpeed lacks it."""
 
 USUAL = {"schedule": ("1f1b",), "context_parallel_form": ("all_gather", "all_to_all")}
-"""Values that need no words; of degrees that is 1."""
+"""Values that need no key; for degrees this is 1."""
 
 
 def export_deepspeed(model: ModelSpec, layout: Layout) -> Export:
-    """The configuration file; the model, learning rates and the optimizer stay with the training script."""
+    """The configuration file; the training script keeps the model, learning rates and the optimizer."""
     missing: list[str] = []
     values = layout_values(layout, missing)
     in_script = (f"model {model.name}: the training script makes it",)
@@ -39,7 +39,7 @@ def export_deepspeed(model: ModelSpec, layout: Layout) -> Export:
 
 
 def layout_values(layout: Layout, missing: list[str]) -> Values:
-    """The keys of a layout; what there are none for is added to `missing`."""
+    """The keys of a layout; degrees without a key are added to `missing`."""
     for name, why in IN_CODE.items():
         usual = USUAL.get(name, (1,)) if name != "layers_per_stage" else (layout.layers_per_stage[:1],)
         if getattr(layout, name) not in usual:

@@ -1,4 +1,4 @@
-"""Recognition of keys of accelerate, and of a file about FSDP that a trainer's flag names."""
+"""Recognition of accelerate's keys, and of the FSDP file that a trainer's flag names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from planner.formats.facts.entries import Entries, Entry
 
 
 def is_accelerate(entries: Entries) -> bool:
-    """Return whether keys are those of accelerate's YAML, or of its part about FSDP in a file of its own."""
+    """Return whether keys are those of accelerate's YAML, or of its FSDP part in a separate file."""
     return (
         "distributed_type" in entries or "fsdp_config.fsdp_sharding_strategy" in entries or is_fsdp(entries)
     )
@@ -18,7 +18,8 @@ FSDP_KEYS = {
     *("activation_checkpointing", "reshard_after_forward", "version", "state_dict_type", "offload_params"),
     *("auto_wrap_policy", "sharding_strategy", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
 }
-"""Keys of a file that `--fsdp_config` names (transformers/training_args.py), `fsdp_` before them or not."""
+"""Keys of a file that `--fsdp_config` names (transformers/training_args.py), with or without the prefix
+`fsdp_`."""
 
 
 def is_fsdp(entries: Entries) -> bool:
@@ -27,7 +28,7 @@ def is_fsdp(entries: Entries) -> bool:
 
 
 def under_fsdp(entries: Entries) -> Entries:
-    """Keys of such a file as those of accelerate's YAML."""
+    """Keys of an FSDP file as those of accelerate's YAML."""
     found = {path: f"fsdp_config.fsdp_{path.removeprefix('fsdp_')}" for path in entries}
     return {
         name: Entry(name, entries[path].text, entries[path].line, entries[path].items, entries[path].quoted)

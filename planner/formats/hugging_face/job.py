@@ -9,36 +9,35 @@ from planner.formats.facts.launcher import Launch
 
 @dataclass
 class Job:
-    """A job's files, each as keys; empty where there is none."""
+    """A job's files, each as keys; empty for a missing file."""
 
     command: Keyed
     accelerate: Keyed
     deepspeed: Keyed
     launch: Launch | None
     software: str = "transformers"
-    """The software whose script or configuration it is, where that is known."""
+    """The software of the script or configuration, if known."""
     alone: bool = False
-    """No command and no configuration of a trainer is given, whose defaults would count."""
+    """True if neither a command nor a trainer's configuration is given, so no trainer's defaults apply."""
 
     @property
     def all(self) -> tuple[Keyed, ...]:
-        """The files of the job."""
+        """The keys of all files of the job."""
         return self.command, self.accelerate, self.deepspeed
 
     @property
     def distributed(self) -> str:
-        """The kind of distribution that accelerate names: `fsdp`, `deepspeed` and the like; empty for
-        none."""
+        """The kind of distribution that accelerate names, such as `fsdp` or `deepspeed`; empty for none."""
         return (self.accelerate.text("distributed_type") or "").lower()
 
     @property
     def uses_deepspeed(self) -> bool:
-        """True if a flag or accelerate asks for DeepSpeed."""
+        """True if a flag or accelerate's file selects DeepSpeed."""
         return self.distributed == "deepspeed" or "--deepspeed" in self.command
 
     @property
     def is_under_fsdp(self) -> bool:
-        """True if a flag or accelerate asks for FSDP."""
+        """True if a flag or accelerate's file selects FSDP."""
         asked = self.distributed == "fsdp" or "--fsdp" in self.command
         return asked or self.accelerate.under("fsdp_config")
 

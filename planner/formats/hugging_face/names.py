@@ -1,4 +1,4 @@
-"""Names that Hugging Face's trainer, accelerate and DeepSpeed have for degrees of a layout."""
+"""Names of degrees of a layout in Hugging Face's trainer, accelerate and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ MICRO = "--per_device_train_batch_size"
 STEPS = "--gradient_accumulation_steps"
 
 FLAGS = key_table("transformers").fields
-"""Flags of transformers by the field of `Layout` that they give (keys/transformers.yaml)."""
+"""Flags of transformers by their field of `Layout` (keys/transformers.yaml)."""
 
 DEEPSPEED_KEYS = key_table("deepspeed").fields
-"""Keys of DeepSpeed's JSON by the field of `Layout` that they give (keys/deepspeed.yaml)."""
+"""Keys of DeepSpeed's JSON by their field of `Layout` (keys/deepspeed.yaml)."""
 
 ACCELERATE_KEYS = key_table("accelerate").fields
-"""Keys of accelerate's YAML by the field of `Layout` that they give (keys/accelerate.yaml)."""
+"""Keys of accelerate's YAML by their field of `Layout` (keys/accelerate.yaml)."""
 
 SHARDING = {
     "full_shard": 3,
@@ -23,5 +23,5 @@ SHARDING = {
     "hybrid_shard": 3,
     "hybrid_shard_zero2": 2,
 }
-"""FSDP's strategies as stages of ZeRO, numbered from 1 in this order; those that are hybrid keep a copy on
-each node."""
+"""FSDP's strategies as ZeRO stages, numbered from 1 in this order; hybrid strategies keep a copy on each
+node."""

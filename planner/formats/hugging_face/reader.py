@@ -1,6 +1,6 @@
 """Jobs of Hugging Face's trainer: a command, accelerate's YAML and DeepSpeed's JSON, in any combination.
 
-What they leave open has the default of transformers' TrainingArguments (training_args.py).
+Missing values have the defaults of transformers' TrainingArguments (training_args.py).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from planner.inputs.huggingface.script_names import model_of
 from planner.inputs.model import with_seq
 
 TRAINING_COMMANDS = ("sft", "pt", "rlhf", "train")
-"""Commands of ms-swift, LLaMA-Factory and TRL that train, whatever their flags."""
+"""Commands of ms-swift, LLaMA-Factory and TRL that train with any flags."""
 
 FEWEST_FLAGS = 3
-"""Flags of TrainingArguments of a command that trains."""
+"""Least number of TrainingArguments flags of a training command."""
 
 MODEL_NAMES = ("--model_name_or_path", "--model_name", "--config_name", "--tokenizer_name")
-"""Flags that name a model, or what has its shape."""
+"""Flags that name a model, or a checkpoint or tokenizer of the same shape."""
 
 SEQUENCE = (
     *(
@@ -63,7 +63,7 @@ SEQUENCE = (
 
 
 def trainer_reader(software: str) -> Callable[[Source, Surroundings], Reading]:
-    """A reader of the YAML of a trainer alone."""
+    """A reader for a trainer's YAML without other files."""
     return lambda source, around: read_hugging_face(None, None, None, around, source, software)
 
 
@@ -76,7 +76,7 @@ def find_command(
     """The command that trains with Hugging Face's trainer, and its flags; None where there is none.
 
     Args:
-        files: configurations of a trainer; a command that names one of them is one, whatever its flags.
+        files: configurations of a trainer; a command that names one of them is a training command.
     """
     names = {file.rpartition("/")[2] for file in files}
     known = known_keys("transformers")
@@ -94,7 +94,7 @@ def find_command(
 
 
 def _flag_entries(launch: Launch) -> Entries:
-    """Flags with their values, those with hyphens under their usual name with underscores."""
+    """Flags with their values; names with hyphens are changed to underscores."""
     return {
         f"--{name}": Entry(f"--{name}", " ".join(values) if values else "true", line)
         for name, values, line in flag_values(launch.arguments)
@@ -111,7 +111,7 @@ class Files(NamedTuple):
 
     @property
     def main(self) -> Source:
-        """The file that says most about the job."""
+        """The file with the most facts about the job."""
         main = self.trainer or self.accelerate or self.deepspeed or self.command
         assert main is not None
         return main
@@ -128,7 +128,7 @@ def read_hugging_face(
     """The job that these files describe together; at least one of them is given.
 
     Args:
-        trainer: the YAML of a trainer that is built on Hugging Face's; `software` says of which.
+        trainer: the YAML of a trainer built on Hugging Face's; `software` names that trainer.
     """
     files = Files(command, accelerate, deepspeed, trainer)
     problems = Problems(files.main.file)
@@ -188,10 +188,10 @@ def _job_of(
     software: str,
     problems: Problems,
 ) -> tuple[Job, Files]:
-    """The keys of each file with the caller's definitions, and the files with the one that a script writes.
+    """The keys of each file with the caller's definitions, including the file that a script writes.
 
     Args:
-        found: the command that trains, and its flags.
+        found: the training command, and its flags.
     """
     launch, of_command = found if found is not None else (None, {})
     trainer, accelerate = files.trainer, files.accelerate
@@ -225,7 +225,7 @@ def _job_of(
 
 
 def _name_missing_files(files: Files, found: tuple[Launch, Entries] | None, job: Job) -> None:
-    """Name the files of accelerate and of the trainer that a command names and that are not given."""
+    """Add problems for files of accelerate and of the trainer that a command names and that are not given."""
     named = accelerate_entries(job.launch).get("config_file")
     if named is not None and files.accelerate is None:
         text = f"{named.text} says how the job is split, and is not given"
@@ -238,7 +238,7 @@ def _name_missing_files(files: Files, found: tuple[Launch, Entries] | None, job:
 
 
 def _name_unknown_keys(job: Job, problems: Problems) -> None:
-    """Name keys that nothing reads, and flags that this software does not have."""
+    """Add problems for keys that are not read, and for flags that the software does not have."""
     for keys in job.all:
         keys.name_unread()
         others = [flag for flag in keys.flags() if flag.line]
@@ -253,7 +253,7 @@ def _is_zero(job: Job, files: Files) -> bool:
 
 
 def _framework(job: Job, files: Files, software: str) -> str:
-    """The software that is named to the user: the caller's, the command's, or what splits the job."""
+    """The software named to the user: the caller's, the command's, or the one that shards the job."""
     if software or job.software != "transformers":
         return software or job.software
     splits = files.accelerate is not None and not is_fsdp(files.accelerate.entries)
@@ -263,7 +263,7 @@ def _framework(job: Job, files: Files, software: str) -> str:
 
 
 def _engine(job: Job, files: Files, layout: Layout | None) -> str:
-    """The engine that prices the job; FSDP beside other splits is torchtitan's."""
+    """The engine for the price of the job; FSDP combined with other splits is priced as torchtitan."""
     if _is_zero(job, files):
         return "deepspeed"
     split = layout is not None and (layout.tensor_parallel > 1 or layout.context_parallel > 1)
@@ -316,7 +316,8 @@ def _model(job: Job, around: Surroundings, assumed: list[str]) -> ModelSpec | No
 
 
 def _check_agreement(job: Job) -> None:
-    """DeepSpeed's file must say what the flags say, or `auto` (transformers/integrations/deepspeed.py)."""
+    """Check that DeepSpeed's file agrees with the flags, or has `auto`
+    (transformers/integrations/deepspeed.py)."""
     for path, flag in (
         ("train_micro_batch_size_per_gpu", MICRO),
         ("gradient_accumulation_steps", STEPS),
@@ -374,14 +375,15 @@ def _context(job: Job) -> int:
 
 
 SEQUENCES = "--sequence_parallel_size"
-"""Flag of ms-swift: its ranks split sequences, and heads in attention (swift/trainers/sequence_parallel)."""
+"""Flag of ms-swift for ranks that split sequences, and heads in attention
+(swift/trainers/sequence_parallel)."""
 
 SWITCHED = ("--use_muon", "--use_apollo", "--use_badam", "--use_adam_mini", "--use_galore")
-"""Switches of LLaMA-Factory that put another optimizer in the place of `--optim`."""
+"""Switches of LLaMA-Factory that select another optimizer than `--optim`."""
 
 
 def _optimizer(job: Job) -> Optimizer:
-    """The optimizer of a layout: of a switch, of DeepSpeed's file, or of the trainer."""
+    """The optimizer: from a switch, from DeepSpeed's file, or from the trainer."""
     keys, path = job.command, "--optim"
     switch = next((name for name in SWITCHED if name in keys and keys.switch(name)), None)
     if (job.deepspeed.text("optimizer.type") or "auto") != "auto":

@@ -12,7 +12,7 @@ from planner.formats.hugging_face.names import ACCELERATE_KEYS, DEEPSPEED_KEYS, 
 
 
 def sharding_of(job: Job, degrees: Mapping[str, Any]) -> dict[str, Any]:
-    """Stage of ZeRO, copies and offload, of DeepSpeed or FSDP; without either, data parallelism alone."""
+    """ZeRO stage, copies and offload, from DeepSpeed or FSDP; without either, plain data parallelism."""
     if job.deepspeed.entries:
         found: dict[str, Any] = {"zero_stage": deepspeed_config.zero_stage(job.deepspeed)}
         shards = job.deepspeed.count(DEEPSPEED_KEYS["zero_replicas"])
@@ -39,7 +39,7 @@ def sharding_of(job: Job, degrees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _accelerates_deepspeed(job: Job) -> dict[str, Any]:
-    """ZeRO as accelerate's own keys say it, or, where they name a file, as that says."""
+    """ZeRO from accelerate's own keys, or from the DeepSpeed file that they name."""
     keys, at = job.accelerate, "deepspeed_config"
     named = keys.first(f"{at}.deepspeed_config_file")
     if named is not None:

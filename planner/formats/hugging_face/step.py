@@ -9,13 +9,13 @@ from planner.formats.hugging_face.job import Job
 from planner.formats.hugging_face.names import ACCELERATE_KEYS, MICRO, STEPS
 
 _MICRO_BATCHES = {"ms-swift": 1, "axolotl": 1}
-"""Default sequences of a microbatch, of trainers whose default is not that of TrainingArguments.
+"""Default sequences of a microbatch, for trainers with another default than TrainingArguments.
 
 swift/trainers/arguments.py and axolotl/utils/schemas/training.py.
 """
 
 SWIFT_BATCH = 16
-"""Sequences of a step to which ms-swift fills up steps that nobody says."""
+"""Sequences of a step to which ms-swift accumulates by default."""
 
 
 def batch_of(job: Job, ranks: int, assumed: list[str]) -> dict[str, Any]:
@@ -85,14 +85,14 @@ def recomputes(job: Job) -> bool:
 
 
 _RECOMPUTE = ("ms-swift", "llama-factory", "trl")
-"""Trainers that recompute unless they are told not to.
+"""Trainers that recompute by default.
 
 swift/trainers/arguments.py, llamafactory/hparams/model_args.py, and trl/trainer/base_config.py of 2026.
 """
 
 
 def keeps_less(job: Job) -> bool:
-    """Tell whether a device keeps fewer activations, logits or parameters than the estimates have."""
+    """Return whether a device keeps fewer activations, logits or parameters than the estimates assume."""
     if (job.command.text("--gradient_checkpointing") or "").lower() in OFFLOADED_INPUTS:
         return True
     if any((job.command.text(name) or "false").lower() not in ("false", "no", "none", "0") for name in LESS):
@@ -108,12 +108,13 @@ LESS = (
     "--use_liger",
     "--enable_liger_kernel",
 )
-"""Switches with which a device keeps less than is priced.
+"""Switches with which a device keeps less than the estimates assume.
 
-Kept inputs wait in host memory (TRL, axolotl), an MLP runs in parts of its sequence, logits are never whole.
+Kept inputs are moved to host memory (TRL, axolotl), an MLP runs on parts of the sequence, or logits are never
+whole.
 """
 
 _PARAMETERS = "deepspeed_config.offload_param_device"
 
 OFFLOADED_INPUTS = ("offload", "offload_disk", "unsloth")
-"""Words of axolotl for recomputation whose kept inputs wait in host memory (utils/schemas/config.py)."""
+"""Values of axolotl for recomputation with kept inputs in host memory (utils/schemas/config.py)."""

@@ -1,4 +1,5 @@
-"""YAML of trainers on top of Hugging Face's: axolotl, LLaMA-Factory, TRL (open-r1), as flags of that."""
+"""YAML of trainers built on Hugging Face's (axolotl, LLaMA-Factory, TRL, open-r1), as flags of Hugging Face's
+trainer."""
 
 from __future__ import annotations
 
@@ -21,8 +22,7 @@ def is_llama_factory(entries: Entries) -> bool:
 
 
 def is_trl(entries: Entries) -> bool:
-    """Return whether keys are those of TRL's scripts, or of open-r1's, which take the arguments of a
-    trainer."""
+    """Return whether keys are those of TRL's scripts, or of open-r1's, which accept a trainer's arguments."""
     return "model_name_or_path" in entries and "per_device_train_batch_size" in entries
 
 
@@ -60,7 +60,7 @@ def as_flags(entries: Entries, software: str) -> tuple[Entries, Entries]:
 
 
 def _named(software: str) -> Mapping[str, str]:
-    """Flags of the trainer, and keys of accelerate, by the keys of a software that calls them otherwise."""
+    """Flags of the trainer, and keys of accelerate, by the different keys of a software."""
     if software != "axolotl":
         return {}
     table = key_table(software)

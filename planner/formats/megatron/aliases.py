@@ -1,4 +1,4 @@
-"""Names that flags of Megatron-LM had before, or have in code that is built on it."""
+"""Earlier names of Megatron-LM's flags, and their names in software built on it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALIASES = {
     "--rotary-position-embeddings-theta": "--rotary-base",
     "--layernorm-epsilon": "--norm-epsilon",
 }
-"""Flags of today by others of the same meaning: those of Megatron-LM 1 to 3, of Megatron-DeepSpeed, of
+"""Present flags by other flags of the same meaning: those of Megatron-LM 1 to 3, of Megatron-DeepSpeed, of
 MindSpeed-LLM and of Pai-Megatron-Patch."""
 
 IMPLIED = {
@@ -48,20 +48,21 @@ IMPLIED = {
 MICRO = "--micro-batch-size"
 
 _ONE_GROUP = "--attention-head-type"
-"""BigCode's flag: `multiquery` is one group of queries."""
+"""Number of query groups by BigCode's flag: `multiquery` is one group."""
 
 REFUSED = {
     "--batch-size": "--micro-batch-size and --global-batch-size",
     "--warmup": "--lr-warmup-fraction",
     "--model-parallel-size": "--tensor-model-parallel-size",
 }
-"""Flags that the parser knows to refuse them, and what it names instead (arguments.py, `validate_args`)."""
+"""Flags that the parser refuses by name, and the flags that it suggests instead (arguments.py,
+`validate_args`)."""
 
 
 def with_todays_names(given: Mapping[str, GivenFlag], problems: Problems) -> dict[str, GivenFlag]:
-    """The flags with those of today for others of the same meaning; where both are given, today's count.
+    """The flags with aliases replaced by present flags; where both are given, the present flag counts.
 
-    A flag that stands for another keeps its own name and line for messages.
+    A replaced flag keeps its own name and line for messages.
     """
     found = dict(given)
     for name, today in ALIASES.items():
@@ -90,7 +91,7 @@ def with_todays_names(given: Mapping[str, GivenFlag], problems: Problems) -> dic
 
 
 def _made(flag: GivenFlag, name: str, text: str) -> GivenFlag:
-    """The flag `name` on the line of another flag that means it."""
+    """The flag `name`, on the line of an alias."""
     values = (Word(text, flag.line),) if text else ()
     return GivenFlag(flag.name, values, flag.line, known_flags()[name])
 
@@ -101,11 +102,11 @@ _ADAPTED = {
     "linear_fc1": "gate,up",
     "linear_fc2": "down",
 }
-"""Layers with adapters by the names of Megatron-Core's."""
+"""Layers with adapters by Megatron-Core's names of layers."""
 
 
 def _adapters(found: dict[str, GivenFlag], problems: Problems) -> None:
-    """Adapters of the layers that a flag names (MindSpeed-LLM, mindspeed_llm/features_manager)."""
+    """Adapters of the layers in a flag (MindSpeed-LLM, mindspeed_llm/features_manager)."""
     flag = found.get("--lora-target-modules")
     if flag is None or "--lora-rank" in found:
         return
@@ -126,7 +127,8 @@ def _adapters(found: dict[str, GivenFlag], problems: Problems) -> None:
 
 
 def _shared_experts(found: dict[str, GivenFlag]) -> None:
-    """So many experts of the same width that every token uses (MindSpeed-LLM, Pai-Megatron-Patch)."""
+    """Width of shared experts, from a number of experts of the usual width (MindSpeed-LLM,
+    Pai-Megatron-Patch)."""
     flag = found.get("--n-shared-experts") or found.get("--num-shared-experts")
     width = found.get("--moe-ffn-hidden-size") or found.get("--ffn-hidden-size")
     name = "--moe-shared-expert-intermediate-size"

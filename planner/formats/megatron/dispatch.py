@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM for the exchange of experts, and the constants of an engine that they stand for."""
+"""Flags of Megatron-LM for dispatch to experts, and the engine constants that depend on them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROUTER = "--moe-router-dtype"
 FORCED = "--moe-router-force-load-balancing"
 
 MANY_CONNECTIONS = "32"
-"""`CUDA_DEVICE_MAX_CONNECTIONS` where passes hide exchanges: streams of both directions launch side by side
-(megatron/training/arguments.py warns of fewer)."""
+"""`CUDA_DEVICE_MAX_CONNECTIONS` where passes hide dispatch, so that the streams of both passes launch
+concurrently (megatron/training/arguments.py warns of fewer)."""
 
 
 def dispatch_flags(model: ModelSpec, layout: Layout, engine: Engine) -> dict[str, str]:
-    """The flags of the exchange of experts that a price rests on; none where no tokens travel.
+    """The flags of dispatch that a price assumes; empty without expert parallelism.
 
     Args:
         engine: engine with its constants for the device.
@@ -38,13 +38,13 @@ def dispatch_flags(model: ModelSpec, layout: Layout, engine: Engine) -> dict[str
 
 
 def overlaps(layout: Layout) -> bool:
-    """Return whether Megatron-Core lets passes hide exchanges of experts (transformer_config.py)."""
+    """Return whether Megatron-Core allows passes to hide dispatch (transformer_config.py)."""
     chunks = layout.pipeline_parallel == 1 or layout.virtual_pipeline_parallel > 1
     return chunks and layout.recompute != "full" and "mlp" not in layout.recompute_modules
 
 
 def dispatch_constants(given: Mapping[str, GivenFlag]) -> dict[str, Any]:
-    """Constants of the engine where flags do not turn on what its plans do, by names such as
+    """Constants of the engine for a job without the dispatch flags of its plans, by names such as
     `experts.dispatch_rate`."""
     found: dict[str, Any] = {}
     kind = given[DISPATCHER].text if DISPATCHER in given else ""

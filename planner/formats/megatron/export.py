@@ -41,8 +41,8 @@ def export_megatron(
     """The flags of a job: those of its model, and those of its layout.
 
     Args:
-        overlaps: the price rests on data-parallel communication that hides behind passes.
-        exchange: flags of the exchange of experts that it rests on (`dispatch_flags`).
+        overlaps: True if the price assumes overlap of data-parallel communication.
+        exchange: flags of dispatch that the price assumes (`dispatch_flags`).
     """
     missing: list[str] = []
     of_model = model_flags(model, missing, framework)
@@ -63,10 +63,10 @@ FSDP = "--use-megatron-fsdp"
 
 
 def environment(flags: Collection[str]) -> dict[str, str]:
-    """Variables that a job with these flags of its layout wants.
+    """Environment variables that a job with these flags of its layout needs.
 
-    One connection keeps communication and kernels in the order that overlap assumes; Megatron-FSDP refuses it
-    (megatron/training/arguments.py). Offload of activations is Transformer Engine's first form.
+    A single connection keeps communication and kernels in the order that overlap needs; Megatron-FSDP refuses
+    it (megatron/training/arguments.py). Offload of activations is Transformer Engine's first version.
     """
     connections = MANY_CONNECTIONS if OVERLAP in flags else "1"
     found = {} if FSDP in flags else {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
@@ -76,14 +76,14 @@ def environment(flags: Collection[str]) -> dict[str, str]:
 
 
 def overlap_flags(layout: Layout) -> Flags:
-    """The flags that let data-parallel communication hide behind passes."""
+    """The flags for overlap of data-parallel communication."""
     if layout.data_parallel * layout.context_parallel == 1:
         return {}
     return {"--overlap-grad-reduce": ""} | ({"--overlap-param-gather": ""} if layout.zero_stage else {})
 
 
 def layout_flags(layout: Layout, model: ModelSpec, framework: str, missing: list[str]) -> Flags:
-    """The flags of a layout; what there are none for is added to `missing`."""
+    """The flags of a layout; degrees without a flag are added to `missing`."""
     mindspeed = framework == "mindspeed"
     flags: Flags = {DEGREE_FLAGS["tensor_parallel"]: str(layout.tensor_parallel)}
     unsplit = bool(model.experts) and layout.tensor_parallel > 1 and not layout.sequence_parallel
@@ -137,7 +137,7 @@ def layout_flags(layout: Layout, model: ModelSpec, framework: str, missing: list
 
 
 def _stages(layout: Layout, model: ModelSpec, mindspeed: bool, missing: list[str]) -> Flags:
-    """Chunks, schedule, and layers of each stage where they differ."""
+    """The flags of chunks, schedule, and of layers of each stage where they differ."""
     flags: Flags = {}
     if layout.schedule not in ("1f1b", "interleaved", *(("dualpipev",) if mindspeed else ())):
         missing.append(f"schedule={layout.schedule}: its schedules are 1f1b and interleaved")
@@ -165,7 +165,8 @@ def _stages(layout: Layout, model: ModelSpec, mindspeed: bool, missing: list[str
 
 
 def _of_other_schedule(layout: Layout, missing: list[str]) -> Layout:
-    """The nearest layout whose schedule is interleaved, or 1f1b where microbatches come in no rounds."""
+    """The nearest layout with an interleaved schedule, or with 1f1b where microbatches are no multiple of
+    pp."""
     ranks = layout.pipeline_parallel
     if layout.micro_batches % ranks == 0:
         return layout.model_copy(update={"schedule": "interleaved"})
@@ -180,7 +181,8 @@ def _of_other_schedule(layout: Layout, missing: list[str]) -> Layout:
 
 
 def stage_layout(layers: tuple[int, ...], further: int = 0) -> str:
-    """Layers of each stage in Megatron-LM's letters, such as `Et*3|t*4|t*3mL` with one `further` token."""
+    """Layers of each stage in Megatron-LM's letters, such as `Et*3|t*4|t*3mL` with one MTP module
+    (`further`)."""
     stages = [f"t*{count}" if count > 1 else "t" for count in layers]
     stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}{'m' * further}L"
     return "|".join(stages)
@@ -221,7 +223,7 @@ def _recompute(layout: Layout, model: ModelSpec, mindspeed: bool, missing: list[
 
 
 def _module_words(modules: Collection[str], model: ModelSpec) -> list[str]:
-    """The words of recomputed modules: `mlp` is an MLP without experts, `moe` one with experts.
+    """Megatron-LM's names of recomputed modules: `mlp` is an MLP without experts, `moe` one with experts.
 
     (megatron/core/transformer/transformer_layer.py: recompute_mlp is set where `is_moe_layer` is not.)
     """
@@ -265,7 +267,7 @@ FP8_RECIPES: dict[str, Flags] = {
     "tensorwise": {"--fp8-recipe": "tensorwise"},
     "blockwise": {"--fp8-format": "e4m3", "--fp8-recipe": "blockwise"},
 }
-"""Flags of scales of fp8, beside or instead of those of `RECIPES`."""
+"""Flags of fp8 scales, which add to or replace those of `RECIPES`."""
 
 
 def _formats(layout: Layout, mindspeed: bool, missing: list[str]) -> Flags:
@@ -296,7 +298,7 @@ def _formats(layout: Layout, mindspeed: bool, missing: list[str]) -> Flags:
 
 
 def model_flags(model: ModelSpec, missing: list[str], framework: str = "megatron") -> Flags:
-    """The flags of a model; what there are none for is added to `missing`."""
+    """The flags of a model; features without a flag are added to `missing`."""
     flags: Flags = {
         "--num-layers": str(model.layers),
         "--hidden-size": str(model.hidden),
@@ -341,7 +343,7 @@ def model_flags(model: ModelSpec, missing: list[str], framework: str = "megatron
 SAID: Said = dict.fromkeys(("kv_heads", "head_dim", "tied", "linear_bias", "qkv_bias")) | dict.fromkeys(
     f"latent_attention.{name}" for name in LatentAttention.model_fields
 )
-"""Parts of a model that flags say whatever they are, beside those of its layers and its experts."""
+"""Parts of a model whose every value has a flag, besides those of its layers and its experts."""
 
 
 def _position(model: ModelSpec, framework: str, missing: list[str]) -> str:
@@ -354,7 +356,7 @@ def _position(model: ModelSpec, framework: str, missing: list[str]) -> str:
 
 
 def _expert_flags(model: ModelSpec, framework: str, missing: list[str]) -> tuple[Flags, Said]:
-    """The flags of experts, and the parts that they say."""
+    """The flags of experts, and the parts of a model that they cover."""
     said: dict[str, tuple[object, ...] | None] = {}
     kinds = [model.layer_kind(layer).mlp for layer in range(model.layers)]
     if not model.experts:
@@ -390,7 +392,7 @@ def _expert_flags(model: ModelSpec, framework: str, missing: list[str]) -> tuple
 
 
 def _choice(model: ModelSpec, missing: list[str]) -> Flags:
-    """The flags of how tokens choose experts, and weigh what these give."""
+    """The flags of routing: the choice of experts, and the weights of their outputs."""
     router, flags = model.router, Flags()
     if router.score == "softmax" and not router.normalised:
         flags["--moe-router-pre-softmax"] = ""

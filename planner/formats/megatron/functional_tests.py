@@ -1,7 +1,7 @@
 """Cases of Megatron-LM's functional tests: `MODEL_ARGS` and `ENV_VARS` in YAML.
 
 tests/functional_tests/shell_test_utils/_run_training.sh makes a command of them: a key with `true` is a
-switch, and `MODEL_ARGS_N` takes the place of `MODEL_ARGS` in run N.
+switch, and `MODEL_ARGS_N` replaces `MODEL_ARGS` in run N.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from planner.formats.shell.text import Word
 
 ARGUMENTS = "MODEL_ARGS"
 RUN, NODES, DEVICES = "RUN_NUMBER", "NUM_NODES", "GPUS_PER_NODE"
-"""Variables that the tests' script takes from outside."""
+"""Environment variables of the tests' script."""
 
 LOCAL = "8"
 """The default of `GPUS_PER_NODE`."""
@@ -36,7 +36,7 @@ def recognises(entries: Entries) -> bool:
 
 
 def of_other_software(entries: Entries) -> Entries:
-    """The keys of a test of NeMo, whose arguments are its own keys; any other file's as they are."""
+    """The keys of a NeMo test, taken from its arguments; keys of any other file are unchanged."""
     start = f"{ARGUMENTS}."
     inner = {path.removeprefix(start): entry for path, entry in entries.items() if path.startswith(start)}
     if not inner or any(path.startswith("--") for path in inner):
@@ -114,7 +114,7 @@ def _words(name: str, entry: Entry, define: Mapping[str, str]) -> Iterator[Word]
 
 
 def _devices(entries: Entries, section: str, define: Mapping[str, str]) -> tuple[Word, Word, tuple[str, ...]]:
-    """Nodes, and devices of each; and what of them is the script's own default."""
+    """Numbers of nodes and of devices per node, and a note on values that are the script's defaults."""
     said = entries.get(f"MODEL_ENV_VARS.{section}.{DEVICES}")
     local = Word(define[DEVICES], 0) if DEVICES in define else None
     if local is None and said is not None:
@@ -126,7 +126,7 @@ def _devices(entries: Entries, section: str, define: Mapping[str, str]) -> tuple
 
 
 def _fills(flags: Sequence[GivenFlag], world: int) -> bool:
-    """Return whether the job can run on so many devices; the number of nodes stands in other files."""
+    """Return whether the job can run on a number of devices; the number of nodes is in other files."""
     given = {flag.name: flag.text for flag in flags}
 
     def product(*names: str) -> int:

@@ -1,4 +1,4 @@
-"""The flags of a job of Megatron-LM: their numbers, and the number format that they ask for."""
+"""The flags of a Megatron-LM job: their numbers, and the number format."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from planner.formats.megatron.export import FP8_RECIPES
 from planner.formats.megatron.model import Given, unset
 
 EIGHT_BITS = ("--fp8-format", "--fp8-hybrid", "--fp8-e4m3")
-"""Flags that ask for GEMMs in 8 bits; `--fp8-recipe` says which."""
+"""Flags for 8-bit GEMMs; `--fp8-recipe` gives the recipe."""
 
 
 @dataclass
 class Job:
-    """The flags of a job, and what is wrong with them."""
+    """The flags of a job, with their problems."""
 
     given: Given
     problems: Problems
@@ -27,7 +27,7 @@ class Job:
     model: ModelSpec | None
     deepspeed: Source | None = None
     memory_is_bound: bool = False
-    """Less is kept than is priced."""
+    """True if the job keeps less memory than the price assumes."""
 
     def count(self, name: str) -> int | None:
         """The whole number, from 1, that a flag gives."""
@@ -45,7 +45,7 @@ class Job:
         return int(text)
 
     def batch(self) -> int | None:
-        """Sequences of a step; of a batch that grows in steps, the last one."""
+        """Sequences of a step; for a batch ramp-up, the final number."""
         flag = self.word("--step-batch-size-schedule")
         if flag is None:
             return self.count("--global-batch-size")
@@ -61,7 +61,7 @@ class Job:
         return any(name in self.given for name in names)
 
     def word(self, name: str) -> GivenFlag | None:
-        """A flag that is given with a value."""
+        """The value of a flag; None where it is not given."""
         flag = self.given.get(name)
         return flag if flag is not None and flag.values else None
 
@@ -75,7 +75,7 @@ class Job:
         return "bf16" if self.is_given("--bf16") else "fp16" if self.is_given("--fp16") else "fp32"
 
     def fp8_recipe(self) -> str:
-        """The scales of fp8, where a flag says them."""
+        """The recipe of fp8 scales, if a flag gives it."""
         flag = self.word("--fp8-recipe")
         if flag is None or self.precision() != "fp8":
             return "default"
@@ -85,7 +85,7 @@ class Job:
         return "default"
 
     def gathers_fp8(self, recipe: str) -> bool:
-        """Return whether weights are gathered in fp8, as far as that is priced."""
+        """Return whether weights are gathered in fp8 in a way that is priced."""
         flag = self.given.get("--fp8-param-gather")
         if flag is None or recipe in GATHERS_FP8:
             return flag is not None

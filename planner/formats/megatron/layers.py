@@ -1,7 +1,8 @@
-"""Forms of attention, positions, norms and activations as flags of Megatron-LM, written and read.
+"""Kinds of attention, positions, norms and activations as flags of Megatron-LM, written and read.
 
-Its parser of August 2026 (megatron/training/arguments.py and megatron/core/transformer/transformer_config.py,
-commit d98e8a64dd). MindSpeed is built on a release (core 0.12) that has those of `MINDSPEEDS` alone.
+The flags are those of August 2026 (megatron/training/arguments.py and
+megatron/core/transformer/transformer_config.py, commit d98e8a64dd). MindSpeed is built on a release (core
+0.12) that only has the flags in `MINDSPEEDS`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ YARN_OF_LATENTS = RopeScaling(kind="yarn", original_positions=4096)
 """The YaRN of latent attention, except for the values that flags give (`MLATransformerConfig`)."""
 
 MINDSPEEDS = ("--rotary-percent", "--apply-layernorm-1p", "--qk-layernorm", "--swiglu", "--squared-relu")
-"""Flags of this module that MindSpeed has too."""
+"""Flags of this module that also exist in MindSpeed."""
 
 BECAUSE = {
     "qk_norm_width": "its norms go over each head",
@@ -59,7 +60,7 @@ _INDEXER = {
 
 
 def pattern_text(layers: Sequence[int]) -> str:
-    """A list of numbers, one a layer, as Megatron-LM's expression of lists.
+    """A list of numbers, one for each layer, as Megatron-LM's list expression.
 
     Examples:
         >>> pattern_text([0, 1, 1, 0, 1, 1]), pattern_text([0, 1, 1, 1])
@@ -78,9 +79,10 @@ def pattern_text(layers: Sequence[int]) -> str:
 
 
 def layer_flags(model: ModelSpec, framework: str, missing: list[str]) -> tuple[Flags, Said]:
-    """The flags of forms of attention, positions, norms and activations, and the parts that they say.
+    """The flags of kinds of attention, positions, norms and activations, and the parts of a model that they
+    cover.
 
-    What there are none for, though other models need no words for it, is added to `missing`.
+    Unusual parts without a flag are added to `missing`.
     """
     flags, said = Flags(), dict[str, tuple[object, ...] | None]()
     for more, parts in (
@@ -138,7 +140,7 @@ def _norms(model: ModelSpec, missing: list[str]) -> tuple[Flags, Said]:
 
 
 def _attention(model: ModelSpec) -> tuple[Flags, Said]:
-    """Windows, sinks, gates, and norms without weights."""
+    """The flags of windows, sinks, gates, and norms without weights."""
     kinds = [model.layer_kind(layer).attention for layer in range(model.layers)]
     flags, said = Flags(), dict[str, tuple[object, ...] | None]()
     if {*kinds} <= {"full", "window"} and "window" in kinds:
@@ -175,7 +177,7 @@ def _positions(model: ModelSpec) -> tuple[Flags, Said]:
 
 
 def _stretched(model: ModelSpec) -> tuple[Flags, Said]:
-    """The flags of stretched positions, and of layers without any."""
+    """The flags of scaled positions, and of layers without positions."""
     scaling = model.rope_scaling
     flags, said = Flags(), dict[str, tuple[object, ...] | None]()
     if model.position != "rope":
@@ -198,7 +200,7 @@ def _stretched(model: ModelSpec) -> tuple[Flags, Said]:
 
 
 def is_yarn(model: ModelSpec) -> bool:
-    """Return whether Megatron-LM's YaRN stretches positions of heads without latents."""
+    """Return whether Megatron-LM's YaRN scales the positions of attention without latents."""
     scaling = model.rope_scaling
     if scaling is None or model.position != "rope" or model.latent_attention is not None:
         return False
@@ -245,7 +247,7 @@ def _linear(model: ModelSpec) -> tuple[Flags, Said]:
 
 
 def _sparse(model: ModelSpec) -> tuple[Flags, Said]:
-    """DeepSeek's sparse attention, whose layers all choose."""
+    """The flags of DeepSeek's sparse attention, with an indexer in all layers."""
     indexer, latent = model.indexer, model.latent_attention
     kinds = {model.layer_kind(layer).attention for layer in range(model.layers)}
     if indexer is None or latent is None or indexer.share != 1 or kinds != {"full"} or model.linear_bias:
@@ -259,7 +261,7 @@ Given = Mapping[str, GivenFlag]
 
 
 def with_layers(spec: ModelSpec, given: Given, problems: Problems) -> dict[str, Any]:
-    """Fields of a model that the flags of this module change; what is wrong is added to `problems`."""
+    """Fields of a model that the flags of this module change; errors are added to `problems`."""
     reader = _Reader(spec, given, problems)
     return {
         **reader.activation(),
@@ -310,7 +312,7 @@ class _Reader:
         return int(text)
 
     def layers(self, name: str, of_number: Any) -> list[int] | None:
-        """0 or 1 for each layer; `of_number` says them for a number instead of a list."""
+        """A list of 0 or 1 for each layer; `of_number` makes the list from a single number."""
         text = self.text(name)
         if text is None:
             return None
@@ -399,7 +401,7 @@ class _Reader:
         ]
 
     def _window(self) -> int:
-        """Tokens that a window holds; 0 where there is none."""
+        """Tokens of a window; 0 without a window."""
         text = self.text("--window-size")
         if text is None or text.lower() == "none":
             return 0

@@ -1,4 +1,4 @@
-"""The layout that flags of Megatron-LM and MindSpeed say, with the defaults of these."""
+"""The layout from flags of Megatron-LM and MindSpeed, with the software's defaults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from planner.formats.megatron.stages import layers_of_stages
 
 
 def layout_of(job: Job, world: int | None, launch: Launch) -> Layout | None:
-    """The layout as the framework makes it of the flags, with its defaults."""
+    """The layout that the framework derives from the flags, with its defaults."""
     model, problems = job.model, job.problems
     assert model is not None
     degrees: dict[str, Any] = {
@@ -113,7 +113,7 @@ def _zero(job: Job, replicas: int) -> int:
 
 
 def _deepspeeds_zero(job: Job) -> int:
-    """The stage that DeepSpeed's file says, or `--zero-stage`, which scripts write into that file."""
+    """The ZeRO stage from DeepSpeed's file, or from `--zero-stage`, which scripts write into that file."""
     if job.deepspeed is not None:
         keys = Keyed(job.deepspeed.entries, "deepspeed", job.deepspeed.file, Problems(job.deepspeed.file))
         return _least_stage(job, deepspeed_config.zero_stage(keys))
@@ -128,10 +128,11 @@ def _deepspeeds_zero(job: Job) -> int:
 
 
 def _least_stage(job: Job, stage: int) -> int:
-    """The stage that counts: of a pipeline in bf16 DeepSpeed splits the optimizer's state in any case.
+    """The effective ZeRO stage:
 
-    deepspeed/runtime/engine.py (`_do_optimizer_sanity_check`) and bf16_optimizer.py; without
-    `--no-pipeline-parallel` the model is a pipeline, be it of one stage.
+    DeepSpeed always splits the optimizer state of a bf16 pipeline. Sources: deepspeed/runtime/engine.py
+    (`_do_optimizer_sanity_check`) and bf16_optimizer.py. Without `--no-pipeline-parallel` even a model of one
+    stage is a pipeline.
     """
     whole = job.is_given("--no-pipeline-parallel", "--no_pipeline_parallel")
     if stage or job.precision() != "bf16" or whole:
@@ -143,7 +144,7 @@ def _least_stage(job: Job, stage: int) -> int:
 
 
 def blame_degree(message: str, given: Given) -> GivenFlag | None:
-    """The flag, of those that are given, whose degree a message names first."""
+    """The given flag whose degree a message names first."""
     places = [
         (message.index(name), -len(name), flag)
         for name, flag in DEGREE_FLAGS.items()

@@ -89,18 +89,18 @@ _LESS = (
     *("--compress-optimizer", "--quant-states", "--quant-grads", "--swap-layer-input"),
     *("--save-memory-ratio", "--share-kvstates"),
 )
-"""Flags with which a device keeps less than the estimates, which are without them, say."""
+"""Flags with which a device keeps less than the estimates, which ignore these flags."""
 
 
 def _name_less(job: Job) -> None:
-    """Leave open whether a job fits that is too big without what its flags save."""
+    """Make it unknown whether a job fits that is too big without the savings of its flags."""
     given = [job.given[name] for name in _LESS if name in job.given]
     if any(flag.text not in ("fp32", "none", "auto", "disable") for flag in given):
         job.memory_is_bound = True
 
 
 def _price_states(job: Job) -> None:
-    """Say which of the optimizer's numbers are smaller than those that are priced."""
+    """Add a note on optimizer states that are smaller than the priced ones."""
     for name in ("--exp-avg-dtype", "--exp-avg-sq-dtype", "--main-grads-dtype", "--main-params-dtype"):
         flag = job.word(name)
         if flag is not None and flag.text != "fp32":
@@ -110,7 +110,7 @@ def _price_states(job: Job) -> None:
 
 
 def _leave_out_no_layers(job: Job, values: dict[str, Any]) -> None:
-    """Recompute nothing where no layers are recomputed (`--recompute-num-layers 0`)."""
+    """Remove recomputation of zero layers (`--recompute-num-layers 0`)."""
     if values.get("recompute_num_layers") != 0 or values.get("recompute_method") == "uniform":
         return
     del values["recompute_num_layers"]
@@ -120,7 +120,8 @@ def _leave_out_no_layers(job: Job, values: dict[str, Any]) -> None:
 
 
 def _leave_out_activations(job: Job, values: dict[str, Any]) -> None:
-    """MindSpeed recomputes activation functions of those layers that it does not recompute as a whole."""
+    """Apply MindSpeed's rule: activation functions are recomputed only in layers without full
+    recomputation."""
     block = values.get("recompute_method") == "block" and values.get("recompute_granularity") == "full"
     name = "--recompute-activation-function"
     if job.framework != "mindspeed" or not block or not values.pop("recompute_activation_function", None):
@@ -131,7 +132,7 @@ def _leave_out_activations(job: Job, values: dict[str, Any]) -> None:
 
 
 def _price_modules(job: Job, values: dict[str, Any]) -> None:
-    """Leave out modules of `--recompute-modules` that estimates do not know, and say so."""
+    """Remove modules of `--recompute-modules` that estimates do not support, with a note."""
     words = [word.strip() for given in values.get("recompute_modules", ()) for word in given.split(",")]
     left_out = [word for word in words if word in UNPRICED_MODULES]
     if words:
@@ -152,7 +153,7 @@ def _price_modules(job: Job, values: dict[str, Any]) -> None:
 
 
 def _drop_idle(job: Job, values: dict[str, Any]) -> None:
-    """Leave out which layers are recomputed where nothing is: Megatron-LM looks at no more then."""
+    """Remove the choice of recomputed layers if nothing is recomputed, as Megatron-LM ignores it then."""
     if job.framework != "megatron" or any(
         values.get(name)
         for name in ("recompute_granularity", "recompute_activations", "recompute_activation_function")
@@ -168,8 +169,8 @@ def _drop_idle(job: Job, values: dict[str, Any]) -> None:
 def _recomputes_every_mlp(job: Job, model: ModelSpec) -> bool:
     """Return whether `--swap-attention --recompute-num-layers N` reaches all layers of a stage.
 
-    Then nothing is left for `--recompute-activation-function`, which stands inside the MLP
-    (MindSpeed, docs/zh/features/swap_attention.md).
+    Then `--recompute-activation-function`, which is inside the MLP, has no effect (MindSpeed,
+    docs/zh/features/swap_attention.md).
     """
     if not job.is_given("--swap-attention") or not job.is_given("--recompute-activation-function"):
         return False
@@ -181,7 +182,7 @@ def _recomputes_every_mlp(job: Job, model: ModelSpec) -> bool:
 
 
 def _mindspeeds_memory(job: Job, found: dict[str, Any]) -> dict[str, Any]:
-    """MindSpeed's recomputation of activation functions and norms, of some layers or of all."""
+    """Fields for MindSpeed's recomputation of activation functions and norms, in some or all layers."""
     modules = list(found.get("recompute_modules", ()))
     if job.is_given("--recompute-norm"):
         modules.append("norm")

@@ -1,4 +1,4 @@
-"""Layers that are counted otherwise by MindSpeed-LLM: those that do nothing, and leading dense ones."""
+"""Layers that MindSpeed-LLM counts differently: no-op layers, and leading dense layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Given = Mapping[str, GivenFlag]
 
 
 def noop_layers(given: Given) -> tuple[int, ...]:
-    """Numbers, from 0, of layers that do nothing (`--noop-layers`); none where it is no list."""
+    """Numbers, from 0, of no-op layers (`--noop-layers`); empty where the value is not a list."""
     flag = given.get("--noop-layers")
     if flag is None or not re.fullmatch(r"[0-9]{1,5}([, ]+[0-9]{1,5})*", flag.text):
         return ()
@@ -22,7 +22,7 @@ def noop_layers(given: Given) -> tuple[int, ...]:
 
 
 def take_out_noops(values: dict[str, Any], given: Given, problems: Problems) -> None:
-    """Count the layers that exist."""
+    """Reduce the number of layers to those that are not no-ops."""
     flag = given.get("--noop-layers")
     layers = values.get("num_layers")
     if flag is None or layers is None:
@@ -36,7 +36,8 @@ def take_out_noops(values: dict[str, Any], given: Given, problems: Problems) -> 
 
 
 def dense_layers(first: str, freq: str | None, layers: int) -> str | None:
-    """Megatron-LM's list for MindSpeed-LLM's leading dense layers and frequency; None where they are none."""
+    """Megatron-LM's list of layers for MindSpeed-LLM's leading dense layers and frequency; None without
+    these."""
     numbers = [text for text in (first, freq or "1") if re.fullmatch(r"-?[0-9]{1,5}", text)]
     if len(numbers) < 2 or layers > MOST_LAYERS:
         return None

@@ -1,4 +1,4 @@
-"""The model and other values that flags of Megatron-LM give, through the planner's own options."""
+"""The model and other values from flags of Megatron-LM, read with the planner's own options."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from planner.options.limits import check_bounds
 from planner.options.model import ModelOptions
 
 Given = Mapping[str, GivenFlag]
-"""Flags by name, the last of each, as argparse takes them."""
+"""Flags by name; the last occurrence counts, as in argparse."""
 
 
 def last_of_each(flags: tuple[GivenFlag, ...], problems: Problems) -> dict[str, GivenFlag]:
-    """The flags that count; those that are given twice with other values are named."""
+    """The last occurrence of each flag; flags given twice with different values are noted."""
     found: dict[str, GivenFlag] = {}
     for flag in flags:
         before = found.get(flag.name)
@@ -36,7 +36,7 @@ def last_of_each(flags: tuple[GivenFlag, ...], problems: Problems) -> dict[str, 
 
 
 def option_values(given: Given, role: Role, group: type, problems: Problems) -> dict[str, Any]:
-    """The fields of `group` that flags of a role give, converted; a value of another kind is a problem."""
+    """The fields of `group` from flags of a role, converted; a value of another kind adds a problem."""
     hints = typing.get_type_hints(group)
     values: dict[str, Any] = {}
     for flag in given.values():
@@ -65,7 +65,7 @@ def option_values(given: Given, role: Role, group: type, problems: Problems) -> 
 
 
 def unset(flag: GivenFlag) -> tuple[Any, str, str, int, str]:
-    """The problem of a flag whose value nobody knows."""
+    """The problem of a flag with an unknown value."""
     names = ", ".join(flag.unknown)
     known = [name for name in flag.unknown if re.fullmatch(r"[A-Za-z_]\w*|[0-9]+", name)]
     remedy = f"give it: --define {known[0]}=VALUE" if known else "write the value out"
@@ -85,10 +85,10 @@ def read_model(
     described: str | None = None,
     framework: str = "megatron",
 ) -> ModelSpec | None:
-    """The model of a command line; None where its flags do not make one.
+    """The model of a command line; None where its flags do not describe one.
 
     Args:
-        described: the file that describes the model, which flags change.
+        described: the file that describes the model; flags override it.
     """
     before = len(problems.found)
     values = option_values(given, "model", ModelOptions, problems)
@@ -144,7 +144,7 @@ def read_model(
 
 
 def _mixed_layers(values: dict[str, Any], idle: Collection[int]) -> dict[str, Any]:
-    """Layers with experts among dense ones, as a field of the model; they are taken out of `values`."""
+    """The field of a model for mixed dense and expert layers; its flags are removed from `values`."""
     text, layers = values.get("moe_layer_freq"), values.get("num_layers")
     if text is not None and text.strip() == "-1":
         del values["moe_layer_freq"]  # MindSpeed-LLM's way to say that it is not given.
@@ -168,7 +168,7 @@ def _mixed_layers(values: dict[str, Any], idle: Collection[int]) -> dict[str, An
 
 
 def _vocabulary(values: dict[str, Any], given: Given, problems: Problems, assumed: list[str]) -> None:
-    """Entries of the tokenizer that is named, where no flag says them."""
+    """Vocabulary size of the named tokenizer, if no flag gives it."""
     named = given.get("--tokenizer-type") or given.get("--patch-tokenizer-type")
     kind = named.text if named is not None else "GPT2BPETokenizer"
     path = next((given[name] for name in TOKENIZERS if name in given), None)
@@ -203,7 +203,7 @@ _POSITIONS = {
 
 
 def _in_todays_words(values: dict[str, Any], given: Given, problems: Problems) -> None:
-    """Values in the planner's words for those of other parsers; what is priced otherwise is said."""
+    """Values of other parsers translated to the planner's; differences in price are noted."""
     norm = str(values.get("normalization", ""))
     if norm.lower() in _NORMS:
         values["normalization"] = _NORMS[norm.lower()]
@@ -245,7 +245,7 @@ def _in_todays_words(values: dict[str, Any], given: Given, problems: Problems) -
 
 
 def _deepspeeds_experts(values: dict[str, Any], given: Given, framework: str, problems: Problems) -> None:
-    """Layers with experts as DeepSpeed has them: one expert a token, and every second layer unless said.
+    """Layers with experts by DeepSpeed's defaults: one expert for each token, in every second layer.
 
     megatron/arguments.py (`--topk`, `--expert-interval`) and megatron/model/transformer.py
     (`get_num_experts_per_layer`) of Megatron-DeepSpeed.
@@ -265,7 +265,8 @@ def _deepspeeds_experts(values: dict[str, Any], given: Given, framework: str, pr
 
 
 INTERVAL = "--expert-interval"
-"""Flag of Megatron-DeepSpeed and MindSpeed: every so many layers one has experts, the first group's last."""
+"""Flag of Megatron-DeepSpeed and MindSpeed for the interval of expert layers; the last layer of each interval
+has experts."""
 
 
 def blame(message: str, given: Given) -> GivenFlag | None:
@@ -289,4 +290,4 @@ _FIELDS = {
     "--hidden-size": "hidden",
     "--num-experts": "experts",
 }
-"""Fields of the model by flag, as messages name them."""
+"""Fields of the model by flag, with the names used in messages."""

@@ -1,4 +1,4 @@
-"""Names that Megatron-LM and MindSpeed have for degrees of a layout."""
+"""Names of degrees of a layout in Megatron-LM and MindSpeed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ DEGREE_FLAGS = {
     "hidden": "--hidden-size",
     "ffn": "--ffn-hidden-size",
 }
-"""Flags by the field of `Layout` or `ModelSpec` that they give."""
+"""Flags by their field of `Layout` or `ModelSpec`."""
 
 CONTEXT_ALGORITHMS = {
     "ulysses_cp_algo": "all_to_all",
     "megatron_cp_algo": "ring",
     "kvallgather_cp_algo": "all_gather",
 }
-"""MindSpeed's `--context-parallel-algo` (mindspeed/features_manager/context_parallel)."""
+"""Values of MindSpeed's `--context-parallel-algo` (mindspeed/features_manager/context_parallel)."""
 
 COMMUNICATION_TYPES = {
     "p2p": "ring",
@@ -49,16 +49,16 @@ COMMUNICATION_TYPES = {
     "all_gather": "all_gather",
     "allgather": "all_gather",
 }
-"""Megatron-LM's `--cp-comm-type`."""
+"""Values of Megatron-LM's `--cp-comm-type`."""
 
 MODULES = {"core_attn": "core_attention", "layernorm": "norm", "mlp": "mlp", "moe_act": "activation"}
-"""Megatron-LM's `--recompute-modules`."""
+"""Values of Megatron-LM's `--recompute-modules`."""
 
 UNPRICED_MODULES = ("mla_up_proj", "shared_experts", "gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
-"""Modules that Megatron-LM recomputes too, and estimates take as kept."""
+"""Further modules that Megatron-LM recomputes; estimates treat them as kept."""
 
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-"""Megatron-FSDP's `--data-parallel-sharding-strategy`, as stages of ZeRO."""
+"""Values of Megatron-FSDP's `--data-parallel-sharding-strategy`, as ZeRO stages."""
 
 OPTIMIZERS = {"adam": "adam", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}
-"""Megatron-LM's `--optimizer`."""
+"""Values of Megatron-LM's `--optimizer`."""

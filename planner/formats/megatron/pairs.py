@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that need others, or rule them out (arguments.py, `validate_args`), as data."""
+"""Flags of Megatron-LM that require or exclude other flags (arguments.py, `validate_args`), as data."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from planner.formats.facts.flag_catalogue import GivenFlag
 
 
 class Need(NamedTuple):
-    """A flag, and those of which one must be given with it."""
+    """A flag, and the flags of which at least one must be given with it."""
 
     flag: str
     one_of: tuple[str, ...]
 
 
 class Conflict(NamedTuple):
-    """Two flags of which one must be left out."""
+    """Two flags that exclude each other."""
 
     flag: str
     other: str
@@ -76,7 +76,7 @@ _ZEROS = ("0", "0.0")
 
 
 def broken_pairs(flags: Mapping[str, GivenFlag]) -> Iterator[tuple[str, str, str]]:
-    """The flag to blame, what is wrong, and what to do, of each pair that is."""
+    """The flag, the error and the remedy of each broken pair."""
     given = {name for name, flag in flags.items() if name not in _NONE_AT_ZERO or flag.text not in _ZEROS}
     for need in NEEDS:
         if need.flag in given and not set(need.one_of) & given:

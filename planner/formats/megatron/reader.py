@@ -35,7 +35,8 @@ from planner.formats.shell.text import Word
 from planner.inputs.model import with_seq
 
 DEVICES = {"mindspeed": "ascend-910b", "llmacc": "a100-80g"}
-"""Devices that software is made for, which its scripts do not name: Ascend's, and those of PAI's machines."""
+"""The device for which a software is made, if its scripts do not name it: Ascend's, and that of PAI's
+machines."""
 
 
 def read_megatron(
@@ -48,14 +49,14 @@ def read_megatron(
     deepspeed: Source | None = None,
     beside: Mapping[str, str] | None = None,
 ) -> Reading | None:
-    """The job that a script or a list of arguments starts; None where nothing in it looks like one.
+    """The job that a script or a list of arguments starts; None where it starts no such job.
 
     Args:
-        defined: variables that the script gets from outside.
-        world_size: devices of the job, where the caller knows it better than the script.
-        described: the file that describes the model, where the script does not.
-        deepspeed: the configuration of DeepSpeed that a script of Megatron-DeepSpeed names.
-        beside: texts of the files that the script reads commands from, by their names.
+        defined: environment variables of the script.
+        world_size: devices of the job; overrides the script.
+        described: the file that describes the model, if the script does not.
+        deepspeed: the DeepSpeed configuration that a script of Megatron-DeepSpeed names.
+        beside: texts of the files that the script sources, by name.
     """
     launch = find_launch(source, defined, beside)
     if launch is None:
@@ -104,11 +105,11 @@ def read_command(
 
     Args:
         loose: words of the command that belong to no flag.
-        model: the model, where it is known; flags of it then say its sequences alone.
-        framework: whose flags they are, where that is known.
-        sizes: nodes and devices of each, as a page says them beside the command.
-        defined: values of flags by name, which come before those that are given.
-        conditional: variables that the script sets, if only under a condition.
+        model: the model, if known; flags then only give its sequence length.
+        framework: the software of the flags, if known.
+        sizes: nodes and devices per node that a page gives beside the command.
+        defined: values of flags by name, which override the given flags.
+        conditional: variables that the script sets, perhaps only under a condition.
     """
     problems, assumed = Problems(file), list[str]()
     flags = with_defined(flags, defined or {})
@@ -157,7 +158,7 @@ def read_command(
 
 
 def _name_unread_values(given: Given, has_deepspeed: bool, problems: Problems) -> None:
-    """Name flags whose value decides about the job and is not known: variables, and files of flags."""
+    """Add problems for flags that affect the job and have unknown values: variables, and files of flags."""
     for flag in given.values():
         if flag.name in _DEEPSPEEDS and has_deepspeed:
             continue  # The file is given, or the script writes it, under whatever name.
@@ -175,7 +176,7 @@ def _devices(
     local_world_size: int | None,
     of_page: tuple[int | None, int | None],
 ) -> tuple[int | None, int | None]:
-    """Devices of a job and of each node: as the caller says, then a flag, the launcher and the page."""
+    """Devices of a job and of each node: from the caller, then a flag, the launcher, and the page."""
     nodes, on_page = of_page
     per_node = local_world_size or job.count("--local-world-size") or count_of(launch.per_node) or on_page
     world = world_size or job.count("--world-size") or launched(launch, nodes, per_node)
@@ -185,7 +186,8 @@ def _devices(
 
 
 def _batches(job: Job, layout: Layout | None, chooses: bool) -> tuple[int | None, int | None]:
-    """The global batch size of a job and the largest one, sequences; one that searches has one of the two."""
+    """The exact and the maximum global batch of a job, in sequences; a searching job has only one of the
+    two."""
     flag = "--max-global-batch-size"
     exact = layout.global_batch_size if layout is not None else job.batch()
     most = job.count(flag)
@@ -197,7 +199,7 @@ def _batches(job: Job, layout: Layout | None, chooses: bool) -> tuple[int | None
 
 
 def _name_missing_sources(launch: Launch, problems: Problems) -> None:
-    """Name files that the script reads commands from and that are not given, where something is unknown."""
+    """Add problems for sourced files that are not given, if a fact is unknown."""
     if any(problem.severity == "unknown" for problem in problems.found):
         for word in launch.not_sourced:
             text = f"{word.text} is not given, and the variables that it sets are not known"
@@ -205,7 +207,7 @@ def _name_missing_sources(launch: Launch, problems: Problems) -> None:
 
 
 def _with_sequences(given: Given, model: ModelSpec, problems: Problems) -> ModelSpec:
-    """A known model on sequences of the length that a flag gives."""
+    """A known model with the sequence length that a flag gives."""
     flag = given.get("--seq-length")
     if flag is None or not re.fullmatch(r"[1-9][0-9]{0,8}", flag.text):
         return model
@@ -217,7 +219,7 @@ def _with_sequences(given: Given, model: ModelSpec, problems: Problems) -> Model
 
 
 def _training(given: Given) -> dict[str, str]:
-    """Flags of training and data that the runtime takes too."""
+    """Flags of training and data that the runtime also accepts."""
     roles = ("training", "harmless")
     return {
         flag.name: flag.text
@@ -236,7 +238,7 @@ def _framework(launch: Launch, given: Given) -> str:
 
 
 def with_defined(flags: list[GivenFlag], defined: Mapping[str, str]) -> list[GivenFlag]:
-    """The flags with those that the caller gives; an empty value takes one out."""
+    """The flags with the caller's flags replaced or added; an empty value removes a flag."""
     known = known_flags()
     found = list(flags)
     for name, text in defined.items():
@@ -262,9 +264,10 @@ def _spelled(name: str) -> tuple[str, ...]:
 
 
 def _one_number_of_experts(given: Given, loose: list[Word], framework: str, problems: Problems) -> list[Word]:
-    """The loose words without those that give each layer its own number of experts.
+    """The loose words without those of a list of experts per layer.
 
-    Megatron-DeepSpeed takes a list (`--num-experts 32 32 64`); one number many times is that number.
+    Megatron-DeepSpeed accepts a list (`--num-experts 32 32 64`); a list of equal numbers is read as that
+    number.
     """
     flag = given.get("--num-experts")
     if flag is None or framework != "megatron-deepspeed" or not flag.values:
@@ -278,7 +281,8 @@ def _one_number_of_experts(given: Given, loose: list[Word], framework: str, prob
 
 
 def _name_loose(loose: list[Any], problems: Problems, conditional: Collection[str]) -> None:
-    """Words of the command that no flag takes; those that could stand for flags are not known."""
+    """Add problems for words of the command that no flag takes; words that may be flags make the job
+    unknown."""
     for word in loose:
         could = [name for name in word.unknown if name in conditional or name.startswith(("$(", "`"))]
         if could:

@@ -1,4 +1,4 @@
-"""Rules of Megatron-LM and MindSpeed: flags that they refuse or ignore, named with their line."""
+"""Rules of Megatron-LM and MindSpeed: refused or ignored flags, named with their line."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class _Facts:
 
 
 OTHER_ATTENTION = ("mindspeed", "megatron-deepspeed")
-"""Software whose attention is not that of Transformer Engine."""
+"""Software that does not use Transformer Engine's attention."""
 
 Fault = tuple[Severity, str, str, str]
-"""Severity, the flag to blame, what is wrong, and what to write instead."""
+"""An error: severity, flag, description and correction."""
 
 
 def check_rules(
@@ -64,11 +64,11 @@ def check_rules(
     launch: Launch,
     problems: Problems,
 ) -> None:
-    """Add what is wrong with flags to `problems`.
+    """Add the errors of flags to `problems`.
 
     Args:
-        degrees: fields of `Layout`, all but those that depend on the number of devices.
-        world: devices of the job, None where it is not known; so is `batch`, sequences of a step.
+        degrees: fields of `Layout`, except those that depend on the number of devices.
+        world: devices of the job; None where unknown. batch: sequences of a step; None where unknown.
     """
     if any(problem.severity == "unknown" for problem in problems.found):
         # Rules about degrees wait until the degrees are known; a flag that needs another one is judged at
@@ -100,7 +100,7 @@ def check_rules(
 
 
 def _sizes(f: _Facts) -> Iterator[Fault]:
-    """Numbers that must divide each other."""
+    """Errors of numbers that must divide each other."""
     m, shards = f.model, f.tp * f.pp * f.cp
     if f.world is not None and f.world % shards:
         blamed = max(((f.tp, TP), (f.pp, PP), (f.cp, CP)), key=lambda pair: pair[0])[1]
@@ -130,7 +130,7 @@ def _sizes(f: _Facts) -> Iterator[Fault]:
 
 
 def _attention_of_context(f: _Facts) -> Iterator[Fault]:
-    """Faults of attention that Transformer Engine does not run with context parallelism."""
+    """Errors of attention that Transformer Engine does not support with context parallelism."""
     for text, remedy in refused_attention(f.model, f.form, f.tp, f.cp):
         yield "illegal", CP, text, remedy
 
@@ -180,7 +180,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
 def _of_groups(f: _Facts, count: int, unit: int) -> Iterator[Fault]:
-    """Microbatches of interleaving go in groups, of which the last has to fill the pipeline too."""
+    """Errors of interleaved groups of microbatches; the last group must fill the pipeline too."""
     said = f.number(GROUP)
     group = f.pp if said is None else int(said)
     if group < f.pp or group > count:
@@ -202,7 +202,7 @@ def _divisors(number: int, near: int) -> str:
 
 
 def _features(f: _Facts) -> Iterator[Fault]:
-    """Flags that need others, or rule them out."""
+    """Errors of flags that require or exclude other flags."""
     m = f.model
     if f.has("--bf16") and f.has("--fp16"):
         yield "illegal", "--fp16", "and --bf16 are given both", "leave one out"
@@ -260,7 +260,7 @@ _CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-
 
 
 def _numbers(f: _Facts) -> Iterator[Fault]:
-    """Values that must not be larger than others."""
+    """Errors of values that must not exceed others."""
     least, most = f.number("--min-lr"), f.number("--lr")
     if least is not None and most is not None and least > most:
         yield "illegal", "--min-lr", f"{least:g} is more than --lr {most:g}", ""
@@ -284,7 +284,7 @@ def _numbers(f: _Facts) -> Iterator[Fault]:
 
 
 def _connections(f: _Facts) -> Iterator[Fault]:
-    """Order of communication and kernels on GPUs before Blackwell."""
+    """Errors in the order of communication and kernels on GPUs before Blackwell."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     sharded = f.has("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
     if sharded and f.connections == "1":

@@ -1,4 +1,4 @@
-"""Layers of each pipeline stage, as flags of Megatron-LM and MindSpeed say them."""
+"""Layers of each pipeline stage, from flags of Megatron-LM and MindSpeed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.formats.megatron.mindspeed_layers import noop_layers
 from planner.formats.megatron.model import Given
 
 Counted = Callable[[str], int | None]
-"""The whole number that a flag gives."""
+"""A function that returns the whole number of a flag."""
 
 MOST_STAGES = 100_000
 
@@ -23,8 +23,8 @@ def layers_of_stages(
 ) -> dict[str, Any]:
     """Fields of `Layout`: chunks, schedule and layers of each stage.
 
-    Megatron-LM splits evenly unless it is told otherwise (transformer_config.py,
-    `num_layers_in_first_pipeline_stage` and `pipeline_model_parallel_layout`).
+    Megatron-LM splits evenly by default (transformer_config.py, `num_layers_in_first_pipeline_stage` and
+    `pipeline_model_parallel_layout`).
     """
     idle = noop_layers(given)
     layers = model.layers + len(idle)
@@ -118,7 +118,7 @@ def _chunks(given: Given, layers: int, pipeline: int, count: Counted, problems: 
 
 
 def _named_list(given: Given, problems: Problems) -> tuple[int, ...] | None:
-    """MindSpeed's `--num-layer-list 8,8,7,7`."""
+    """Layers from MindSpeed's `--num-layer-list 8,8,7,7`."""
     flag = given.get("--num-layer-list")
     if flag is None:
         return None
@@ -130,9 +130,10 @@ def _named_list(given: Given, problems: Problems) -> tuple[int, ...] | None:
 
 
 def _deepspeeds(given: Given, layers: int, stages: int) -> tuple[int, ...]:
-    """Stages as even as can be; embedding and head count as layers where the method says so.
+    """The most even stages; with some methods embedding and head count as layers.
 
-    DeepSpeed's PipelineModule, `partition_method`: `type:transformer`, or `type:transformer|embedding`.
+    Source: DeepSpeed's PipelineModule, `partition_method`: `type:transformer`, or
+    `type:transformer|embedding`.
     """
     method = given.get("--pp-partition-method")
     if method is None or "embedding" not in method.text or layers + 2 < 3 * stages:
@@ -144,7 +145,7 @@ def _deepspeeds(given: Given, layers: int, stages: int) -> tuple[int, ...]:
 def _with_ends(
     given: Given, layers: int, stages: int, count: Counted, problems: Problems
 ) -> tuple[int, ...] | None:
-    """A first and a last stage of their own sizes, and all between them alike."""
+    """Layers with given first and last stages, and equal stages between them."""
     first, last = count("--decoder-first-pipeline-num-layers"), count("--decoder-last-pipeline-num-layers")
     embedding = "--account-for-embedding-in-pipeline-split" in given
     loss = "--account-for-loss-in-pipeline-split" in given
@@ -167,7 +168,7 @@ def _with_ends(
 
 
 _COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
-"""Switches with which embedding and loss count as a layer."""
+"""Switches that make embedding and loss count as a layer."""
 
 _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers", *_COUNTED)
 
@@ -175,8 +176,8 @@ _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-lay
 def _layout(given: Given, problems: Problems) -> tuple[int, ...] | None:
     """Layers of the stages of `--pipeline-model-parallel-layout`, such as `Et*3|(tt|)*6tL`.
 
-    Letters (megatron/core/transformer/pipeline_parallel_layer_layout.py): E embedding, t layer, m prediction
-    of further tokens, L loss; `*N` repeats what stands before it, brackets group.
+    Letters (megatron/core/transformer/pipeline_parallel_layer_layout.py): E embedding, t layer, m MTP module,
+    L loss; `*N` repeats the preceding letter or group, brackets group.
     """
     flag = given.get("--pipeline-model-parallel-layout")
     if flag is None:

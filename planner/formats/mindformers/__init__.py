@@ -1,1 +1,1 @@
-"""MindFormers: configurations of both of its formats read and written."""
+"""MindFormers: configurations read in both of its formats, and written."""

@@ -24,7 +24,7 @@ from planner.formats.mindformers.reader import came_training, launched_devices, 
 
 NPU = "ascend-910b"
 ZERO_LEVELS = {"z1": 1, "z2": 2, "z3": 3}
-"""`parallel_config.zero_level`."""
+"""ZeRO stages by `parallel_config.zero_level`."""
 
 
 def recognises(entries: Entries) -> bool:
@@ -78,7 +78,7 @@ def read_dynamic(source: Source, around: Surroundings) -> Reading:
 
 
 def _named(entries: Entries) -> Entries:
-    """Keys with the section of the model under its usual name, whatever type of model it is for."""
+    """Keys with the model's section renamed to its usual name, for any type of model."""
     names = {path.partition(".")[0] for path in entries}
     other = next((name for name in ("gpt_config", "llama_config", "mixtral_config") if name in names), None)
     if other is None or "model_config" in names:
@@ -91,7 +91,7 @@ def _named(entries: Entries) -> Entries:
 
 
 def _visible_devices(text: str) -> int | None:
-    """Devices that a page's launch script makes visible, where msrun starts one process on each."""
+    """Number of devices that a page's launch script makes visible; msrun starts one process on each."""
     match = re.search(r"ASCEND_RT_VISIBLE_DEVICES=[\"']?([0-9]+(?:,[0-9]+)*)", text)
     return len(match.group(1).split(",")) if match is not None and "msrun" in text else None
 
@@ -227,7 +227,7 @@ def _recompute(keys: Keyed) -> dict[str, Any]:
 
 
 def keys_of_layout(layout: Layout) -> dict[str, str]:
-    """The keys that say a layout, with their values."""
+    """The keys of a layout, with their values."""
     values: dict[str, object] = {
         DYNAMIC_KEYS["tensor_parallel"]: layout.tensor_parallel,
         DYNAMIC_KEYS["sequence_parallel"]: layout.sequence_parallel,

@@ -51,7 +51,7 @@ LLAMA: Said = {
     **dict.fromkeys(f"latent_attention.{name}" for name in LatentAttention.model_fields),
     **_EXPERTS,
 }
-"""Parts of a model that MindFormers' Llama has words for."""
+"""Parts of a model that MindFormers' Llama supports."""
 
 GPT2: Said = {
     "gated": (False,),
@@ -63,7 +63,7 @@ GPT2: Said = {
     "max_positions": None,
     **_EXPERTS,
 }
-"""Parts of a model that MindFormers' GPT-2 has words for."""
+"""Parts of a model that MindFormers' GPT-2 supports."""
 
 BECAUSE = dict.fromkeys(
     ("gated", "activation", "norm", "position", "linear_bias", "qk_norm", "compressed_attention"),
@@ -72,7 +72,7 @@ BECAUSE = dict.fromkeys(
 
 
 def export_mindformers(model: ModelSpec, layout: Layout) -> Export:
-    """The keys of the model, the layout and the context; data and learning rates are to be added."""
+    """The keys of the model, the layout and the context; the user has to add data and learning rates."""
     missing: list[str] = []
     of_layout = layout_values(layout, model, missing)
     values: Values = {
@@ -97,7 +97,7 @@ def export_mindformers(model: ModelSpec, layout: Layout) -> Export:
 
 
 def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Values:
-    """The keys of a layout; what there are none for is added to `missing`."""
+    """The keys of a layout; degrees without a key are added to `missing`."""
     keys = STATIC_KEYS
     values: Values = {
         keys["data_parallel"]: layout.data_parallel,
@@ -143,7 +143,7 @@ def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Value
 
 
 def _stages(layout: Layout, missing: list[str]) -> Values:
-    """Chunks, schedule, and how far each stage is from an even share of the layers."""
+    """The keys of chunks, schedule, and of each stage's difference from an even share of the layers."""
     ranks, chunks, listed = (
         layout.pipeline_parallel,
         layout.virtual_pipeline_parallel,
@@ -180,7 +180,7 @@ def _zero(layout: Layout, missing: list[str]) -> Values:
 
 
 def _recompute(layout: Layout, missing: list[str]) -> Values:
-    """Whole layers, all or the first of each stage, or the operators of modules."""
+    """The keys of recomputation: whole layers (all, or the first of each stage), or operators of modules."""
     some = layout.recompute_num_layers if layout.recompute_method == "block" else None
     of_stages: Any = [some] * layout.pipeline_parallel
     if layout.virtual_pipeline_parallel > 1:
@@ -201,7 +201,7 @@ def _recompute(layout: Layout, missing: list[str]) -> Values:
 
 
 def model_values(model: ModelSpec, missing: list[str]) -> Values:
-    """The keys of a model, as its Llama or its GPT-2."""
+    """The keys of a model, as MindFormers' Llama or GPT-2."""
     llama = model.gated or model.position == "rope"
     lacks_of_model(missing, model, LLAMA if llama else GPT2, BECAUSE)
     keys = STATIC_KEYS

@@ -20,10 +20,10 @@ _GATED = {
     *("Qwen3Config", "InternLMConfig", "InternLM2Config", "BaichuanConfig", "YiConfig", "MistralConfig", ""),
     *("TelechatConfig", "DeepSeekConfig", "Qwen2MoeConfig"),
 }
-"""Types of models whose layers are a GPT-2's, and those whose layers are a Llama's."""
+"""Model types with GPT-2's layers, and with Llama's layers, by whether the MLP is gated."""
 
 _GLM = {"ChatGLM2Config", "ChatGLM3Config", "ChatGLM4Config"}
-"""Types of models whose layers are GLM's: gated, and positions turn half of each head."""
+"""Model types with GLM's layers: gated, with rotary embedding on half of each head."""
 
 _MODEL_TYPES = {
     "qwen3": "Qwen3Config",
@@ -36,7 +36,7 @@ _MODEL_TYPES |= {"deepseek_v3": "DeepseekV3Config", "deepseekv3": "DeepseekV3Con
 
 
 def read_model(keys: Keyed, problems: Problems, assumed: list[str]) -> ModelSpec | None:
-    """The model that `model.model_config` describes; None, and a problem, where it does not."""
+    """The model in `model.model_config`; None, and a problem, where it describes none."""
     kind = keys.text(f"{AT}.type") or keys.text(f"{AT}.model_type") or ""
     kind = _MODEL_TYPES.get(kind, kind)
     before = len(problems.found)
@@ -136,7 +136,7 @@ def _llama(keys: Keyed, sizes: dict[str, int | None]) -> dict[str, Any]:
 
 
 def _latent(keys: Keyed) -> dict[str, Any]:
-    """Multi-head latent attention of DeepSeek's models."""
+    """Fields of the multi-head latent attention of DeepSeek's models."""
     rank = keys.count(f"{AT}.kv_lora_rank")
     if rank is None:
         return {}
@@ -153,7 +153,7 @@ def _latent(keys: Keyed) -> dict[str, Any]:
 
 
 def _experts(keys: Keyed) -> dict[str, Any]:
-    """Experts of `moe_config`, or of the model's own keys."""
+    """Fields of experts, from `moe_config` or from the model's own keys."""
     experts = keys.count("moe_config.expert_num", f"{AT}.n_routed_experts", f"{AT}.num_experts") or 1
     if experts == 1:
         return {}

@@ -35,11 +35,11 @@ from planner.formats.mindformers.names import (
 from planner.inputs.model import resolve_model
 
 MOST_CHUNKS = 64
-"""Chunks of a pipeline rank whose lists are looked for."""
+"""Most chunks of a pipeline rank for which lists are read."""
 
 
 OLDER_NPU_GIB = 32.0
-"""Memory of an Ascend 910 of the first generation; a configuration that may use more is for a later one."""
+"""GiB of a first-generation Ascend 910; a configuration that may use more is for a later generation."""
 
 
 def recognises(entries: Entries) -> bool:
@@ -97,7 +97,7 @@ def read_static(source: Source, around: Surroundings) -> Reading:
 
 
 def _completed(source: Source, assumed: list[str]) -> tuple[Entries, str]:
-    """The keys, with those of the published file that a page quotes in part, and that model's name."""
+    """The keys completed by those of the published file that a page quotes in part, and that file's model."""
     if not source.page:
         return source.entries, ""
     for name, (model, rest) in EXCERPTS.items():
@@ -135,7 +135,7 @@ _MSRUN = re.compile(
 
 
 def launched_devices(text: str) -> tuple[int | None, int | None]:
-    """Devices of the job and of one node, as a launcher's command on the page says."""
+    """Devices of the job and of one node, from a launcher's command on the page."""
     match = _DISTRIBUTE.search(text)
     if match is not None:
         first, end, world = map(int, match.groups())
@@ -191,7 +191,7 @@ def _degrees(keys: Keyed, model: ModelSpec | None) -> dict[str, Any]:
 
 
 def _zero(keys: Keyed) -> int:
-    """The stage of ZeRO that MindSpore's optimizer parallelism is like in memory."""
+    """The ZeRO stage with the same memory as MindSpore's optimizer parallelism."""
     if not keys.switch(STATIC_KEYS["zero_stage"]):
         if keys.switch(STATIC_KEYS["shards_optimizer"]):
             text = "has had no effect since MindFormers 0.7"
@@ -255,7 +255,7 @@ def _check_sizes(keys: Keyed, model: ModelSpec, degrees: dict[str, Any]) -> None
 
 
 def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | None:
-    """Chunks, schedule, and layers of the stages."""
+    """Fields for chunks, schedule, and layers of the stages."""
     chunks = keys.count(STATIC_KEYS["virtual_pipeline_parallel"]) or 1
     if chunks > 1 and not keys.switch(STATIC_KEYS["interleaves"]):
         path = STATIC_KEYS["virtual_pipeline_parallel"]
@@ -298,7 +298,7 @@ def _scheduler(keys: Keyed) -> str:
 
 
 def _recompute(keys: Keyed, pipeline: int) -> dict[str, Any]:
-    """Whole layers (all of them, or some of each stage), or some operators."""
+    """Fields for recomputation: whole layers (all, or some of each stage), or some operators."""
     whole = _layers_of_stages(keys, STATIC_KEYS["recompute"], pipeline)
     if whole is True:
         return {"recompute": "full"}
@@ -326,7 +326,7 @@ def _recompute(keys: Keyed, pipeline: int) -> dict[str, Any]:
 
 
 def _modules(patterns: str) -> tuple[str, ...]:
-    """Modules that patterns of operators name (docs, feature_cards/Training_Algorithms)."""
+    """Modules for patterns of operators (docs, feature_cards/Training_Algorithms)."""
     named = {
         "core_attention": r"attention(?!_norm)[\w\\.]*(?:flash|softmax|dropout|core)",
         "norm": r"norm",
@@ -336,7 +336,8 @@ def _modules(patterns: str) -> tuple[str, ...]:
 
 
 def _layers_of_stages(keys: Keyed, path: str, pipeline: int) -> bool | int:
-    """True for all layers, or layers of each stage that recompute; of unequal ones the most."""
+    """True if all layers recompute, or the number of recomputed layers of a stage; the largest if they
+    differ."""
     entry = keys.first(path)
     if entry is None:
         # With several chunks, a list for each.
@@ -358,7 +359,7 @@ def _layers_of_stages(keys: Keyed, path: str, pipeline: int) -> bool | int:
 
 
 def _name_unpriced(keys: Keyed, model: ModelSpec, layout: Layout) -> None:
-    """Add notes on effects that the estimates leave out, in GiB where that is plain arithmetic."""
+    """Add notes on effects that the estimates ignore, with GiB where these are simple to compute."""
     tp = layout.tensor_parallel
     table = keys.first(STATIC_KEYS["table_on_each_rank"])
     if tp > 1 and keys.switch(STATIC_KEYS["table_on_each_rank"], default=True):
@@ -386,12 +387,12 @@ def _name_unpriced(keys: Keyed, model: ModelSpec, layout: Layout) -> None:
 
 
 def optimizer_of(keys: Keyed, path: str) -> str:
-    """The optimizer of a layout that the key `path` names."""
+    """The optimizer that the key `path` names."""
     return optimizer_named(keys.text(path), keys.problems, path, keys.line(path))
 
 
 def came_training(keys: Keyed, section: str) -> dict[str, str | None]:
-    """Parameters of CAME, as flags; a note for each that changes what is learned and has no flag."""
+    """Parameters of CAME as flags; adds a note for each one without a flag that changes training."""
     for name in ("scale_parameter", "relative_step", "warmup_init"):
         path = f"{section}.{name}"
         if keys.switch(path):

@@ -29,7 +29,7 @@ SAID: Said = {
     **dict.fromkeys(("kv_heads", "max_positions", "norm_eps", "rope_theta", "tied", "qkv_bias")),
     **dict.fromkeys(("experts", "top_k", "expert_ffn", "shared_expert_ffn", "mlp_pattern")),
 }
-"""Parts of a model that nanotron has words for; its models are Llama and Qwen 2."""
+"""Parts of a model that nanotron supports; its models are Llama and Qwen 2."""
 
 BECAUSE = dict.fromkeys(
     ("gated", "activation", "norm", "position", "linear_bias", "qk_norm", "latent_attention"),
@@ -41,7 +41,7 @@ BECAUSE = dict.fromkeys(
 
 
 def export_nanotron(model: ModelSpec, layout: Layout) -> Export:
-    """The whole configuration but for the data; steps and learning rates are those of its examples."""
+    """The whole configuration except the data; steps and learning rates are those of nanotron's examples."""
     missing: list[str] = []
     of_layout = layout_values(layout, missing)
     values: Values = {
@@ -68,7 +68,7 @@ def export_nanotron(model: ModelSpec, layout: Layout) -> Export:
 
 
 def layout_values(layout: Layout, missing: list[str]) -> Values:
-    """The keys of a layout; what there are none for is added to `missing`."""
+    """The keys of a layout; degrees without a key are added to `missing`."""
     values: Values = {
         KEYS["data_parallel"]: layout.data_parallel,
         KEYS["pipeline_parallel"]: layout.pipeline_parallel,
@@ -148,7 +148,7 @@ def _optimizer(layout: Layout) -> Values:
 
 
 def model_values(model: ModelSpec, missing: list[str], ring: bool) -> Values:
-    """The keys of a model, as nanotron's Llama or, with experts, biases of queries or a ring, its Qwen 2."""
+    """The keys of a model, as nanotron's Llama; with experts, query biases or a ring as its Qwen 2."""
     qwen = bool(model.experts) or model.qkv_bias or ring
     lacks_of_model(missing, model, SAID, BECAUSE)
     values: Values = {

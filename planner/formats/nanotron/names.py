@@ -1,11 +1,11 @@
-"""Names that nanotron has for degrees of a layout (src/nanotron/config, commit 2411b022 of April 2026)."""
+"""Names of degrees of a layout in nanotron (src/nanotron/config, commit 2411b022 of April 2026)."""
 
 from __future__ import annotations
 
 from planner.formats.facts.key_table import key_table
 
 KEYS = key_table("nanotron").fields
-"""Keys of nanotron's YAML by the field of `Layout` or `ModelSpec` that a key gives (keys/nanotron.yaml)."""
+"""Keys of nanotron's YAML by their field of `Layout` or `ModelSpec` (keys/nanotron.yaml)."""
 
 REQUIRED = tuple(
     KEYS[name]
@@ -21,13 +21,13 @@ REQUIRED = tuple(
 """Keys that have no default (config/config.py, `TokensArgs`, and config/parallelism_config.py)."""
 
 TRAINING = key_table("nanotron").flags
-"""Keys by the flag of Megatron-LM that says the same of what is learned."""
+"""Keys of training by the equivalent flag of Megatron-LM."""
 
 TP_MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
-"""`parallelism.tp_mode`, by whether it is sequence parallelism."""
+"""Values of `parallelism.tp_mode`: True for sequence parallelism."""
 
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""`model.dtype`."""
+"""Number formats by `model.dtype`."""
 
 OPTIMIZERS = {"adamW": "adam", "sgd": "sgd"}
-"""`optimizer.optimizer_factory.name`."""
+"""Optimizers by `optimizer.optimizer_factory.name`."""

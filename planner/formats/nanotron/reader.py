@@ -1,4 +1,4 @@
-"""Configurations of nanotron. Defaults are those of nanotron/config."""
+"""Reader of nanotron's configurations. Defaults are those of nanotron/config."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _model(keys: Keyed, places: Places) -> ModelSpec | None:
 
 
 def _layers_with_experts(keys: Keyed, layers: int) -> tuple[str, ...] | None:
-    """MLPs of all layers where `moe_config.layers` lists the layers with experts; None for all layers
+    """Kinds of MLP of all layers if `moe_config.layers` lists the layers with experts; None for all layers
     ([-1])."""
     entry = keys.entries.get(KEYS["layers_with_experts"])
     items = [] if entry is None or entry.items is None else list(entry.items)

@@ -1,1 +1,1 @@
-"""NeMo and Megatron-Bridge: files, recipes and overrides read, and files written."""
+"""NeMo and Megatron-Bridge: files, recipes and overrides read; files written."""

@@ -28,7 +28,7 @@ _ELSEWHERE = (
     *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
     *("--group-query-attention", "--max-position-embeddings"),
 )
-"""Flags that other fields say, or that need none."""
+"""Flags that other fields express, or that need no field."""
 
 
 RESET: Values = {
@@ -39,7 +39,7 @@ RESET: Values = {
     KEYS["--recompute-method"]: None,
     KEYS["--recompute-num-layers"]: None,
 }
-"""Settings that a recipe may have and a plan does not."""
+"""Settings of recipes that must be reset, as plans do not have them."""
 
 
 def export_bridge(
@@ -48,8 +48,8 @@ def export_bridge(
     """The file of overrides of a pre-training script (`--config-file`).
 
     Args:
-        overlaps: the price rests on data-parallel communication that hides behind passes.
-        exchange: flags of the exchange of experts that it rests on (`dispatch_flags`).
+        overlaps: True if the price assumes overlap of data-parallel communication.
+        exchange: flags of dispatch that the price assumes (`dispatch_flags`).
     """
     missing: list[str] = []
     flags = model_flags(model, missing) | (exchange or {})
@@ -83,7 +83,7 @@ def _notes(layout: Layout) -> tuple[str, ...]:
 
 
 def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Values:
-    """The fields of a layout; what there are none for is added to `missing`."""
+    """The fields of a layout; degrees without a field are added to `missing`."""
     flags = layout_flags(layout, model, "megatron", missing)
     values = RESET | _values(flags, model)
     if layout.virtual_pipeline_parallel > 1 and DEGREE_FLAGS["layers_per_stage"] not in flags:
@@ -99,7 +99,7 @@ def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Value
 
 
 def _mixed_precision(layout: Layout) -> str | None:
-    """The recipe of a number format; of fp8 the first one unless its scales say another."""
+    """The recipe of a number format; for fp8 the first one, unless the scales need another."""
     named = [name for name, short in RECIPES.items() if short == layout.precision]
     word = next((word for word, recipe in FP8_RECIPES.items() if recipe == layout.fp8_recipe), "")
     return next((name for name in named if word in name), None)

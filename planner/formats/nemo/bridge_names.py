@@ -1,4 +1,4 @@
-"""Names that Megatron-Bridge has for flags of Megatron-LM: fields of its `ConfigContainer`.
+"""Names of Megatron-LM's flags in Megatron-Bridge: fields of its `ConfigContainer`.
 
 The fields are those of release 0.3.1 (megatron/bridge/training/config.py, models/gpt_provider.py).
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from planner.formats.facts.key_table import key_table
 
 KEYS = key_table("megatron-bridge").flags
-"""Paths by the flag that they say; switches are true there, but for those of `OFF`."""
+"""Paths by flag; a switch is a true field, except for those in `OFF`."""
 
 OFF = tuple(flag for flag, key in KEYS.items() if key in key_table("megatron-bridge").opposite)
-"""Switches whose fields are false."""
+"""Switches that are expressed by a false field."""
 
 CHUNKS = KEYS["--num-virtual-stages-per-pipeline-rank"]
-"""Chunks of each pipeline rank."""
+"""Path of the chunks of each pipeline rank."""
 
 PRECISION = "mixed_precision"
 
@@ -27,7 +27,7 @@ RECIPES = {
     "bf16_with_mxfp8_mixed": "mxfp8",
     "bf16_with_nvfp4_mixed": "nvfp4",
 }
-"""Number formats, by the name of a recipe of `mixed_precision`."""
+"""Number formats by the name of a recipe in `mixed_precision`."""
 
 FP8_RECIPES = {"current": "tensorwise", "delayed": "delayed", "subchannel": "blockwise", "mxfp8": "mxfp8"}
-"""Recipes of `--fp8-recipe`, by the words for them in these names."""
+"""Values of `--fp8-recipe` by their words in these recipe names."""

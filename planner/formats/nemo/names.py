@@ -1,4 +1,4 @@
-"""Names that NeMo and Megatron-Bridge have for flags of Megatron-LM."""
+"""Names of Megatron-LM's flags in NeMo and Megatron-Bridge."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLAGS = {
     for leaf, (key, flag) in _LAST_WORDS.items()
     if leaf != flag[2:].replace("-", "_") and key not in TABLE.opposite
 }
-"""Flags by the last word of a key, where it is not the flag's own with underscores."""
+"""Flags by the last word of a key, if it is not the flag's name with underscores."""
 
 OFF = {leaf: flag for leaf, (key, flag) in _LAST_WORDS.items() if key in TABLE.opposite}
 """Switches that are given where a key is false."""
@@ -32,4 +32,4 @@ NOT_MEGATRONS = {
     "spec",
     "model_parallel_size",
 }
-"""Last words of keys whose flags mean something else, or are no matter of the layout."""  # fmt: skip
+"""Last words of keys whose flags have another meaning, or do not concern the layout."""  # fmt: skip

@@ -16,11 +16,11 @@ from planner.formats.on_megatron.verl import is_verl, is_verl_sft
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 
 FEWEST = 3
-"""Keys of a command that trains."""
+"""Least number of keys of a training command."""
 
 
 def override_entries(text: str, define: Mapping[str, str], beside: Mapping[str, str]) -> Entries:
-    """The keys that a script gives to a training program; none where no command gives NeMo's."""
+    """The keys that a script passes to a training program; empty where no command passes NeMo's keys."""
     best: Entries = {}
     for launch in commands(text, dict(define), beside):
         found: Entries = {}

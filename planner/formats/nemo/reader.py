@@ -1,6 +1,6 @@
 """Configurations of NeMo (YAML, and recipes of NeMo 2) and recipes of Megatron-Bridge.
 
-Their keys are Megatron-LM's flags with underscores, which is how they are read: the rules are the same.
+Their keys are Megatron-LM's flags with underscores, so they are read as these flags, with the same rules.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_nemo(source: Source, around: Surroundings) -> Reading:
 
 
 def read_overrides(source: Source, around: Surroundings) -> Reading:
-    """The job of a script that gives keys to a program, without the file whose keys these change."""
+    """The job of a script that passes keys to a program, without the file that these keys override."""
     reading = read_nemo(source, around)
     problems = Problems(source.file)
     named = re.search(r"--config-name[= ]+([^\s\\]+)", source.text)
@@ -77,14 +77,14 @@ def read_recipe(source: Source, around: Surroundings) -> Reading:
 
 
 _OWN_BASES = re.compile(r"_?(?:pretrain|sft|peft)_common|\w+_(?:pretrain|sft|finetune)_\w*config")
-"""Functions of Megatron-Bridge that recipes start from (recipes/common.py), which train in bf16."""
+"""Base functions of Megatron-Bridge's recipes (recipes/common.py), which train in bf16."""
 
 _BATCH = {"global_batch_size": "train", "micro_batch_size": "train"}
 _DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
 def _name_inherited(recipe: Recipe, reading: Reading, define: Mapping[str, str], problems: Problems) -> None:
-    """Name what a recipe takes over from a function that is in none of the files."""
+    """Add problems for values that a recipe inherits from a function that is not in the files."""
     leaves = {flag.name.rpartition(".")[2] for flag in reading.flags}
     leaves |= {name.rpartition(".")[2] for name in define}
     bridge = reading.framework == "megatron-bridge"
@@ -174,11 +174,11 @@ def _read(
 
 
 OTHERS = {"precision", "mixed_precision"}
-"""Keys that say what flags of Megatron-LM say in several words."""
+"""Keys that are equivalent to several flags of Megatron-LM."""
 
 
 def _defined(entries: Entries, define: Mapping[str, str]) -> Entries:
-    """The keys with those that the caller gives, which may be any that a flag of Megatron-LM stands for."""
+    """The keys with the caller's keys replaced or added; any key with a flag of Megatron-LM is allowed."""
     known = {name[2:].replace("-", "_") for name in known_flags()} | set(FLAGS) | set(OFF)
     known |= OTHERS
     return with_definitions(entries, define, known)
@@ -188,7 +188,7 @@ _LAYOUT, _BUILDER = "pipeline_model_parallel_layout", "_pipeline_model_parallel_
 
 
 def _others(keys: Keyed, rest: set[str]) -> tuple[GivenFlag, ...]:
-    """Keys that no flag of Megatron-LM stands for: most are about logs, data and the framework's inside."""
+    """Keys without a flag of Megatron-LM; most are about logs, data and internals of the framework."""
     leaves = {path.rpartition(".")[2] for path, entry in keys.entries.items() if not entry.null}
     found = []
     for flag in keys.flags():
@@ -209,7 +209,7 @@ def _others(keys: Keyed, rest: set[str]) -> tuple[GivenFlag, ...]:
 
 
 _USUAL = ("", "false", "none", "null", "0", "0.0", "1")
-"""Values with which recipes spell out that something is off."""
+"""Values by which recipes state that a feature is off."""
 
 
 def _name_adapters(keys: Keyed) -> None:
@@ -224,7 +224,7 @@ def _name_adapters(keys: Keyed) -> None:
 
 
 def _name_other_models(keys: Keyed) -> None:
-    """Models that are no decoder alone: parts with sizes of their own, images beside text, masked words."""
+    """Add problems for models that are not only a decoder: further parts, images, masked words."""
     for path, entry in keys.entries.items():
         words = path.split(".")
         part = words[1] if words[0] == "model" and len(words) > 2 else ""
@@ -326,7 +326,7 @@ def _computed(entry: Entry, entries: Entries) -> str:
 
 
 def _value_named(flag: str, text: str) -> tuple[str, ...]:
-    """The value of a flag that the name of a recipe stands for."""
+    """The value of a flag for the name of a recipe."""
     if flag == "--fp8-recipe":
         return tuple(recipe for word, recipe in FP8_RECIPES.items() if word in text.lower())[:1]
     if flag in ("--optimizer", "--tokenizer-type", "--tokenizer-name-or-path"):
@@ -335,7 +335,7 @@ def _value_named(flag: str, text: str) -> tuple[str, ...]:
 
 
 def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
-    """Switches that other words than those of Megatron-LM turn on."""
+    """Switches that are turned on by other keys than Megatron-LM's."""
     found: list[tuple[str, Entry]] = []
     made = Entry("", "", 0)
     for path, entry in keys.entries.items():
@@ -377,11 +377,11 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
 
 
 _PLAIN = ("GPTModelProvider", "GPTConfig", "TransformerConfig", "MegatronGPTModelProvider")
-"""Classes whose layers are as Megatron-LM's are without further flags."""
+"""Classes whose layers equal Megatron-LM's defaults."""
 
 
 def _name_defaults_of_class(keys: Keyed) -> None:
-    """Name a class whose own defaults are part of the model: gates, norms and windows."""
+    """Add a problem for a class whose defaults are part of the model: gates, norms and windows."""
     for path in keys.entries:
         made, dot, leaf = path.partition(".")
         if dot and leaf in ("hidden_size", "num_layers") and made[:1].isupper() and made not in _PLAIN:
@@ -391,7 +391,7 @@ def _name_defaults_of_class(keys: Keyed) -> None:
 
 
 def _named_model(models: tuple[str, ...]) -> ModelSpec | None:
-    """The model of the catalogue that a recipe names last: on the hub, as a class, or as a function."""
+    """The catalogue's model that a recipe names last: by its Hub id, a class, or a function."""
     for name in models[::-1]:
         if "/" in name:
             model = model_of(name)
@@ -426,7 +426,7 @@ _NAMED_DEVICES = re.compile(r"_([0-9]{1,5})gpu_(a100|h100|h200|b200|b300|gb200|g
 
 
 def _devices(keys: Keyed, models: tuple[str, ...]) -> tuple[int | None, int | None, str | None]:
-    """Devices of the job and of a node, and their kind, as far as keys or the recipe's name say them."""
+    """Devices of the job and of a node, and their kind, from keys or the recipe's name."""
     named = next((match for name in models if (match := _NAMED_DEVICES.search(name))), None)
     if named is not None:
         return int(named.group(1)) or None, None, {"a100": "a100-80g"}.get(named.group(2), named.group(2))
@@ -437,7 +437,7 @@ def _devices(keys: Keyed, models: tuple[str, ...]) -> tuple[int | None, int | No
 
 
 def _renamed(problem: ConfigProblem, paths: Mapping[str, str], framework: str) -> ConfigProblem:
-    """A problem with keys for flags, in its text too."""
+    """A problem with flags replaced by keys, also in its text."""
     text, remedy = problem.text, problem.remedy
     for flag, path in sorted(paths.items(), key=lambda pair: -len(pair[0])):
         text, remedy = text.replace(flag, path), remedy.replace(flag, path)

@@ -1,6 +1,7 @@
 """Configurations of NeMo-RL: the policy, which trains with Megatron-LM or with FSDP2 (DTensor).
 
-A file starts from those that `defaults` names. All values stand in YAML: what no file says is not known.
+A file inherits from the files in `defaults`. All values are in YAML, so a value that no file gives is
+unknown.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from planner.inputs.huggingface.script_names import model_of
 from planner.inputs.model import with_seq
 
 NEEDED = ("micro_batch_size", "global_batch_size", "seq", "precision")
-"""Fields that every job says, whatever it trains with."""
+"""Fields that every job gives, with either backend."""
 
 
 def recognises(entries: Entries) -> bool:
@@ -53,7 +54,7 @@ def recognises(entries: Entries) -> bool:
 
 
 def read_nemo_rl(source: Source, around: Surroundings) -> Reading:
-    """The policy of a job of NeMo-RL: the model that trains."""
+    """The policy of a NeMo-RL job, which is the trained model."""
     whole = inherit(source.entries, source.file, "defaults", around.beside)
     problems = Problems(source.file)
     keys = Keyed(
@@ -98,7 +99,7 @@ def read_nemo_rl(source: Source, around: Surroundings) -> Reading:
 
 
 def _counts(path: str, megatron: bool) -> bool:
-    """Return whether a key belongs to the backend that trains and is no flag of Megatron-LM."""
+    """Return whether a key belongs to the training backend and is not a flag of Megatron-LM."""
     other = DTENSOR if megatron else MEGATRON
     return not path.startswith(f"{other}.") and not (
         path.startswith(MEGATRON) and _flag(path) in known_flags()
@@ -106,7 +107,7 @@ def _counts(path: str, megatron: bool) -> bool:
 
 
 def _flag(path: str) -> str:
-    """The flag that a key of `policy.megatron_cfg` stands for, known or not."""
+    """The flag for a key of `policy.megatron_cfg`; it may be an unknown flag."""
     leaf = path.rpartition(".")[2]
     return OFF.get(leaf) or MEGATRON_FLAGS.get(leaf, f"--{leaf.replace('_', '-')}")
 
@@ -250,7 +251,7 @@ def _read_dtensor(keys: Keyed, model: ModelSpec | None, world: int | None, local
 
 
 def _with_lora(keys: Keyed, model: ModelSpec) -> ModelSpec:
-    """The model with the adapters that train, as the flags of trainers that say them."""
+    """The model with its adapters, from keys translated to flags of trainers."""
     at = f"{DTENSOR}.lora_cfg"
     given = {"--use_peft": Entry("--use_peft", "true", keys.line(f"{at}.enabled") or 0)}
     every = keys.switch(f"{at}.match_all_linear", default=True)

@@ -1,4 +1,4 @@
-"""Names that NeMo-RL has for the parts of a job: keys below `policy` of its YAML (examples/configs)."""
+"""Names of the parts of a job in NeMo-RL: keys below `policy` in its YAML (examples/configs)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEGATRON_FLAGS = {
     "fp8_param": "--fp8-param-gather",
     "use_custom_fsdp": "--use-custom-fsdp",
 }
-"""Flags by the last word of a key of `policy.megatron_cfg`, where it is not the flag's own."""
+"""Flags by the last word of a key of `policy.megatron_cfg`, if it is not the flag's name."""
 
 OFF = {"grad_reduce_in_fp32": "--grad-reduce-in-bf16", "apply_rope_fusion": "--no-rope-fusion"}
 """Switches that are given where a key is false."""
@@ -34,10 +34,10 @@ RECOMPUTATION = ("recompute_granularity", "recompute_modules")
 """Keys that count where `activation_checkpointing` is true."""
 
 KEYS = key_table("nemo-rl").fields
-"""Keys of jobs under DTensor by the field of `Layout` or `ModelSpec` that they give (keys/nemo-rl.yaml)."""
+"""Keys of jobs under DTensor by their field of `Layout` or `ModelSpec` (keys/nemo-rl.yaml)."""
 
 FORMATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""`policy.precision`."""
+"""Number formats by `policy.precision`."""
 
 LORA = {
     "dim": "--lora_r",

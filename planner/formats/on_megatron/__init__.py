@@ -1,1 +1,1 @@
-"""Software whose configurations name Megatron-LM's flags in their own way: read as those flags."""
+"""Software whose configurations have other names for Megatron-LM's flags; they are read as those flags."""

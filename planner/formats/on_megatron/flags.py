@@ -1,4 +1,4 @@
-"""Keys of other software as flags of Megatron-LM, and a reading of these in the words of the keys."""
+"""Keys of other software as flags of Megatron-LM, and a reading of flags translated back to keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.formats.shell.text import Word
 
 
 def as_flags(pairs: Iterable[tuple[str, Entry]]) -> list[GivenFlag]:
-    """Keys as flags; a switch is given where its key is true."""
+    """Keys as flags; a true key is a given switch."""
     known = known_flags()
     found = []
     for name, entry in pairs:
@@ -35,7 +35,7 @@ def _word(text: str, line: int) -> Word:
 
 
 def renamed(reading: Reading, names: Mapping[str, str], framework: str, engine: str) -> Reading:
-    """A reading of flags, with the keys that these stand for in their places."""
+    """A reading of flags, with the flags replaced by their keys."""
     problems = []
     for problem in reading.problems:
         name = names.get(problem.flag, problem.flag)

@@ -1,4 +1,4 @@
-"""Configurations of GPT-NeoX, whose keys stand for flags of Megatron-DeepSpeed."""
+"""Configurations of GPT-NeoX; its keys are read as flags of Megatron-DeepSpeed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEOX = {key: flag for flag, key in key_table("gpt-neox").flags.items()}
 
 
 def is_neox(entries: Entries) -> bool:
-    """Return whether keys are those of GPT-NeoX, which writes hyphens too."""
+    """Return whether keys are those of GPT-NeoX, with underscores or hyphens."""
     names = {path.replace("-", "_") for path in entries}
     return "pipe_parallel_size" in names or {"model_parallel_size", "num_attention_heads"} <= names
 
@@ -100,9 +100,9 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
 
 
 def _of_all_files(source: Source) -> tuple[Entries, dict[str, str]]:
-    """The keys of all files of a job, and the files of those that stand in another than the first.
+    """The keys of all files of a job, and the file of each key that is not in the first file.
 
-    GPT-NeoX takes several, and no key twice (`NeoXArgs.from_ymls`).
+    GPT-NeoX accepts several files, with no key twice (`NeoXArgs.from_ymls`).
     """
     found: Entries = {}
     files: dict[str, str] = {}
@@ -122,7 +122,7 @@ def _of_all_files(source: Source) -> tuple[Entries, dict[str, str]]:
 
 
 def _other_attention(keys: Keyed) -> tuple[list[str], int] | None:
-    """Kinds of layers that `attention_config` lists besides those of full attention, and its line."""
+    """Kinds of layers in `attention_config` other than full attention, and its line."""
     entries = [entry for path, entry in keys.entries.items() if path.split(".")[0] == "attention_config"]
     text = " ".join(f"{entry.text} {' '.join(entry.items or ())}" for entry in entries)
     kinds = sorted(set(re.findall(r"[A-Za-z_]+", text)) - {"global", "flash", "all"})
@@ -132,7 +132,7 @@ def _other_attention(keys: Keyed) -> tuple[list[str], int] | None:
 def _gated_width(keys: Keyed) -> list[tuple[str, Entry]]:
     """The width of a gated MLP: a third of `intermediate_size`, or of four times the hidden size.
 
-    So many parameters has an MLP of that width that is not gated (`ParallelMLP`).
+    A gated MLP then has as many parameters as one without a gate (`ParallelMLP`).
     """
     hidden, whole = keys.count("hidden_size"), keys.count("intermediate_size")
     if whole is None and hidden is not None:
@@ -146,7 +146,7 @@ def _gated_width(keys: Keyed) -> list[tuple[str, Entry]]:
 
 
 def _neox_batch(keys: Keyed, around: Surroundings) -> Entry | None:
-    """The global batch that microbatches and steps make on all devices."""
+    """The global batch from microbatches and accumulation steps on all devices."""
     micro, steps = (
         keys.count("train_micro_batch_size_per_gpu"),
         keys.count("gradient_accumulation_steps") or 1,

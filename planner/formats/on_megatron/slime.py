@@ -1,7 +1,6 @@
-"""Scripts of slime (THUDM): the actor, whose flags are Megatron-LM's beside those of rollouts.
-
-slime/utils/arguments.py says its own flags, and backends/megatron_utils/arguments.py what it sets of
-Megatron-LM's: the distributed optimizer, bf16, and sequences of any length.
+"""Scripts of slime (THUDM): the actor, whose flags are Megatron-LM's flags and flags of rollouts.
+slime/utils/arguments.py has its own flags. backends/megatron_utils/arguments.py sets some of Megatron-LM's:
+the distributed optimizer, bf16, and sequences of variable length.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NODES, DEVICES = "--actor-num-nodes", "--actor-num-gpus-per-node"
 MARKS = {NODES, DEVICES, "--rollout-num-gpus", "--rollout-function-path", "--rollout-batch-size"}
 
 DEFAULTS = {NODES: "1", DEVICES: "8"}
-"""Devices of the actor where no flag says them."""
+"""Default numbers of the actor's devices."""
 
 DYNAMIC = "--use-dynamic-batch-size"
 
@@ -45,13 +44,13 @@ SWITCHES = (
     *("--normalize-advantages", "--skip-eval-before-train", "--enable-mtp-training", "--allgather-cp"),
     "--get-mismatch-metrics",
 )
-"""Flags of slime's own that no value follows."""
+"""Slime's own flags without a value."""
 
 
 def _own(name: str) -> KnownFlag | None:
-    """A flag of slime's own; None for those of Megatron-LM and for any other.
+    """A flag of slime itself; None for flags of Megatron-LM and for others.
 
-    Patterns such as `--disable-*` stand for no flag that says Megatron-LM's model or layout.
+    Patterns such as `--disable-*` do not match flags of Megatron-LM's model or layout.
     """
     roles = known_keys("slime")
     of_megatron = name in known_flags() and known_flags()[name].role in DECIDING
@@ -68,7 +67,7 @@ def _own(name: str) -> KnownFlag | None:
 
 
 def read_slime(source: Source, around: Surroundings) -> Reading:
-    """The job of slime's actor: what trains."""
+    """The job of slime's actor, which is the trained model."""
     launch = find_slime(source.text, around.define, around.beside)
     assert launch is not None
     outside = {name: value for name, value in around.define.items() if not is_mentioned(name, source.text)}
@@ -131,7 +130,7 @@ def read_slime(source: Source, around: Surroundings) -> Reading:
 
 
 def _global_batch(given: Mapping[str, GivenFlag]) -> str | None:
-    """Samples of a step, as a rollout and its steps say them where no batch is given."""
+    """Samples of a step; if no batch is given, from a rollout's samples and its steps."""
     names = ("--rollout-batch-size", "--n-samples-per-prompt", "--num-steps-per-rollout")
     texts = [given[name].text if name in given else "1" for name in names]
     if names[0] not in given or names[2] not in given or not all(text.isdigit() for text in texts):
@@ -143,7 +142,7 @@ def _global_batch(given: Mapping[str, GivenFlag]) -> str | None:
 def _model(
     given: Mapping[str, GivenFlag], around: Surroundings, problems: Problems, assumed: list[str]
 ) -> ModelSpec | None:
-    """The model: of the caller, or of the checkpoint where no flag says it; None where flags do."""
+    """The model: from the caller, or from the checkpoint if no flag describes it; None where flags do."""
     if around.model is not None:
         return around.model
     if "--num-layers" in given:
@@ -160,7 +159,8 @@ def _model(
 
 
 def _name_lengths(given: Mapping[str, GivenFlag], problems: Problems) -> None:
-    """Samples have any length: how long those of a microbatch are, and how many it has, no flag says."""
+    """Add problems for sequences of variable length: flags do not give the length and number of a
+    microbatch's sequences."""
     dynamic = given.get(DYNAMIC)
     if dynamic is not None:
         most = given.get("--max-tokens-per-gpu")

@@ -1,4 +1,4 @@
-"""Scripts with the commands of ms-swift that train with Megatron-LM (`megatron sft`)."""
+"""Scripts with ms-swift's commands for training with Megatron-LM (`megatron sft`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SWIFT_COMMANDS = ("sft", "pt", "rlhf")
 
 
 def swift_command(text: str, around: Surroundings) -> tuple[Launch, Entries] | None:
-    """The command of ms-swift that trains with Megatron-LM, and its flags; None where there is none."""
+    """The ms-swift command for training with Megatron-LM, and its flags; None where there is none."""
     for launch in commands(text, dict(around.define), around.beside):
         names = [word.text.rpartition("/")[2] for word in launch.launcher]
         if "megatron" in names and launch.program in SWIFT_COMMANDS:

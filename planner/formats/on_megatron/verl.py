@@ -1,4 +1,5 @@
-"""Jobs of verl: the actor, which trains with Megatron-LM or FSDP, and the trainer of given answers (SFT)."""
+"""Jobs of verl: the actor, which trains with Megatron-LM or FSDP, and the trainer for supervised fine-tuning
+(SFT)."""
 
 from __future__ import annotations
 
@@ -33,10 +34,11 @@ FLAGS = {key: flag for flag, key in key_table("verl").flags.items()}
 ACTORS = "actor_rollout_ref.actor."
 
 DEFAULTS = {"prompt": 512, "answer": 512, "global_batch_size": 256, "nodes": 1, "devices": 8, "answers": 1}
-"""Numbers of verl's own files (trainer/config/ppo_trainer.yaml, data/legacy_data.yaml, actor/actor.yaml)."""
+"""Default numbers from verl's own files (trainer/config/ppo_trainer.yaml, data/legacy_data.yaml,
+actor/actor.yaml)."""
 
 SFT_DEFAULTS = {"seq": 1024, "global_batch_size": 256, "micro_batch_size": 4, "nodes": 1, "devices": 8}
-"""Numbers of trainer/config/sft_trainer.yaml."""
+"""Default numbers from trainer/config/sft_trainer.yaml."""
 
 
 def is_verl(entries: Entries) -> bool:
@@ -45,12 +47,13 @@ def is_verl(entries: Entries) -> bool:
 
 
 def is_verl_sft(entries: Entries) -> bool:
-    """Return whether keys are those of verl's trainer of given answers."""
+    """Return whether keys are those of verl's SFT trainer."""
     return SFT["model"] in entries
 
 
 def read_verl(source: Source, around: Surroundings) -> Reading:
-    """The actor of a job of verl: the model that trains. `ref` and `rollout` are other programs beside it."""
+    """The actor of a verl job, which is the trained model. `ref` and `rollout` are other programs of the
+    job."""
     problems = Problems(source.file)
     entries = with_definitions(source.entries, around.define, known_keys("verl"))
     keys = Keyed(entries, "verl", source.file, problems)
@@ -83,7 +86,7 @@ def _config(source: Source) -> str:
 
 
 def read_verl_sft(source: Source, around: Surroundings) -> Reading:
-    """The job of verl's trainer of given answers."""
+    """The job of verl's SFT trainer."""
     problems = Problems(source.file)
     entries = with_definitions(source.entries, around.define, known_keys("verl-sft"))
     keys = Keyed(entries, "verl-sft", source.file, problems)
@@ -126,7 +129,7 @@ def _model(keys: Keyed, table: Mapping[str, str], around: Surroundings, seq: int
 
 
 def _with_lora(keys: Keyed, table: Mapping[str, str], model: ModelSpec) -> ModelSpec:
-    """The model with the adapters that train, as the flags of trainers that say them."""
+    """The model with its adapters, from keys translated to flags of trainers."""
     given = {"--use_peft": Entry("--use_peft", "true", 0)}
     for flag, field, usual in (
         ("--lora_r", "lora_rank", ""),
@@ -139,7 +142,7 @@ def _with_lora(keys: Keyed, table: Mapping[str, str], model: ModelSpec) -> Model
 
 
 def _micro_batch(keys: Keyed, table: Mapping[str, str]) -> int:
-    """Sequences of a microbatch; not known where their tokens decide, or where nothing says it."""
+    """Sequences of a microbatch; unknown where a number of tokens decides, or where no key gives it."""
     micro = keys.count(table["micro_batch_size"])
     if keys.switch(table["dynamic"]):
         text = "microbatches have as many samples as a number of tokens holds"
@@ -207,7 +210,7 @@ def _read_fsdp(
     world: int | None,
     local: int | None,
 ) -> Reading:
-    """A job under FSDP, whose weights are fp32 and computed with in bf16 (workers/fsdp_workers.py)."""
+    """A job under FSDP, with fp32 weights and bf16 computation (workers/fsdp_workers.py)."""
     assumed = []
     if (keys.text(table["weights"]) or "fp32") not in ("fp32", "float32"):
         keys.add("unknown", "weights of another format than fp32 are not priced", table["weights"])

@@ -1,1 +1,1 @@
-"""Primus: experiments that train with Megatron-LM or torchtitan, and the presets that they start from."""
+"""Primus: experiments that train with Megatron-LM or torchtitan, and their presets."""

@@ -1,4 +1,4 @@
-"""Names that Primus has for flags of Megatron-LM, and the values that its modules set by default."""
+"""Names of Megatron-LM's flags in Primus, and the default values of its modules."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from planner.formats.facts.key_table import key_table
 _TABLE = key_table("primus")
 
 FLAGS = {key: flag for key, flag in _TABLE.flag_of.items() if key not in _TABLE.opposite}
-"""Flags by keys that are called otherwise: keys are the names that Megatron-LM's parser stores flags by."""
+"""Flags by keys with another name; usual keys are the names under which Megatron-LM's parser stores flags."""
 
 OFF = {key: flag for key, flag in _TABLE.flag_of.items() if key in _TABLE.opposite}
-"""Switches that are given where a key is false, and not called `--no-KEY`."""
+"""Switches that are given where a key is false, and that are not named `--no-KEY`."""
 
 _TRAINER = {"bf16": "true", "use_distributed_optimizer": "true", "sequence_parallel": "true"}
 """Values that modules/megatron and models/megatron/language_model.yaml set for all models."""
@@ -34,19 +34,19 @@ MODULES: Mapping[str, Mapping[str, str]] = {
 """Keys that the modules of Megatron-LM set (primus/configs/modules/megatron), by the file of the module."""
 
 TITAN_MODULE = {"activation_checkpoint.mode": "none"}
-"""Values that primus/configs/modules/torchtitan/pre_trainer.yaml sets otherwise than torchtitan does."""
+"""Values in primus/configs/modules/torchtitan/pre_trainer.yaml that differ from torchtitan's defaults."""
 
 EIGHT_RANKS = (
     *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b", "glm-5"),
     *("llama4-scout", "llama4-maverick", "minimax-m2"),
 )
-"""Models whose preset says 8 expert-parallel ranks (primus/configs/models/megatron)."""
+"""Models whose preset has 8 expert-parallel ranks (primus/configs/models/megatron)."""
 
 OF_EXPERTS, OF_LATENT = (
     "moe_",
     ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
 )
-"""Keys that presets of all models spell out, and that count with experts and with latent attention alone."""
+"""Keys that are in the presets of all models, but only apply with experts, or with latent attention."""
 
 SAME_MODEL = {
     "--seq-length",
@@ -57,4 +57,4 @@ SAME_MODEL = {
     "--tokenizer-model",
     "--vocab-size",
 }
-"""Flags of a model that change nothing of the sizes that its preset has."""
+"""Flags of a model that do not change the sizes of its preset."""

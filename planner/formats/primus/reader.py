@@ -1,7 +1,8 @@
-"""Experiments of Primus (AMD): `modules.*.overrides`, with the presets that they name.
+"""Experiments of Primus (AMD):
 
-A module names its framework, the file of its defaults (`config`), the preset of a model, and what it
-overrides. Presets that are not given are those that Primus has under these names.
+`modules.*.overrides`, with the named presets. A module names its framework, the file of its defaults
+(`config`), the preset of a model, and its overrides. Presets that are not given are Primus's own of these
+names.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def recognises(entries: Entries) -> bool:
 
 
 def read_primus(source: Source, around: Surroundings) -> Reading:
-    """The job of an experiment of Primus; raises `InputError` where that trains with other software."""
+    """The job of an experiment of Primus; raises `InputError` where the experiment trains with other
+    software."""
     entries = {
         path: dataclasses.replace(
             entry,
@@ -69,7 +71,7 @@ def read_primus(source: Source, around: Surroundings) -> Reading:
 
 
 def _below(entries: Entries, section: str) -> Entries:
-    """The keys of a section by their paths in it."""
+    """The keys of a section by their paths in the section."""
     start = f"{section}."
     return {
         path.removeprefix(start): dataclasses.replace(entry, path=path.removeprefix(start))
@@ -81,7 +83,7 @@ def _below(entries: Entries, section: str) -> Entries:
 def _preset(
     entries: Entries, key: str, around: Surroundings, file: str
 ) -> tuple[Inherited | None, Entry | None, str]:
-    """The keys of a preset that is given, the key that names it, and its name without ending."""
+    """The keys of a given preset, the key that names it, and its name without suffix."""
     entry = entries.get(key)
     if entry is None or entry.null:
         return None, None, ""
@@ -110,7 +112,7 @@ class _Megatron:
         self.assumed: list[str] = []
 
     def read(self) -> Reading:
-        """The job, in Primus's words."""
+        """The job, with Primus's names of keys."""
         around, problems = self.around, self.problems
         own = _below(self.entries, f"{self.module}.overrides")
         own = with_definitions(own, around.define, {*FLAGS, *OFF, *_flag_keys()})
@@ -173,8 +175,7 @@ class _Megatron:
         return dataclasses.replace(reading, files=self.files, problems=tuple(placed))
 
     def _defaults(self) -> Entries:
-        """Values that the module's own file sets; a problem is added if Primus lacks that file and nobody
-        gives it."""
+        """Values of the module's own file; a problem is added if that file is neither Primus's nor given."""
         preset, entry, _ = _preset(self.entries, f"{self.module}.config", self.around, self.source.file)
         file = "" if entry is None else Path(entry.text).name
         known = MODULES.get(file, {})
@@ -186,7 +187,7 @@ class _Megatron:
         return found | ({} if preset is None else preset.entries)
 
     def _model(self, name: str, said: Entry | None, own: Entries) -> ModelSpec | None:
-        """The model of the catalogue that a preset is called like; None where the job changes its sizes."""
+        """The catalogue's model with the name of a preset; None where the job changes its sizes."""
         path, line = f"{self.module}.model", None if said is None else said.line
         remedy = "give that file and those that it extends, or --model"
         model = model_of(name) if name else None
@@ -214,22 +215,22 @@ def _flag_keys() -> set[str]:
 
 
 def _flag(key: str) -> str:
-    """The flag that a key of this name stands for, known or not."""
+    """The flag for a key of this name; it may be an unknown flag."""
     return FLAGS.get(key, f"--{key.replace('_', '-')}")
 
 
 def _is_flag(key: str) -> bool:
-    """Return whether a key stands for a flag of Megatron-LM, or for one that is on by default."""
+    """Return whether a key is a flag of Megatron-LM, or a switch that is on by default."""
     return _flag(key) in known_flags() or key in OFF or f"--no-{_flag(key)[2:]}" in known_flags()
 
 
 UNTIED = "--untie-embeddings-and-output-weights"
 FSDP = {"--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp"}
-"""Flags with which Primus's launcher has to leave `CUDA_DEVICE_MAX_CONNECTIONS` alone."""
+"""Flags with which Primus's launcher must not set `CUDA_DEVICE_MAX_CONNECTIONS`."""
 
 
 def _that_count(keys: Entries) -> Entries:
-    """The keys without those that presets spell out for all models and that this one has no use for."""
+    """The keys that apply to this model, without those that presets give for all models."""
     experts = keys.get("num_experts")
     latent = keys.get("multi_latent_attention")
     found = dict(keys)

@@ -1,1 +1,1 @@
-"""Python files read without running them: functions that build a configuration."""
+"""Reading of functions in Python files that build a configuration, without running them."""

@@ -1,7 +1,8 @@
-"""Values that functions of Python files set: statements in order, with values of parameters and constants.
+"""Values that functions of Python files set, found by reading statements in order with known values of
+parameters and constants.
 
-Only the syntax tree is read. These values choose the branch of an `if`. Where they choose none, a value that
-the branches set differently is not known.
+Only the syntax tree is read. Known values choose the branch of an `if`. If the branch is unknown, values that
+the branches set differently are unknown.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from planner.formats.python.values import (
 )
 
 DEEPEST = 12
-"""Functions that call each other, beyond which they are not followed."""
+"""Deepest nesting of function calls that is followed."""
 
 MOST_CALLS = 400
 
 MAKERS = ("Config", "Partial")
-"""nemo_run's functions that make what their first argument names."""
+"""nemo_run's functions that create the object named by their first argument."""
 
 WHOLES = ("Partial", "ConfigContainer")
-"""Makers of a whole configuration."""
+"""Functions that make a whole configuration."""
 
 LAYOUT = "pipeline_model_parallel_layout"
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-"""Layers of a stage as Megatron-LM's text of a layout says them."""
+"""Letters for the layers of a stage in Megatron-LM's layout notation."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,15 @@ class Style:
     """The form in which a software's recipes are written."""
 
     is_recipe: Callable[[Entries], bool]
-    """A test of whether the entries that a function sets are a recipe."""
+    """A test if the entries set by a function are a recipe."""
     whole: re.Pattern[str]
-    """Calls that make a whole configuration."""
+    """Names of calls that make a whole configuration."""
     nested: bool = False
-    """Sections are arguments of that call, and made by calls themselves."""
+    """True if sections are arguments of that call, and are made by calls themselves."""
 
 
 def in_module(file: str, name: str) -> str:
-    """The name of a function of a file as those of other files have it."""
+    """The name of a function as seen from other files."""
     return f"{PurePath(file).stem}.{name}"
 
 
@@ -73,11 +74,11 @@ class Function:
 
 @dataclass
 class Follower:
-    """A function that is followed, or the statements of a file, and what they have set."""
+    """The reader of one function, or of a file's statements, and the values set so far."""
 
     functions: Mapping[str, Function]
     modules: dict[str, str]
-    """Modules that imported names come from."""
+    """Modules of imported names."""
     given: Mapping[str, Any]
     constants: Mapping[str, Any]
     file: str
@@ -180,7 +181,7 @@ class Follower:
                 self._set(path, value, node.lineno)
 
     def _choice(self, node: ast.If, known: dict[str, Any], depth: int) -> tuple[bool, Any]:
-        """The branch of an `if` that runs; where that is not known, what both have in common."""
+        """Read the branch of an `if` that runs; if unknown, keep the values common to both."""
         test = self.value(node.test, known, depth)
         if is_known(test):
             return self.block(node.body if test else node.orelse, known, depth)
@@ -207,7 +208,7 @@ class Follower:
         return returned, first[1] if same else why
 
     def _inner(self, node: ast.stmt, known: dict[str, Any], depth: int) -> tuple[bool, Any]:
-        """The body of a `with`, of a `try`, or of a loop, which is taken once."""
+        """Read the body of a `with`, of a `try`, or of a loop, once."""
         if isinstance(node, ast.With):
             for item in node.items:
                 self.value(item.context_expr, known, depth)
@@ -225,7 +226,7 @@ class Follower:
         return False, None
 
     def value(self, node: ast.expr, known: dict[str, Any], depth: int) -> Any:
-        """The value of an expression; what its calls set is set."""
+        """The value of an expression; settings made by its calls are kept."""
         if isinstance(node, ast.Constant):
             return node.value if not isinstance(node.value, (bytes, complex)) else Unresolved(written(node))
         if isinstance(node, ast.Name):
@@ -267,7 +268,7 @@ class Follower:
         return Unresolved(written(node))
 
     def _both(self, node: ast.BoolOp, known: dict[str, Any], depth: int) -> Any:
-        """`and` and `or`, which the first side that decides ends."""
+        """The value of `and` and `or`, with short-circuit evaluation."""
         decides = isinstance(node.op, ast.Or)
         unknown = False
         value: Any = None
@@ -341,7 +342,7 @@ class Follower:
         return call
 
     def _spread(self, path: str, call: Call) -> None:
-        """Set a section of the configuration, and what the call that makes it is given."""
+        """Set a section of the configuration from the arguments of the call that makes it."""
         at = f"{path}." if path else ""
         if path:
             # A class is a section; what a function makes may be one, or a value that is not known.
@@ -367,7 +368,7 @@ class Follower:
         return made
 
     def _local(self, function: ast.expr) -> Function | None:
-        """The function of one of the files that a call names, by its own name or as it was imported."""
+        """The function in the files that a call names, directly or by an imported name."""
         if not isinstance(function, (ast.Name, ast.Attribute)):
             return None
         name = written(function)
@@ -383,7 +384,7 @@ class Follower:
         return self.functions.get(last) if imported and not _is_software(imported) else None
 
     def _path(self, target: ast.expr, known: Mapping[str, Any]) -> str:
-        """`model.num_layers` of `cfg.model.num_layers`; empty for what is no attribute of a name."""
+        """The path `model.num_layers` of `cfg.model.num_layers`; empty for other expressions."""
         parts: list[str] = []
         node = target
         while isinstance(node, ast.Attribute):
@@ -399,7 +400,7 @@ class Follower:
         return ".".join(parts)
 
     def _drop(self, path: str) -> None:
-        """Forget what was set in a part of the configuration that is made anew."""
+        """Remove the values of a part of the configuration that is made anew."""
         for old in [one for one in self.entries if one.startswith(f"{path}.")]:
             del self.entries[old]
             self.values.pop(old, None)
@@ -420,14 +421,14 @@ class Follower:
 
 
 def _root(node: ast.expr) -> str:
-    """The name before the first point of `a.b.c`."""
+    """The first name of `a.b.c`."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _loaded(target: ast.expr) -> ast.expr:
-    """The expression that reads a target of an assignment."""
+    """The target of an assignment as an expression to read."""
     if isinstance(target, ast.Name):
         return ast.Name(target.id, ast.Load())
     if isinstance(target, ast.Attribute):
@@ -445,7 +446,7 @@ DTYPES = {
     "torch.float16": "fp16",
     "torch.uint8": "fp8",
 }
-"""PyTorch's number formats, in Megatron-LM's words."""
+"""PyTorch's number formats by Megatron-LM's names."""
 
 SOFTWARE = ("megatron", "nemo", "nemo_run", "torch", "transformers")
 
@@ -455,7 +456,7 @@ def _is_software(module: str) -> bool:
 
 
 def _layout(stages: list[Any]) -> str:
-    """Megatron-LM's text of a layout that is written as a list of the layers of each stage."""
+    """Megatron-LM's layout notation for a list of the layers of each stage."""
     listed = [stage if isinstance(stage, list) else [stage] for stage in stages]
     layers = [layer for stage in listed for layer in stage]
     if not all(layer in LETTERS for layer in layers):

@@ -1,4 +1,4 @@
-"""Recipes in Python (Megatron-Bridge, NeMo 2, torchtitan): which functions of files make a configuration.
+"""Recipes in Python (Megatron-Bridge, NeMo 2, torchtitan): the functions that make a configuration.
 
 Nothing is run.
 """
@@ -19,14 +19,14 @@ from planner.formats.python.following import WHOLES, Follower, Function, Style, 
 from planner.formats.python.values import Made
 
 PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-"""Keys that make a function that sets them a recipe."""
+"""Keys by which a function that sets them is recognised as a recipe."""
 
 
 MEGATRON = Style(
     lambda entries: any(path.rpartition(".")[2] in PARALLEL for path in entries),
     re.compile(rf"(?:.*\.)?(?:{'|'.join(WHOLES)})"),
 )
-"""NeMo 2 and Megatron-Bridge."""
+"""The style of recipes of NeMo 2 and Megatron-Bridge."""
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,27 @@ class Recipe:
     file: str
     entries: Entries
     models: tuple[str, ...]
-    """Candidates for the model of the recipe: texts of calls, and names of classes and functions."""
+    """Candidates for the recipe's model: texts of calls, and names of classes and functions."""
     bases: tuple[Made, ...]
-    """Configurations that the recipe changes, made by functions in none of the files."""
+    """Base configurations that the recipe changes, made by functions outside of the files."""
     changed_by: tuple[Made, ...]
-    """Functions in none of the files that are given the configuration."""
+    """Functions outside of the files that receive the configuration."""
     replaced: frozenset[str]
-    """Parts of the configuration that the recipe makes anew, by path."""
+    """Paths of the parts of the configuration that the recipe makes anew."""
     files: Mapping[str, str]
     """The file of each key."""
     calls: frozenset[str]
-    """Functions of the files that the recipe calls."""
+    """Functions in the files that the recipe calls."""
 
 
 def recipes(
     texts: Sequence[tuple[str, str]], define: Mapping[str, str] | None = None, style: Style = MEGATRON
 ) -> dict[str, Recipe]:
-    """The recipes of Python files by name; raises `InputError` where one is no Python.
+    """The recipes of Python files by name; raises `InputError` where a file is not Python.
 
     Args:
-        texts: name and text of each file; functions of all know each other.
-        define: values of parameters and constants that come before those of the files.
+        texts: name and text of each file; functions may call those of other files.
+        define: values of parameters and constants that override those of the files.
     """
     functions: dict[str, Function] = {}
     modules: dict[str, str] = {}
@@ -104,8 +104,9 @@ def chosen(
 ) -> tuple[Recipe, tuple[str, ...]]:
     """The recipe of Python files that are given together, and the names of the others.
 
-    It is the one that `--define recipe=NAME` names; of those that no other one calls the first that
-    pre-trains, or the first. Raises `InputError` where there is none, or none of that name.
+    It is the one named by `--define recipe=NAME`. Otherwise, among recipes that no other recipe calls, it is
+    the first one for pre-training, or the first. Raises `InputError` where there is none, or none of that
+    name.
     """
     others = {name: value for name, value in define.items() if name != "recipe"}
     found = recipes(texts, others, style)

@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 LARGEST = 10_000
-"""Items of a list, and characters of a text."""
+"""Most items of a list, and most characters of a text."""
 
 
 class Unresolved(str):
-    """An expression whose value is not known, as it is written."""
+    """An expression with an unknown value, as source text."""
 
 
 class Made(Unresolved):
-    """The value of a function that is in none of the files: the function's name."""
+    """The value for a function outside of the files: the function's name."""
 
     line: int
     module: str
 
 
 class Call(Made):
-    """The value of a call that is in none of the files, with its arguments."""
+    """The value for a call of a function outside of the files, with its arguments."""
 
     listed: list[Any]
     given: dict[str, Any]
@@ -34,7 +34,7 @@ class Part(str):
 
 
 def written(node: ast.AST) -> str:
-    """An expression as its author could have written it, cut off."""
+    """The source text of an expression, shortened."""
     return ast.unparse(node)[:80]
 
 
@@ -80,15 +80,16 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "tuple": list,
     "abs": abs,
 }
-"""Python's own functions that are computed."""
+"""Built-in functions that are evaluated."""
 
 
 METHODS = ("lower", "upper", "strip")
-"""Methods of texts that are computed."""
+"""Methods of texts that are evaluated."""
 
 
 def computed(node: ast.BinOp, left: Any, right: Any) -> Any:
-    """The value of a sum, product and the like; `Unresolved` where it is none, or too large."""
+    """The value of a sum, product or similar operation; `Unresolved` where it has no value, or one that is
+    too large."""
     unknown = Unresolved(written(node))
     act = _OPERATORS.get(type(node.op))
     numbers = all(type(side) in (int, float, bool) and abs(side) < 1 << 40 for side in (left, right))
@@ -124,7 +125,7 @@ def compared(node: ast.Compare, values: list[Any]) -> Any:
 
 
 def called(name: str, arguments: list[Any]) -> Any:
-    """The value of one of Python's own functions; `Unresolved` for None."""
+    """The value of a call of a built-in function; `Unresolved` for None."""
     if name not in FUNCTIONS or not is_known(arguments):
         return Unresolved(name)
     try:

@@ -1,1 +1,1 @@
-"""A reader of shell scripts: words, variables, conditions and commands, without running anything."""
+"""A reader of shell scripts (words, variables, conditions and commands) that runs nothing."""

@@ -1,4 +1,4 @@
-"""Whole-number arithmetic of a shell: what `$((...))`, `((...))` and `let` compute. Nothing is run."""
+"""Integer arithmetic of the shell, as in `$((...))`, `((...))` and `let`. Nothing is run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 LARGEST = 2**62
 LONGEST = 1000
-"""Characters of an expression."""
+"""Most characters of an expression."""
 DEEPEST = 20
-"""Brackets, signs and variables inside each other."""
+"""Deepest nesting of brackets, signs and variables."""
 MOST_VARIABLES = 200
-"""Variables in one expression whose values are expressions themselves, at most."""
+"""Most variables in one expression whose values are expressions themselves."""
 
 _TOKEN = re.compile(
     r"\s*(?:(0[xX][0-9a-fA-F]+|[0-9]+)|([A-Za-z_]\w*)"
@@ -22,7 +22,7 @@ _LEVEL = {operator: level for level, operators in enumerate(_LEVELS) for operato
 _ASSIGNMENTS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "^=", "|=")
 
 Number = int | None
-"""A number; None for a value that is not known."""
+"""A number; None for an unknown value."""
 
 
 def whole_value(
@@ -32,12 +32,12 @@ def whole_value(
     left: list[int] | None = None,
     depth: int = 0,
 ) -> Number:
-    """The value of an expression; None where it is none, or not known.
+    """The value of an expression; None where the text is not an expression, or its value is unknown.
 
     Args:
-        value_of: the text of a variable, itself an expression; None where it is not known.
+        value_of: gives the text of a variable, itself an expression; None where unknown.
         assign: gives a variable a value.
-        left: number of variables that may still be expressions, for a whole expression.
+        left: number of further variables that may be expressions.
     """
     left = [MOST_VARIABLES] if left is None else left
     left[0] -= 1
@@ -60,7 +60,7 @@ def whole_value(
 
 
 class _NotKnown(Exception):
-    """The text is no expression."""
+    """Error: the text is not an expression, or its value is unknown."""
 
 
 class _Expression:
@@ -81,7 +81,7 @@ class _Expression:
         self._skips = 0  # Parts of it that are read and not computed.
 
     def listed(self) -> Number:
-        """Expressions with commas between them: the value of the last."""
+        """The value of a comma-separated list of expressions, which is that of the last one."""
         value = self._assigned()
         while self._take(","):
             value = self._assigned()
@@ -131,7 +131,8 @@ class _Expression:
         return value
 
     def _level(self, level: int) -> Number:
-        """Operators from `level` on, which bind tighter one after the other, each from left to right."""
+        """The value of an expression with operators of precedence `level` or higher, evaluated from left to
+        right."""
         left = self._power() if level == len(_LEVELS) else self._level(level + 1)
         while level < len(_LEVELS) and _LEVEL.get(self._next()) == level:
             operator = self._next()
@@ -194,7 +195,7 @@ class _Expression:
 
 
 def _number(token: str) -> Number:
-    """The number that a token writes: one that begins with 0 is octal."""
+    """The number in a token; a leading 0 means octal."""
     if len(token) > 20:
         return None
     try:

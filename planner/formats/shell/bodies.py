@@ -1,4 +1,4 @@
-"""The parts of a shell script that loops repeat and calls run, as commands to go through."""
+"""Bodies of loops and functions of a shell script, as lists of commands."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from planner.formats.shell.variables import DECLARATIONS, as_assignment
 TESTS = ("[", "[[", "test")
 LOOPS = ("for", "while", "until", "select")
 _SETS = (*DECLARATIONS, *TESTS, *LOOPS, "case", "let", "shift", "echo", "printf", "true", ":", "exit")
-"""First words of commands that start nothing."""
+"""First words of commands that only set variables."""
 _BRACKETS = (SUBSHELL, SUBSHELL_END)
 
 Event = tuple[str, list[Chars]]
-"""The operator before a command, and its words as they are written."""
+"""The operator before a command, and the command's unexpanded words."""
 
 
 def body_of(events: deque[Event], opens: tuple[str, ...], closes: str) -> list[Event]:
-    """The commands up to the word that closes a construct, which are taken from `events`."""
+    """The commands up to the word that closes a construct; they are removed from `events`."""
     found: list[Event] = []
     depth = 1
     while events:
@@ -47,7 +47,7 @@ def body_of(events: deque[Event], opens: tuple[str, ...], closes: str) -> list[E
 
 
 def assigned(body: Sequence[Event]) -> list[str]:
-    """Names of variables that a part of a script sets."""
+    """Names of the variables that a part of a script sets."""
     found: list[str] = []
     for _, raw in body:
         words = [word for word in raw if plain(word[:10]) not in KEYWORDS]
@@ -65,7 +65,7 @@ def assigned(body: Sequence[Event]) -> list[str]:
 
 
 def starts_nothing(body: Sequence[Event]) -> bool:
-    """Return whether no command of a loop can be one that trains, and none leaves the loop."""
+    """Return whether no command of a loop can be a training command, and none leaves the loop."""
     for at, (_, raw) in enumerate(body):
         words = [word for word in raw if plain(word[:10]) not in KEYWORDS]
         first = plain(words[0][:10]) if words else ":"

@@ -1,4 +1,4 @@
-"""The commands of a shell script as they are written: words, and the operators between them."""
+"""The unexpanded commands of a shell script: words, and the operators between them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from planner.formats.shell.text import Char, Chars, Closings, Unknown, Word, pla
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[((?:[^][]|\[[^][]*\])*)\])?(\+?)=")
 KEYWORDS = ("if", "elif", "then", "else", "fi", "do", "done", "while", "until", "esac", "{", "}", "!")
-"""Words behind which a command begins."""
+"""Keywords after which a command begins."""
 
 _OPERATORS = ("&&", "||", ";;", "&>", ">>", "<<", "|&", ">&", "<&", ";", "&", "|", "\n", "(", ")", ">", "<")
 SUBSHELL, SUBSHELL_END, TEXT = "(", ")", "<<"
-"""First words of what stands for a subshell's begin and end, and for a text that follows a line: the file
-that it goes to, or nothing, and the text in quotes."""
+"""First words of pseudo-commands for the begin and the end of a subshell, and for a here-document. The latter
+has two more words: the target file, or nothing, and the text in quotes."""
 
 _TEST_WORDS = ("&&", "||", "(", ")", "<", ">")
 """Operators that are words between `[[` and `]]`."""
 MOST_TEST_WORDS = 60
 LONGEST_SUM = 1000
-"""Characters of `((...))`."""
+"""Most characters of `((...))`."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.:-]*")
 _DIRECTIVE = re.compile(r"#(SBATCH|BSUB|PBS|SLURM)\s")
 
 
 def array_words(chars: Chars) -> Iterator[Chars]:
-    """The words between the brackets of an array, which go over lines with comments between them."""
+    """The words between the brackets of an array, over several lines, without comments."""
     for _, raw in simple_commands(chars, []):
         yield from raw
 
 
 def simple_commands(chars: Chars, directives: list[tuple[Word, ...]]) -> Iterator[tuple[str, list[Chars]]]:
-    """Each command as the operator before it and its words as they are written.
+    """Each command as the operator before it and its unexpanded words.
 
-    A sum `((...))` is one word; `f() {` begins with the words `function f`, however it is written. The
-    brackets of subshells, and texts that follow a line, are commands of their own.
+    A sum `((...))` is one word. A function definition begins with the words `function f`, in any spelling.
+    Brackets of subshells and here-documents are separate commands.
     """
     yield from _Reader(chars, directives).commands()
 
@@ -49,7 +49,7 @@ Found = tuple[str, list[Chars]]
 
 
 class _Reader:
-    """A place in a script, and what has been read of the command there."""
+    """A position in a script, and the parts of the current command read so far."""
 
     def __init__(self, chars: Chars, directives: list[tuple[Word, ...]]) -> None:
         self.chars = chars
@@ -105,7 +105,7 @@ class _Reader:
             yield self.before, self.raw
 
     def char(self, index: int) -> str:
-        """The character at a place; empty where there is none, or one that nobody knows."""
+        """The character at a position; empty at the end, and for an unknown character."""
         known = index < len(self.chars) and not isinstance(self.chars[index][0], Unknown)
         return self.chars[index][0] if known else ""
 
@@ -118,7 +118,7 @@ class _Reader:
         self.at = end
 
     def _takes_brackets(self) -> bool:
-        """Return whether the bracket here begins an array or a sum, which is then taken whole."""
+        """Return whether the bracket here begins an array or a sum; if so, read it whole."""
         if self.word and plain(self.word[-1:]) == "=" and ASSIGNMENT.fullmatch(plain(self.word)):
             self._take_until(_array_end(self.chars, self.closings, self.at))
             return True
@@ -129,7 +129,7 @@ class _Reader:
         return True
 
     def _names_function(self) -> bool:
-        """Return whether the bracket here is that of `f()`, whose name is then the command."""
+        """Return whether the bracket here belongs to `f()`; if so, the name becomes the command."""
         if not (self.word or self.raw) or (end := _empty_brackets_end(self.chars, self.at)) <= self.at:
             return False
         name = [*self.raw, self.word] if self.word else self.raw
@@ -150,7 +150,7 @@ class _Reader:
         self.at = end
 
     def _take_word(self) -> None:
-        """Put a word that has ended where it belongs."""
+        """Store a finished word in its place."""
         if self.word and self.ends and not self.ends[-1].word and self.skips:
             self.ends[-1] = _End.of(self.word)
         elif self.word and self.sends:
@@ -166,7 +166,7 @@ class _Reader:
         self.at += 1
 
     def _take_operator(self, operator: str) -> Iterator[Found]:
-        """End the word at an operator, and the command at one that stands between commands."""
+        """End the word at an operator, and the command at an operator between commands."""
         if operator in _REDIRECTIONS and plain(self.word).isdigit():
             self.word = []  # The number of a stream.
         self._take_word()
@@ -179,7 +179,7 @@ class _Reader:
             yield from self._end_command(operator)
 
     def _redirect(self, operator: str) -> None:
-        """Let the next word be a file, or the end of a text that follows the line."""
+        """Mark the next word as a file name, or as the end marker of a here-document."""
         self.skips, self.sends = True, operator in (">", ">>", "&>")
         is_text = operator == "<<" and self.char(self.at + 2) != "<"
         if is_text:
@@ -194,7 +194,8 @@ class _Reader:
         self.opened, self.before, self.at = self.opened + 1, "\n", self.at + 1
 
     def _end_command(self, operator: str) -> Iterator[Found]:
-        """Hand over the command before an operator, a subshell that it closes, and texts after the line."""
+        """Yield the command before an operator, the end of its subshell, and here-documents after the
+        line."""
         closes = operator == ")" and self.opened > 0 and not self.pattern and not _chooses(self.raw)
         if self.raw:
             chooses = self.pattern or _chooses(self.raw)
@@ -215,7 +216,7 @@ class _Reader:
             self.goes_to = []
 
     def _texts(self) -> Iterator[Found]:
-        """The texts that follow a line which has ended."""
+        """The here-documents after a finished line."""
         for last in self.ends:
             start, self.at = self.at, _after_text(self.chars, self.at, last.word)
             yield "\n", [[(mark, 0) for mark in TEXT], self.goes_to, last.quoted(self.chars[start : self.at])]
@@ -227,13 +228,13 @@ def _begins_command(raw: list[Chars]) -> bool:
 
 
 def _tests(raw: list[Chars]) -> bool:
-    """Return whether the words so far are an open `[[`."""
+    """Return whether the words so far begin a test with `[[` that is not closed."""
     words = [plain(word) for word in raw[-MOST_TEST_WORDS:]]
     return "[[" in words and "]]" not in words
 
 
 def _sum_end(chars: Chars, at: int) -> int:
-    """Index after `((...))`; `at` where that is none."""
+    """Index after `((...))`; `at` where there is none."""
     if plain(chars[at : at + 2]) != "((":
         return at
     opened = 0
@@ -248,7 +249,7 @@ def _sum_end(chars: Chars, at: int) -> int:
 
 
 def _empty_brackets_end(chars: Chars, at: int) -> int:
-    """Index after `()`; `at` where that is none."""
+    """Index after `()`; `at` where there is none."""
     end = at + 1
     while end < len(chars) and chars[end][0] in " \t":
         end += 1
@@ -259,8 +260,7 @@ _PLACEHOLDER = re.compile(r"<([A-Za-z][\w ./:-]{0,80}[\w./])>")
 
 
 def _placeholder(chars: Chars, at: int) -> str:
-    """The text in a placeholder such as `<PATH TO DATA>`, which a reader is to fill in; empty for a
-    redirection."""
+    """The text of a placeholder such as `<PATH TO DATA>`, which users fill in; empty for a redirection."""
     match = _PLACEHOLDER.match(plain(chars[at : at + 90]))
     return "" if match is None else match.group(1)
 
@@ -288,12 +288,12 @@ def _array_end(chars: Chars, closings: Closings, at: int) -> int:
 
 @dataclass(frozen=True)
 class _End:
-    """The line that ends a text which follows a command (`<<END`)."""
+    """The end marker of a here-document (`<<END`)."""
 
     word: str = ""
-    """Empty before it is read."""
+    """The marker word; empty before it is read."""
     literal: bool = False
-    """Nothing in the text is a variable."""
+    """True if the text is literal, without variables."""
 
     @classmethod
     def of(cls, word: Chars) -> _End:
@@ -302,7 +302,7 @@ class _End:
         return cls(text.strip("-'\"\\"), any(mark in text for mark in "'\"\\"))
 
     def quoted(self, lines: Chars) -> Chars:
-        """A text without its last line, in quotes."""
+        """The text of a here-document, without its last line, in quotes."""
         end = len(lines) - (bool(lines) and lines[-1][0] == "\n")
         while end and lines[end - 1][0] != "\n":
             end -= 1
@@ -316,13 +316,13 @@ class _End:
 
 
 def _chooses(raw: list[Chars]) -> bool:
-    """Return whether a command begins a `case`, whose next words are those of its branches."""
+    """Return whether a command begins a `case`, so that the next words are its patterns."""
     words = [plain(word[:5]) for word in raw[:MOST_TEST_WORDS]]
     return "case" in words and "in" in words[words.index("case") :]
 
 
 def _after_text(chars: Chars, at: int, end: str) -> int:
-    """Index after the text that follows a line with `<<END`."""
+    """Index after the here-document of a line with `<<END`."""
     while at < len(chars):
         stop = at
         while stop < len(chars) and chars[stop][0] != "\n":

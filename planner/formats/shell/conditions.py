@@ -1,4 +1,4 @@
-"""Conditions of shell scripts: `[ ... ]`, `[[ ... ]]` and `test`, as far as their outcome is known."""
+"""Conditions of shell scripts: `[ ... ]`, `[[ ... ]]` and `test`, with outcomes that may be unknown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 Truth = bool | None
-"""A condition; None where it is not known."""
+"""The outcome of a condition; None where unknown."""
 
 
 def both(one: Truth, other: Truth) -> Truth:
@@ -21,9 +21,9 @@ def either(one: Truth, other: Truth) -> Truth:
 
 
 def holds(words: Sequence[str | None], doubled: bool) -> Truth:
-    """The outcome of a test of `words`, the brackets left out; None stands for a word that is not known.
+    """The outcome of a test of `words`, without its brackets; None is an unknown word.
 
-    Files are never looked at. `doubled` is for `[[`, whose `&&`, `||` and brackets are words of the test.
+    Files are never examined. `doubled` is true for `[[`, where `&&`, `||` and brackets are words of the test.
     """
     if len(words) > MOST_WORDS:
         return None
@@ -46,7 +46,7 @@ MOST_WORDS = 60
 
 
 def _split(words: Sequence[str | None], operator: str) -> list[Sequence[str | None]]:
-    """The parts between operators that stand in no brackets."""
+    """The parts between operators that are outside of brackets."""
     parts, start, depth = [], 0, 0
     for at, word in enumerate(words):
         depth += (word == "(") - (word == ")")
@@ -93,7 +93,7 @@ _PLAIN = re.compile(r"[^\\$`(){}|]*")
 
 
 def fits(text: str, pattern: str) -> Truth:
-    """Return whether a text fits a pattern with `*`, `?` and `[...]`; None for patterns of other kinds."""
+    """Return whether a text matches a pattern with `*`, `?` and `[...]`; None for other kinds of patterns."""
     if len(text) > 500 or pattern.count("*") > 10:
         return None
     if not _PLAIN.fullmatch(pattern):

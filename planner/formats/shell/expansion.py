@@ -23,9 +23,9 @@ from planner.formats.shell.text import (
 )
 
 Piece = tuple[str, int, bool]
-"""A character, its line, and whether quotes keep it in its word.
+"""A character, its line, and a mark for quoted characters.
 
-No character without quotes ends a word: it stands between the elements of an array.
+An unquoted missing character separates the elements of an array.
 """
 
 Value = Chars | list[Chars]
@@ -33,7 +33,7 @@ Value = Chars | list[Chars]
 
 
 class _Separator(str):
-    """Stands between the elements of an array that become one text."""
+    """Marker between the elements of an array that become one text."""
 
     __slots__ = ()
 
@@ -41,10 +41,10 @@ class _Separator(str):
 _PRINTS = re.compile(r"^\s*(?:echo|printf|expr)\b|[;\n]\s*(?:echo|printf|expr)\b")
 
 _ARITHMETIC = re.compile(r"[0-9\s+*/%()\\-]+")
-"""Arguments of `expr` where it computes."""
+"""Operators of `expr` for arithmetic."""
 
 MOST_PRINTED = 4
-"""Commands inside each other whose output is computed."""
+"""Deepest nesting of commands whose output is computed."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
 _PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9]+|[@*])(?:\[([^][]{1,80})\])?(:?[-=+?])?")
@@ -52,30 +52,30 @@ _ELEMENTS = re.compile(r"\$(@|\{@\}|\{[A-Za-z_]\w*\[@\]\})")
 _NEVER_SET = re.compile(r"[A-Za-z_]\w*|[1-9][0-9]*")
 
 ALWAYS_SET = ("HOME", "HOSTNAME", "PATH", "PWD", "RANDOM", "SECONDS", "SHELL", "TMPDIR", "UID", "USER")
-"""Variables that a shell has, whatever a script does."""
+"""Variables that are always set in a shell."""
 
 LONGEST_NAME = 200
-"""Characters of a parameter's name and of what says how it is used, at most."""
+"""Most characters of a parameter's name with its modifiers."""
 
 MOST_CHARS = 1_000_000
-"""Characters that the values of one script may take together, beyond which none is known."""
+"""Most characters of all values of a script together; beyond, values are unknown."""
 
 
 class Expansion:
-    """Variables, and words with their values in place."""
+    """The variables of a script, and the expansion of words."""
 
     def __init__(self, variables: dict[str, Value], fixed: Collection[str] = ()) -> None:
-        """Variables of `fixed` keep their values."""
+        """Start with given variables; those of `fixed` keep their values."""
         self.variables = variables
         self._fixed = fixed
         self._left = MOST_CHARS
 
     def words(self, raw: Chars) -> list[Word]:
-        """The words that one word of the source becomes."""
+        """The words that one source word expands to."""
         return [word_of(chars) for chars in self.split(raw)]
 
     def split(self, raw: Chars) -> list[Chars]:
-        """The words that one word of the source becomes, character by character."""
+        """The words that one source word expands to, as characters."""
         found: list[Chars] = []
         word: Chars | None = None
         for char, line, quoted in self._pieces(Part(raw), 0):
@@ -90,8 +90,8 @@ class Expansion:
         return found if word is None else [*found, word]
 
     def value(self, raw: Chars) -> Chars:
-        """The value of a variable that is set to `raw`: blanks do not split it, and stand between
-        elements."""
+        """The value of a variable set to `raw`: blanks do not split it; array elements are joined by
+        blanks."""
         found: Chars = [
             (char or " ", line) for char, line, quoted in self._pieces(Part(raw), 0) if char or not quoted
         ]
@@ -129,7 +129,7 @@ class Expansion:
             at = end
 
     def _quoted(self, part: Part, line: int, depth: int) -> Iterator[Piece]:
-        """Between double quotes: blanks stay, and backslashes stand before a few characters alone."""
+        """Expansion within double quotes: blanks stay, and backslashes escape only a few characters."""
         if _ELEMENTS.fullmatch(plain(part.first(LONGEST_NAME))):
             _, elements = self._variable(part, part.start, part.after(part.start), depth)
             first = next(elements, None)
@@ -159,7 +159,7 @@ class Expansion:
                 at += 1
 
     def _variable(self, part: Part, at: int, end: int, depth: int) -> tuple[int, Iterator[Piece]]:
-        """The index after what begins with a dollar, and what that stands for."""
+        """The index after an expansion that begins with a dollar sign, and its value."""
         raw, line = part.chars, part.chars[at][1]
         opening, closing = plain(raw[at : min(at + 3, end)]), plain(raw[max(at, end - 2) : end])
         if end > at + 3 and opening == "$((" and closing == "))":
@@ -178,7 +178,7 @@ class Expansion:
         return at + 1 + name.end(), self._braced(part.of(at + 1, at + 1 + name.end()), line, depth + 1)
 
     def _printed(self, inner: Chars, depth: int) -> Chars | None:
-        """The output of `$(...)` whose commands do nothing but set variables and print; None for others."""
+        """The output of `$(...)` if its commands only set variables and print; None for others."""
         text = plain(inner)
         if depth > MOST_PRINTED or len(text) > LONGEST_NAME or not _PRINTS.search(text) or ">" in text:
             return None
@@ -227,16 +227,16 @@ class Expansion:
         return plain(_first(value))[:1]
 
     def _bracket(self, part: Part, at: int) -> int:
-        """The index after `$[...]`, a sum as scripts once wrote it; `at` where it does not close."""
+        """The index after `$[...]`, the old form of a sum; `at` where it is not closed."""
         ends = (
             end + 1 for end in range(at + 2, min(part.stop, at + LONGEST_NAME)) if part.chars[end][0] == "]"
         )
         return next(ends, at)
 
     def never_set(self, value: Value | None) -> bool:
-        """Return whether a value is that of one variable which a script asks for and nothing sets.
+        """Return whether a value is a single variable that the script uses but never sets.
 
-        Such a variable is not set where the script runs as it stands.
+        Such a variable is unset when the script runs unchanged.
         """
         if value is None or len(value) != 1 or not isinstance(value[0], tuple):
             return False
@@ -297,7 +297,7 @@ class Expansion:
         return _of_value(value, index)
 
     def _element(self, name: str, index: str) -> Value | None:
-        """The element of an array that stands under `index`: a number or a name."""
+        """The element of an array at `index`, a number or a name."""
         key = plain(self.value([(char, 0) for char in index]))
         named = self.variables.get(element_name(name, key))
         value = self.variables.get(name)
@@ -312,7 +312,7 @@ class Expansion:
     def number(
         self, text: str, assign: Callable[[str, int | None], None] = lambda name, value: None
     ) -> int | None:
-        """The value of an arithmetic expression; None where it is none or not known."""
+        """The value of an arithmetic expression; None where it is invalid or unknown."""
 
         def text_of(name: str) -> str | None:
             value = self.variables.get(name)
@@ -340,7 +340,7 @@ def _end_of_name(word: Chars) -> int:
 
 
 def element_name(array: str, key: str) -> str:
-    """The name under which the element of an array is kept that has a name."""
+    """The name under which a named element of an array is stored."""
     return f"{array}[{key}]"
 
 
@@ -361,7 +361,7 @@ def _elements(value: Value) -> list[Chars]:
 
 
 def _first(value: Value) -> Chars:
-    """The value of a variable's bare name: its text, or the first element."""
+    """The value of a variable without an index: its text, or its first element."""
     if value and isinstance(value[0], list):
         return value[0]
     return [char for char in value if isinstance(char, tuple)]

@@ -1,4 +1,4 @@
-"""Constructs of a script that are open while it is read."""
+"""Open constructs of a script during reading."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from planner.formats.shell.expansion import Value
 
 @dataclass
 class Frame:
-    """A construct that is open: an `if`, a loop, a call of a function."""
+    """An open construct: an `if`, a loop, or a function call."""
 
     kind: str
     runs: Truth
-    """True if the body of the construct runs; None where that is not known."""
+    """True if the body of the construct runs; None where unknown."""
     done: Truth = False
     """True if an earlier branch of an `if` has run."""
     tests: bool = False

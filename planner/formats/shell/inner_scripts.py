@@ -1,4 +1,4 @@
-"""Commands that hold a script for another shell, as an argument or after their line."""
+"""Commands with a script for another shell, as an argument or as a here-document."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from planner.formats.shell.text import Word
 _SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh")
 
 BATCH = ("sbatch",)
-"""Programs that take a batch script."""
+"""Programs that accept a batch script."""
 
 
 def takes_script(words: Sequence[Word]) -> bool:
-    """Return whether a command runs the text that follows its line: `sbatch <<END`, `srun bash <<END`."""
+    """Return whether a command runs its here-document: `sbatch <<END`, `srun bash <<END`."""
     if words[0].text in BATCH:
         return all(word.text.startswith("-") for word in words[1:])
     return words[-1].text in _SHELLS or (
@@ -23,7 +23,8 @@ def takes_script(words: Sequence[Word]) -> bool:
 
 
 def inner_script(words: list[Word]) -> tuple[int, bool] | None:
-    """The index of the script that a command gives to another shell, and whether it goes to the end."""
+    """The index of the script that a command passes to another shell, and True if it continues to the last
+    word."""
     for at, word in enumerate(words):
         if word.text == "eval" and at == 0 and len(words) > 1:
             return 1, True

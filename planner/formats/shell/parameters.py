@@ -1,4 +1,4 @@
-"""Expansion of `${NAME...}`: parts of a value, other cases, less of its ends, replacements."""
+"""Expansion of `${NAME...}`: substrings, changes of case, removed prefixes and suffixes, replacements."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _REPLACE = re.compile(r"(//|/#|/%|/)((?:\\.|[^/])+)(?:/(.*))?", re.DOTALL)
 _CASES = {"^^": str.upper, ",,": str.lower}
 
 LONGEST = 500
-"""Characters of a value that patterns are tried on."""
+"""Most characters of a value that is matched with patterns."""
 
 
 def changed(value: Value, how: str) -> Value | None:
-    """A value as `how` behind its name changes it; None where that is not known."""
+    """A value changed by the modifier `how` after its name; None where unknown."""
     part = _PART.fullmatch(how)
     if part is not None:
         start, size = int(part[1]), None if part[2] is None else int(part[2])
@@ -54,7 +54,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _shortened(chars: Chars, operator: str, pattern: re.Pattern[str]) -> Chars:
-    """A value without the shortest (`#`, `%`) or longest (`##`, `%%`) part at its begin or end that fits."""
+    """A value without its shortest (`#`, `%`) or longest (`##`, `%%`) matching prefix or suffix."""
     text, size = plain(chars), len(chars)
     lengths = range(size + 1) if len(operator) == 1 else range(size, -1, -1)
     for length in lengths:
@@ -65,7 +65,7 @@ def _shortened(chars: Chars, operator: str, pattern: re.Pattern[str]) -> Chars:
 
 
 def _replaced(chars: Chars, operator: str, pattern: str, new: str | None) -> Chars | None:
-    """Characters with one text in place of another; None where the pattern is no plain text."""
+    """Characters with one text replaced by another; None where the pattern is not plain text."""
     old = pattern.replace("\\", "")
     if re.search(r"[*?\[]", old):
         return None

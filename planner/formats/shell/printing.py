@@ -12,9 +12,9 @@ _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", '"': '"', "'": "'"}
 
 
 def formatted(form: Chars, arguments: Sequence[Chars]) -> Chars | None:
-    """The text that `printf` prints; None where it is not known.
+    """The text that `printf` prints; None where unknown.
 
-    A format is used again while arguments are left; those that are missing are empty, or 0.
+    The format is repeated while arguments are left; missing arguments are empty, or 0.
     """
     text, line = plain(form), form[0][1] if form else 0
     if has_unknown(form):

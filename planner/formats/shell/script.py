@@ -1,7 +1,7 @@
-"""Shell scripts, read as far as they say how a job is started: their commands, with variables in place.
+"""Shell scripts that start a job: their commands with expanded variables.
 
-Nothing is run and no file is opened. A variable that is set under a condition which cannot be known is not
-known either; one that a script asks for and never sets is not set, as where the script runs as it stands.
+Nothing is run and no file is opened. A variable that is set under an unknown condition is unknown. A variable
+that a script uses but never sets is unset, as when the script runs unchanged.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from planner.formats.shell.variables import Variables, as_assignment, unknown_va
 _BEFORE = ("nohup", "time", "exec", "command", "sudo", "then", "do", "else", "{", "!")
 
 MOST_FRAMES = 200
-"""Constructs inside each other; what opens beyond is not followed."""
+"""Deepest nesting of constructs; deeper ones are not followed."""
 MOST_NESTED = 15
-"""Calls of functions and loops inside each other."""
+"""Deepest nesting of function calls and loops."""
 MOST_TURNS = 100
-"""Turns of a loop."""
+"""Most iterations of a loop."""
 MOST_SOURCES = 20
-"""Times that a script reads another one."""
+"""Most times that a script sources another one."""
 MOST_COMMANDS = 50_000
-"""Commands of a script with those that loops and calls repeat; beyond, nothing is repeated."""
+"""Most commands of a script, including repetitions by loops and calls; beyond, nothing is repeated."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,16 @@ class Script:
     files: Mapping[str, Word]
     """Texts that the script writes into files (`cat <<END > FILE`), by the names of the files."""
     not_sourced: tuple[Word, ...]
-    """Files that the script reads commands from, and that are not given."""
+    """Files that the script sources and that are not given."""
     environments: tuple[Mapping[str, Word], ...]
-    """The variables that launchers look at, by command, as each command finds them."""
+    """The environment variables of `ENVIRONMENT` at each command."""
 
 
 ENVIRONMENT = (
     *("NPROC_PER_NODE", "NNODES", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"),
     *("MODULE", "CONFIG", "CONFIG_FILE", "NGPU"),
 )
-"""Variables that launchers and scripts of software look at."""
+"""Environment variables that launchers and scripts of software read."""
 
 
 def read_script(
@@ -72,9 +72,8 @@ def read_script(
     """The commands of a shell script.
 
     Args:
-        defined: values of variables that the script gets from outside; they count as set before it begins.
-            `1`, `2`, ... are its arguments.
-        beside: texts of other files by their names without folders, which it may read commands from.
+        defined: environment variables of the script, set before it begins. `1`, `2`, ... are its arguments.
+        beside: texts of other files by name without folders, which the script may source.
     """
     variables: dict[str, Value] = {name: list(chars_of(value)) for name, value in (defined or {}).items()}
     arguments: list[Chars] = []
@@ -119,14 +118,14 @@ class _Reader:
         self._sources = MOST_SOURCES
 
     def read(self, chars: Chars, depth: int) -> None:
-        """Go through all commands of a text."""
+        """Read all commands of a text."""
         events = deque(simple_commands(chars, self.directives))
         for name, (value, line) in slurm_variables(self.directives).items():
             self.names.assign(name, [(char, line) for char in value])
         self._run(events, depth)
 
     def read_uncalled(self) -> None:
-        """Go through functions that nothing calls: a file may be made of them."""
+        """Read functions that nothing calls, as a file may consist of functions."""
         self._frames.clear()
         for name in [name for name in self._functions if name not in self._called]:
             self._inside(Frame("call", True), self._functions[name], 0)
@@ -138,7 +137,7 @@ class _Reader:
             self._keyword(raw, before, depth, events)
 
     def _inside(self, frame: Frame, body: Sequence[Event], depth: int) -> None:
-        """Go through a part that is in a frame of its own."""
+        """Read a part of the script in a frame of its own."""
         height = len(self._frames)
         self._frames.append(frame)
         self._nested += 1
@@ -147,7 +146,7 @@ class _Reader:
         del self._frames[height:]
 
     def _keyword(self, raw: list[Chars], before: str, depth: int, events: deque[Event]) -> None:
-        """Open and close constructs; what is left of a command is run."""
+        """Open and close constructs; the rest of the command is read as a command."""
         negated = False
         if before == ")" and raw:
             self._is_pattern(raw, before)
@@ -184,8 +183,8 @@ class _Reader:
             self._simple(raw, before, depth, negated)
 
     def _is_pattern(self, raw: list[Chars], before: str) -> bool:
-        """Return whether words choose a branch of a `case`; before a branch, find out whether the branch
-        runs."""
+        """Return whether words are patterns of a `case`; at the end of the patterns, decide whether the
+        branch runs."""
         frame = self._frames[-1] if self._frames else None
         if frame is None or frame.kind != "case":
             return False
@@ -227,7 +226,7 @@ class _Reader:
             self._frames.append(Frame("loop", None))
 
     def _turn(self, word: str) -> None:
-        """`then`, `else` and the ends of constructs."""
+        """Handle `then`, `else` and the ends of constructs."""
         if word in ("fi", "done", "esac", "}"):
             if self._frames:
                 self._frames.pop()
@@ -246,7 +245,7 @@ class _Reader:
             )
 
     def _subshell(self, word: str, before: str) -> None:
-        """`(` and `)`: what is set between them is set for them alone."""
+        """Handle `(` and `)`; variables set between them are restored."""
         if word == SUBSHELL:
             runs: Truth = True
             if before in ("&&", "||"):
@@ -263,7 +262,7 @@ class _Reader:
                 self.names.variables.update(outside)
 
     def _text(self, raw: list[Chars]) -> None:
-        """A text that follows the line of its command: for a file, or for the variable of a `read`."""
+        """Handle a here-document: for a file, or for the variable of a `read`."""
         _, target, text = raw
         reader, self._reads_script = self._reads_script, None
         if reader is not None and not target and self._nested < MOST_NESTED and self._runs() is not False:
@@ -283,7 +282,7 @@ class _Reader:
         self.names.last_read = ""
 
     def _define(self, raw: list[Chars], events: deque[Event]) -> None:
-        """Keep the body of a function for its calls."""
+        """Store the body of a function for its calls."""
         name, rest = (plain(raw[1]) if len(raw) > 1 else ""), raw[2:]
         if not rest and events:
             rest = events.popleft()[1]
@@ -294,7 +293,8 @@ class _Reader:
         self._functions[name] = body_of(events, ("{",), "}")
 
     def _loop(self, raw: list[Chars], events: deque[Event], depth: int) -> None:
-        """Turn by turn, where each is known and starts nothing; otherwise once, as what may run or not."""
+        """Read each iteration if all are known and start nothing; otherwise read the body once, as code that
+        may not run."""
         word, head = plain(raw[0]), raw[1:]
         inner = body_of(events, LOOPS, "done")
         if self._runs() is False:
@@ -330,8 +330,7 @@ class _Reader:
             self.names.assign(each, unknown_value(each, raw[0][0][1]))
 
     def _counts(self, head: str, body: list[Event], depth: int) -> bool:
-        """Run each turn of `for ((i=0; i<8; i++))`; return False where the turns are not known or do not
-        end."""
+        """Read each iteration of `for ((i=0; i<8; i++))`; return False where they are unknown or endless."""
         parts = head[2:-2].split(";")
         if not head.startswith("((") or len(parts) != 3:
             return False
@@ -348,7 +347,7 @@ class _Reader:
         return False
 
     def _elements(self, head: list[Chars]) -> list[Chars] | None:
-        """The elements that a `for` goes over; None where they are not known."""
+        """The elements of a `for`; None where unknown."""
         if len(head) < 2 or plain(head[1]) != "in":
             return None
         found = [part for word in head[2:] for part in self.names.expansion.split(word)]
@@ -356,9 +355,9 @@ class _Reader:
         return found if known and len(found) <= MOST_TURNS else None
 
     def _while(self, condition: list[Event], body: list[Event], depth: int, repeats: bool) -> bool:
-        """Turn by turn while a condition holds that is known; False where it is not, or does not end.
+        """Read each iteration while a known condition holds; return False where it is unknown, or endless.
 
-        Without `repeats` it is only found out whether there is a first turn.
+        Without `repeats`, only decide whether there is a first iteration.
         """
         if plain(condition[0][1][0] if condition[0][1] else []) in ("true", ":"):
             return False
@@ -371,12 +370,13 @@ class _Reader:
         return False
 
     def _runs(self) -> Truth:
-        """Return whether the words read now would run: False beats None, and None beats True."""
+        """Return whether the current words would run: False takes precedence over None, and None over
+        True."""
         states = [frame.runs for frame in self._frames]
         return False if False in states else (None if None in states else True)
 
     def _simple(self, raw: list[Chars], before: str, depth: int, negated: bool = False) -> None:
-        """A command without keywords: assignments, tests, and what would be run."""
+        """Handle a command without keywords: assignments, tests, and started programs."""
         runs, earlier = self._runs(), self._status
         self.names.last_read = ""
         if (before == "&&" and earlier is False) or (before == "||" and earlier is True):
@@ -401,7 +401,7 @@ class _Reader:
             self.names.assignment(word, runs)
 
     def _outcome(self, raw: list[Chars], runs: Truth) -> tuple[Truth, bool]:
-        """Return whether a command succeeds, and whether it is nothing but a test."""
+        """Return whether a command succeeds, and whether it is only a test."""
         first = plain(raw[0][:10]) if raw else ""
         if first in TESTS:
             return self._test(raw), True
@@ -430,7 +430,7 @@ class _Reader:
         self.names.variables.update(saved)
 
     def _start(self, words: list[Word], parts: list[Chars], runs: Truth, depth: int) -> None:
-        """A command that starts something: a script, a function of this one, or another program."""
+        """Handle a command that starts a script, a function of this script, or another program."""
         if words[0].text in ("source", ".") and len(words) > 1:
             self._source(words[1], depth)
             return
@@ -462,7 +462,7 @@ class _Reader:
             self.environments.append(self.names.texts(ENVIRONMENT))
 
     def _source(self, file: Word, depth: int) -> None:
-        """The commands of another file, in its place, where that is given."""
+        """Read the commands of a sourced file, if it is given."""
         text = self._beside.get(file.text.rpartition("/")[2])
         if text is None:
             self.not_sourced.append(file)
@@ -471,7 +471,7 @@ class _Reader:
             self.read([(char, file.line) for char in text], depth + 1)
 
     def _test(self, raw: list[Chars]) -> Truth:
-        """The outcome of `[ ... ]`, None where it is not known: files are never looked at."""
+        """The outcome of `[ ... ]`; None where unknown, as files are never examined."""
         first = plain(raw[0])
         words: list[str | None] = []
         for word in raw[1:]:

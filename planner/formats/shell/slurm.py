@@ -1,4 +1,4 @@
-"""Variables that Slurm gives to a job, as comments for `sbatch` decide them (sbatch(1))."""
+"""Variables that Slurm sets for a job, from the `#SBATCH` comments (sbatch(1))."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _AS_GIVEN = {
     "--job-name": ("SLURM_JOB_NAME",),
     "--partition": ("SLURM_JOB_PARTITION",),
 }
-"""Variables that hold what an option is given."""
+"""Variables with the unchanged value of an option."""
 
 
 def slurm_variables(directives: Iterable[Sequence[Word]]) -> dict[str, tuple[str, int]]:
-    """Value and line of each variable."""
+    """The value and the line of each variable that Slurm sets."""
     given = _options(directives)
     if not given:
         return {}
@@ -57,7 +57,7 @@ def slurm_variables(directives: Iterable[Sequence[Word]]) -> dict[str, tuple[str
 
 
 def _options(directives: Iterable[Sequence[Word]]) -> Mapping[str, tuple[str, int]]:
-    """Values and lines by the long name of an option; of one that is given twice the last."""
+    """Values and lines by the long name of an option; the last occurrence counts."""
     found: dict[str, tuple[str, int]] = {}
     for directive in directives:
         words = [word for word in directive if not word.unknown]
@@ -76,7 +76,7 @@ def _options(directives: Iterable[Sequence[Word]]) -> Mapping[str, tuple[str, in
 
 
 def _number(given: tuple[str, int] | None) -> int | None:
-    """The number of `4`, of `a100:4` and of `4-4`; None for others."""
+    """The number in `4`, `a100:4` or `4-4`; None for other texts."""
     text = "" if given is None else given[0].rpartition(":")[2]
     same = re.fullmatch(r"([0-9]{1,6})-\1", text)
     text = same.group(1) if same else text

@@ -1,4 +1,4 @@
-"""Text whose every character knows its line, and the words of shell scripts in it."""
+"""Text with the line of each character, and the words of shell scripts in it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from costmodels.dataclass import dataclass
 
 
 class Unknown(str):
-    """Stands in a text for what cannot be known without running something: its name."""
+    """Marker in a text for a part that is unknown without running the script; it has the part's name."""
 
     __slots__ = ()
 
 
 Char = tuple[str, int]
-"""A character, or an `Unknown`, and the line that it stands on."""
+"""A character, or an `Unknown`, and its line."""
 
 Chars = list[Char]
 
 DEEPEST = 40
-"""Constructs inside each other, beyond which they are taken as they are written."""
+"""Deepest nesting of constructs; deeper ones are taken literally."""
 
 LONGEST = 50_000
-"""Characters of a value: more than a command line takes."""
+"""Most characters of a value; more than fit on a command line."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """One word of a command, where variables and quotes are resolved."""
+    """One word of a command, with variables and quotes resolved."""
 
     text: str
     line: int
     unknown: tuple[str, ...] = ()
-    """Names of variables and commands in the word that cannot be known."""
+    """Names of unknown variables and commands in the word."""
 
 
 def chars_of(source: str, line: int = 1) -> Chars:
-    """The characters of a text that begins on `line`; a carriage return is none."""
+    """The characters of a text that begins on `line`, without carriage returns."""
     found: Chars = []
     for char in source:
         if char == "\r":
@@ -48,7 +48,7 @@ def chars_of(source: str, line: int = 1) -> Chars:
 
 
 def plain(chars: Sequence[Char]) -> str:
-    """The text alone; what is not known is written as a variable."""
+    """The plain text; unknown parts are written as variables."""
     return "".join(f"${{{char}}}" if isinstance(char, Unknown) else char for char, _ in chars)
 
 
@@ -59,7 +59,7 @@ def word_of(chars: Sequence[Char]) -> Word:
 
 
 def has_unknown(chars: Sequence[Char]) -> bool:
-    """Return whether some part of a text is not known."""
+    """Return whether a part of a text is unknown."""
     return any(isinstance(char, Unknown) for char, _ in chars)
 
 
@@ -71,14 +71,14 @@ class Closings:
         self._found: dict[int, int] = {}
 
     def after(self, start: int, depth: int = 0) -> int:
-        """Index after the construct that opens at `start`; the next one where none does or none closes."""
+        """Index after the construct that opens at `start`; the next index if no construct opens or closes."""
         if start not in self._found:
             self._found[start] = start + 1
             self._found[start] = self._after(start, depth)
         return self._found[start]
 
     def opens(self, at: int) -> bool:
-        """Return whether a construct opens at `at` that may hold blanks."""
+        """Return whether a construct that may contain blanks opens at `at`."""
         char = self._char(at)
         return (char in "'\"`\\" and char != "") or (char == "$" and self._char(at + 1) in ("{", "("))
 
@@ -119,20 +119,20 @@ class Closings:
 
 
 class Part:
-    """A part of a text, whose constructs are found once for it and for all parts of it."""
+    """A part of a text; constructs are found once for the whole text."""
 
     def __init__(self, chars: Chars) -> None:
         self.chars, self.closings = chars, Closings(chars)
         self.start, self.stop = 0, len(chars)
 
     def of(self, start: int, stop: int) -> Part:
-        """A part of a text; the indices are those of the whole text."""
+        """A part of the text; indices are those of the whole text."""
         other = copy(self)
         other.start, other.stop = start, stop
         return other
 
     def after(self, at: int) -> int:
-        """Index after the construct that opens at `at`; the next one where none does or none closes."""
+        """Index after the construct that opens at `at`; the next index if no construct opens or closes."""
         end = self.closings.after(at) if self.closings.opens(at) else at + 1
         return end if end <= self.stop else at + 1
 

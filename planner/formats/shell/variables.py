@@ -1,4 +1,4 @@
-"""Values that a shell script sets: variables, arrays, arguments, and the commands that do nothing else."""
+"""Values that a shell script sets: variables, arrays, arguments, and commands that only set these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 
 
 class Variables:
-    """The variables of a script as it is read."""
+    """The variables of a script during reading."""
 
     def __init__(self, variables: dict[str, Value], fixed: Collection[str]) -> None:
         self.fixed = fixed
@@ -45,7 +45,7 @@ class Variables:
         return self.expansion.number(text, assign)
 
     def sets(self, raw: list[Chars], runs: Truth) -> bool:
-        """Carry out a command that does nothing but set variables; whether it was one."""
+        """Carry out a command that only sets variables; return whether it was such a command."""
         first = plain(raw[0][:10])
         if first in DECLARATIONS:
             options = "".join(plain(word) for word in raw[1:] if plain(word[:1]) == "-")
@@ -122,7 +122,7 @@ class Variables:
         return True
 
     def _whole(self, name: str, text: str) -> Chars:
-        """The value of a variable that `declare -i` makes a whole number: its text is a sum."""
+        """The value of a variable with `declare -i`; its text is an arithmetic expression."""
         value = self.expansion.number(text or "0")
         return unknown_value(name, 0) if value is None else [(char, 0) for char in str(value)]
 
@@ -131,7 +131,7 @@ class Variables:
         return [char for char in value if isinstance(char, tuple)]
 
     def _array(self, name: str, inner: Chars, runs: Truth) -> list[Chars]:
-        """The elements of an array; those with names are kept under these too."""
+        """The elements of an array; named elements are also stored under their names."""
         found: list[Chars] = []
         for word in array_words(inner):
             named = re.match(r"\[([^]]{1,80})\]=", plain(word[:100]))

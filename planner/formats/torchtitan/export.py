@@ -1,4 +1,5 @@
-"""Plans as flags of torchtitan 0.3, which takes no files but Python (torchtitan/config/manager.py)."""
+"""Plans as flags of torchtitan 0.3, whose only configuration files are Python
+(torchtitan/config/manager.py)."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ from planner.formats.writing.model_words import model_parts
 from planner.space.shared_stages import less_layers
 
 SHAPELESS = {"name", "seq", "max_positions", "source", "published_parameters", "rope_scaling", "norm_eps"}
-"""Fields of a model that are no sizes, or that torchtitan has flags for."""
+"""Fields of a model that are not sizes, or that torchtitan has flags for."""
 
 
 def export_torchtitan(model: ModelSpec, layout: Layout) -> Export:
-    """The flags of a job; a model is one of its own configurations, or named as not expressible."""
+    """The flags of a job; a model must be one of torchtitan's configurations, or is named as not
+    expressible."""
     missing: list[str] = []
     flags = {}
     name = configuration_of(model)
@@ -68,13 +70,13 @@ def export_torchtitan(model: ModelSpec, layout: Layout) -> Export:
 
 
 def configuration_of(model: ModelSpec) -> str | None:
-    """The model of the catalogue with these sizes that torchtitan has, too."""
+    """The catalogue's model with these sizes that torchtitan has, too."""
     sizes = model.model_dump(exclude=SHAPELESS)
     return next((name for name in MODELS if load_model(name).model_dump(exclude=SHAPELESS) == sizes), None)
 
 
 def layout_values(layout: Layout, model: ModelSpec, missing: list[str]) -> Values:
-    """The keys of a layout; what there are none for is added to `missing`."""
+    """The keys of a layout; degrees without a key are added to `missing`."""
     pipeline = layout.pipeline_parallel
     values: Values = {
         **_data_parallel(layout, missing),

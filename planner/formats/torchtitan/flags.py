@@ -1,8 +1,8 @@
 """Flags of torchtitan 0.3 and later as keys of its files, such as `--parallelism.tensor_parallel_degree 2`.
 
-A command starts `torchtitan.train`, or torchtitan's own script (`run_train.sh`), which takes variables.
-torchtitan/config/manager.py: tyro takes `--section.key VALUE`, `--section.no-key` for what is off, and
-`activation-checkpoint:full`; `--module` and `--config` name the model.
+A command starts `torchtitan.train`, or torchtitan's own script (`run_train.sh`), which reads variables.
+torchtitan/config/manager.py: tyro accepts `--section.key VALUE`, `--section.no-key` for a disabled switch,
+and `activation-checkpoint:full`; `--module` and `--config` name the model.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from planner.formats.shell.text import Word
 from planner.formats.torchtitan.names import KEYS, MODELS
 
 CONFIG = "config"
-"""The key that names a function of a `config_registry.py`, which says all that no flag does."""
+"""The key that names a function of a `config_registry.py`, which has all values without flags."""
 
 CONFIG_FILE = "job.config_file"
-"""The key of releases up to 0.2 that names a file, which says all that no flag does."""
+"""The key of releases up to 0.2 that names a file, which has all values without flags."""
 
 STARTER = "run_train.sh"
 """torchtitan's own script: `MODULE=llama3 CONFIG=llama3_8b ./run_train.sh FLAGS`."""
 
 STARTERS_OWN = {"NGPU": "8", "MODULE": "llama3", "CONFIG": "llama3_debugmodel"}
-"""Defaults of that script for its variables."""
+"""Default values of that script's variables."""
 
 _FLAG = re.compile(r"([a-z_]+)\.(no_)?([a-z_]+(?:\.[a-z_]+)*)")
 _CHECKPOINTING = re.compile(r"activation[-_]checkpoint:(none|full|selective|memory[-_]budget)")
 
 _SECTIONS = ("parallelism", "training")
-"""Sections whose flags make a command one of torchtitan."""
+"""Sections whose flags identify a torchtitan command."""
 
 
 class Command(NamedTuple):
@@ -45,7 +45,7 @@ class Command(NamedTuple):
 
 
 def find_command(text: str, define: Mapping[str, str], beside: Mapping[str, str]) -> Command | None:
-    """The command of a script, or a list of arguments, that starts torchtitan: the one with most keys."""
+    """The torchtitan command of a script, or of a list of arguments: the one with the most keys."""
     best: Command | None = None
     for launch in commands(text, dict(define), beside):
         found = _command(launch)
@@ -92,7 +92,7 @@ def _program(launch: Launch) -> tuple[Word, ...]:
 
 
 def _add_variables(launch: Launch, names: Entries, given: Entries) -> None:
-    """Add the values of variables that torchtitan's own script reads, where no flag gives them."""
+    """Add the values of variables of torchtitan's own script, if no flag gives them."""
     variables = launch.environment
     if "CONFIG_FILE" in variables:
         word = variables["CONFIG_FILE"]
@@ -104,7 +104,7 @@ def _add_variables(launch: Launch, names: Entries, given: Entries) -> None:
 
 
 def _model(names: Entries) -> Entries:
-    """`--module` and `--config` as the family and flavor of files."""
+    """The family and the flavor of a model, from `--module` and `--config`."""
     if "config" not in names:
         return {}
     config = names["config"]
@@ -118,6 +118,6 @@ def _model(names: Entries) -> Entries:
 
 
 def without_names(entries: Entries) -> Entries:
-    """The keys of a command without those that name its configuration, and so its model."""
+    """The keys of a command without those that name its configuration, which decide the model."""
     named = {"model.name", "model.flavor"} if CONFIG in entries else set()
     return {path: entry for path, entry in entries.items() if path not in named | {CONFIG, CONFIG_FILE}}

@@ -1,5 +1,4 @@
-"""Names that torchtitan has for degrees of a layout, and its distribution of layers to stages (release
-0.3.0)."""
+"""Names of degrees of a layout in torchtitan, and its distribution of layers to stages (release 0.3.0)."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from typing import Any
 from planner.formats.facts.key_table import key_table
 
 KEYS = key_table("torchtitan").fields
-"""Keys by the field of `Layout` or `ModelSpec` that they give (keys/torchtitan.yaml)."""
+"""Keys by their field of `Layout` or `ModelSpec` (keys/torchtitan.yaml)."""
 
 MICRO_BATCH = KEYS["pipeline_micro_batch"]
 FIRST_LESS = KEYS["first_less_layers"]
@@ -23,14 +22,15 @@ SCHEDULES = {
     "GPipe": "1f1b",
     "LoopedBFS": "interleaved",
 }
-"""`pipeline_parallel_schedule`: names of torch.distributed.pipelining; the last two keep more than those
-that they are priced as."""
+"""Schedules by `pipeline_parallel_schedule`, with names of torch.distributed.pipelining; the last two keep
+more memory than the schedules as which they are priced."""
 
 ROTATE_METHODS = {"allgather": "all_gather", "alltoall": "ring"}
-"""`context_parallel_rotate_method` of releases up to 0.2; 0.3 gathers."""
+"""Forms of context parallelism by `context_parallel_rotate_method` of releases up to 0.2; 0.3 always uses
+all-gather."""
 
 FORMATS = {"bfloat16": "bf16", "float32": "fp32"}
-"""`mixed_precision_param` and `mixed_precision_reduce`."""
+"""Number formats by `mixed_precision_param` and `mixed_precision_reduce`."""
 
 MODELS = {
     "llama3-8b": ("llama3", "llama3_8b", "8B"),
@@ -44,7 +44,8 @@ MODELS = {
     "deepseek-v2-lite": ("deepseek_v3", "deepseek_v3_16b", "16B"),
     "deepseek-v3": ("deepseek_v3", "deepseek_v3_671b", "671B"),
 }
-"""Names of the catalogue's models there: module, configuration, and the flavor of releases up to 0.2."""
+"""Names of the catalogue's models in torchtitan: module, configuration, and the flavor of releases up to
+0.2."""
 
 
 FLAVORS = {(module, flavor): name for name, (module, _, flavor) in MODELS.items()} | {
@@ -71,14 +72,14 @@ DEBUG_MODEL: dict[str, Any] = {
     "tied": False,
     "linear_bias": False,
 }
-"""The flavor `debugmodel` of llama3."""
+"""The model of llama3's flavor `debugmodel`."""
 
 
 def zero_stage(shards: int, pipeline_parallel: int, reshard: str) -> int:
-    """The stage of ZeRO of FSDP2 over `shards` ranks, by `fsdp_reshard_after_forward`.
+    """The ZeRO stage of FSDP2 over `shards` ranks, from `fsdp_reshard_after_forward`.
 
-    Parameters that stay gathered: without a pipeline each microbatch scatters its gradients (stage 2); under
-    one they are summed whole until the last, as stage 1 does.
+    If parameters stay gathered, each microbatch reduce-scatters its gradients without a pipeline (stage 2).
+    In a pipeline whole gradients are summed until the last microbatch (stage 1).
     """
     if shards == 1:
         return 0
@@ -88,7 +89,7 @@ def zero_stage(shards: int, pipeline_parallel: int, reshard: str) -> int:
 
 
 def before_0_1(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage before release 0.1: what is left over goes to middle ones."""
+    """Layers of each stage before release 0.1; middle stages get the remaining layers."""
     each, more = divmod(layers, stages)
     middle = [each + (stage < more) for stage in range(stages - 2)]
     return (each, *middle, layers - each - sum(middle)) if stages > 1 else (layers,)

@@ -1,7 +1,7 @@
-"""Configurations of torchtitan: TOML files (until 0.2), Python, and the flags that stand for their keys.
+"""Configurations of torchtitan: TOML files (until 0.2), Python, and flags for their keys.
 
 Defaults are those of torchtitan/config/job_config.py and configs.py, stages those of
-distributed/pipeline_parallel.py; keys of earlier releases have the defaults of these.
+distributed/pipeline_parallel.py; keys of earlier releases have the defaults of those releases.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def read_torchtitan(source: Source, around: Surroundings) -> Reading:
 
 
 class _Release:
-    """Defaults that depend on the release of a file, as its keys tell the release."""
+    """Defaults that depend on a file's release, which is recognised by its keys."""
 
     def __init__(self, own: Iterable[str], keys: Keyed) -> None:
         names = set(own)
@@ -107,7 +107,7 @@ class _Release:
 
 
 def _name_inherited(keys: Keyed, model: ModelSpec | None) -> None:
-    """Name what a configuration says that no flag does, as its file is not given."""
+    """Add problems for values without a flag of a configuration whose file is not given."""
     file = keys.first(CONFIG_FILE)
     if file is not None:
         keys.add("unknown", f"{file.text} says the job, and is not given", CONFIG_FILE, "give that file too")
@@ -141,14 +141,14 @@ def _name_other_state(keys: Keyed) -> None:
 
 
 _CONVERTERS = r"float8|mx|primus_turbo"
-"""Converters of layers that are priced, or named where they are read."""
+"""Converters of layers that are priced, or reported where they are read."""
 
 
 _PRESET = re.compile(r"preset for ([0-9]{1,5}) ([AHB][0-9]{2,3}) GPUs(?: \(with ([0-9]{1,4}) ?GiB memory\))?")
 
 
 def _preset(text: str, assumed: list[str]) -> tuple[int | None, str | None, float | None]:
-    """Devices that a comment says the file is for, and their GiB where it says these too."""
+    """Devices from a comment in the file, and their GiB if the comment has them."""
     match = _PRESET.search(text)
     if match is None:
         return None, None, None
@@ -202,7 +202,7 @@ def _degrees(keys: Keyed, model: ModelSpec | None) -> dict[str, Any]:
 
 
 def _said_world(keys: Keyed, degrees: dict[str, Any]) -> int | None:
-    """The product of all degrees, where the shards are counted and not left open (-1)."""
+    """The product of all degrees, if the number of shards is given and not left open (-1)."""
     shard = keys.first(KEYS["data_parallel"])
     if shard is None or shard.text.startswith("-"):
         return None
@@ -263,7 +263,7 @@ def _layout(
 
 
 def _open(keys: Keyed, path: str) -> int | None:
-    """The number of a key; None where it is left open, which -1 says too."""
+    """The number of a key; None where it is left open, also by -1."""
     entry = keys.first(path)
     return None if entry is None or entry.text.startswith("-") else keys.count(path)
 
@@ -271,7 +271,7 @@ def _open(keys: Keyed, path: str) -> int | None:
 def _batch(
     keys: Keyed, model: ModelSpec, stages: int, release: _Release
 ) -> tuple[int, int, int | None] | None:
-    """Sequences of a microbatch, of a data-parallel rank, and of a step where the file says them."""
+    """Sequences of a microbatch, of a data-parallel rank, and of a step, if the file gives them."""
     if release.in_tokens:
         path = KEYS["micro_tokens"]
         tokens, total = keys.count(path) or 16384, _open(keys, KEYS["global_tokens"])
@@ -301,7 +301,7 @@ def _batch(
 
 
 def _listed_stages(keys: Keyed, layers: int) -> tuple[int, ...] | None:
-    """Layers of the stages that a file lists one by one; None, and a problem, where they are none."""
+    """Layers of the stages listed in a file; None, and a problem, where the list is wrong."""
     points = keys.first(KEYS["split_points"])
     if points is not None:
         named = [re.fullmatch(r"layers\.([0-9]{1,5})", point) for point in points.items or (points.text,)]
@@ -328,7 +328,7 @@ def _lists_stages(keys: Keyed) -> bool:
 
 
 def _stages(keys: Keyed, model: ModelSpec, pipeline: int, release: _Release) -> dict[str, Any] | None:
-    """Chunks, schedule, and layers of the stages: embedding and head count as layers."""
+    """Fields for chunks, schedule, and layers of the stages; embedding and head count as layers."""
     if pipeline == 1:
         return {"layers_per_stage": (model.layers,)}
     word = keys.text(KEYS["schedule"]) or "1F1B"
@@ -415,7 +415,7 @@ def _precision(keys: Keyed) -> str:
 
 
 def _fp8(keys: Keyed) -> dict[str, Any]:
-    """Scales of fp8 and how weights are gathered: keys of releases up to 0.2, wherever those put them."""
+    """Fields for fp8 scales and the gathering of weights, from the keys of all releases up to 0.2."""
     given = {path.rpartition(".")[2]: path for path in keys.entries if "float8" in path}
     recipe = keys.text(given.get("recipe_name", ""))
     found: dict[str, Any] = {"fp8_recipe": recipe} if recipe in get_args(Fp8Recipe) else {}

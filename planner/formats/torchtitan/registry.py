@@ -1,6 +1,6 @@
 """torchtitan's configurations in Python: functions of a `config_registry.py` that return `Trainer.Config`.
 
-They have the sections of the files that they replaced in 2026; the model is what `model_registry` is asked.
+They have the sections of the files that they replaced in 2026; the model is the argument of `model_registry`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ STYLE = Style(
 """The form in which torchtitan's configurations are written."""
 
 POLICIES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
-"""Classes of `activation_checkpoint` by the word that files have for them."""
+"""Classes of `activation_checkpoint` by their word in files."""
 
 _NAMED = ("model.name", "model.flavor")
-"""Keys that a command has of the name of its configuration, which says them itself."""
+"""Keys of a command that only name its configuration."""
 
 MOST_NAMED = 8
-"""Configurations that are listed where none is chosen."""
+"""Most configurations that are listed if none is chosen."""
 
 _OWN = re.compile(r"(?:torchtitan)?\.")
 
@@ -46,10 +46,10 @@ def has_configurations(file: str, text: str) -> bool:
 
 
 def read_registry(source: Source, around: Surroundings, flags: Entries | None = None) -> Reading:
-    """The job of one configuration, which `--define recipe=NAME` names; of several the first otherwise.
+    """The job of one configuration: the one named by `--define recipe=NAME`, or the first.
 
     Args:
-        flags: keys that a command changes; it names the configuration.
+        flags: keys of a command, which names the configuration and overrides its values.
     """
     texts = ((source.file, source.text), *source.others)
     given = flags or {}
@@ -95,7 +95,7 @@ def read_registry(source: Source, around: Surroundings, flags: Entries | None = 
 
 
 def _as_file(recipe: Recipe) -> Entries:
-    """The keys of a configuration as those of a file."""
+    """The keys of a configuration in the form of a file's keys."""
     found: Entries = {}
     for path, entry in recipe.entries.items():
         section, _, rest = path.partition(".")
@@ -125,7 +125,7 @@ def _policy(entry: Entry) -> Entries:
 
 
 def _model(recipe: Recipe) -> Entries:
-    """The family and flavor of the model, and what converts its layers."""
+    """The family and flavor of the model, and the converters of its layers."""
     entries = recipe.entries
     made = entries.get("model_spec")
     if made is None:
@@ -152,7 +152,8 @@ def _model(recipe: Recipe) -> Entries:
 
 
 def _family(recipe: Recipe, made: str) -> str:
-    """The family of models: of the module that is asked for one, of the file's folder, or of the name."""
+    """The family of the model: from the module of `model_registry`, from the file's folder, or from the
+    name."""
     families: Mapping[str, None] = dict.fromkeys(family for family, _ in FLAVORS)
     named = re.search(r"torchtitan\.models\.(\w+)\.", made)
     folder = Path(recipe.files.get("model_spec", recipe.file)).parent.name

@@ -1,1 +1,1 @@
-"""Parts that all exports share: values, texts and parts of models as other software writes them."""
+"""Shared parts of all exports: values, texts and parts of models."""

@@ -1,4 +1,4 @@
-"""Flags and files of other software for a plan: each field is expressed, or named as not expressible."""
+"""Flags and files of other software for a plan: each field is expressed, or reported as not expressible."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from planner.formats.writing.written import written
 from planner.formats.writing.yaml_dumper import Dumper
 
 Values = dict[str, Any]
-"""Values of keys by path, with points between, such as `{"parallelism.tp": 2}`."""
+"""Values of keys by path, separated by points, such as `{"parallelism.tp": 2}`."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """A plan in the words of another software."""
+    """A plan as flags or a file of other software."""
 
     target: str
     text: str
@@ -29,23 +29,24 @@ class Export:
     """Parts of a plan that the software does not support, each with the reason. A field of the layout comes
     first, as in `schedule=zbv: ...`."""
     layout_flags: Mapping[str, str]
-    """Flags or paths of keys that say the layout, with their values (empty for switches)."""
+    """Flags or paths of keys of the layout, with their values (empty for switches)."""
     notes: tuple[str, ...] = ()
     """Further notes; a note on a field of the layout has the form of `inexpressible`."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the environment that the software wants to run it."""
+    """Environment variables that the software needs to run the plan."""
     in_script: tuple[str, ...] = ()
     """Parts of a plan that its file never states, because the software takes them from its training script:
     in the form of `inexpressible`."""
 
     @property
     def inexpressible_fields(self) -> frozenset[str]:
-        """Fields of the layout (`Layout`) that are not expressed, or not alone, or not in any plan."""
+        """Fields of `Layout` that are not expressed, not expressed separately, or not expressed in any
+        plan."""
         return frozenset(name for name in self.named if name in Layout.model_fields)
 
     @property
     def named(self) -> frozenset[str]:
-        """Names of fields of the layout, and of parts of the model, that are not expressed as they are."""
+        """Names of fields of the layout, and of parts of the model, that are not expressed exactly."""
         return frozenset(
             text.partition("=")[0] for text in (*self.inexpressible, *self.in_script, *self.notes)
         )
@@ -58,7 +59,7 @@ def lacks(missing: list[str], layout: Layout, field: str, why: str) -> None:
 
 
 def lacks_recomputation(missing: list[str], layout: Layout, why: str) -> None:
-    """Add to `missing` that a software does not recompute as a layout does."""
+    """Add to `missing` that a software does not support a layout's recomputation."""
     lacks(missing, layout, "recompute", why)
     for name, usual in (
         ("recompute_modules", ()),
@@ -70,17 +71,18 @@ def lacks_recomputation(missing: list[str], layout: Layout, why: str) -> None:
 
 
 def lacks_fp8(missing: list[str], layout: Layout, why: str) -> None:
-    """Add to `missing` that a software does not support how a layout scales and gathers in fp8."""
+    """Add to `missing` that a software does not support a layout's fp8 scales and fp8 gathering."""
     for name, usual in (("fp8_recipe", "default"), ("fp8_param_gather", False)):
         if getattr(layout, name) != usual:
             lacks(missing, layout, name, why)
 
 
 def lacks_bundled_features(missing: list[str], layout: Layout, says_muon_mode: bool = False) -> None:
-    """Add to `missing` what only the bundled runtime does, and how Muon is shared out, if a layout has it.
+    """Add to `missing` the layout's features that only the bundled runtime supports, and the division of
+    Muon's work.
 
     Args:
-        says_muon_mode: the software has words for that.
+        says_muon_mode: True if the software supports that division.
     """
     if layout.muon_mode != "default" and not says_muon_mode:
         lacks(missing, layout, "muon_mode", "only Megatron-LM has words for how ranks share Muon's work")
@@ -92,19 +94,20 @@ def lacks_bundled_features(missing: list[str], layout: Layout, says_muon_mode: b
 def lacks_some_layers(
     missing: list[str], layout: Layout, why: str = "all layers are recomputed, one by one"
 ) -> None:
-    """Add to `missing` what a software does not say that recomputes all layers, one by one."""
+    """Add to `missing` partial recomputation, for a software that always recomputes all layers, one by
+    one."""
     for name, usual in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):
         if getattr(layout, name) != usual:
             lacks(missing, layout, name, why)
 
 
 def flag_lines(flags: Mapping[str, str]) -> str:
-    """Flags as they are typed, one on each line."""
+    """Flags as typed on a command line, one per line."""
     return "\n".join(f"{name} {_quoted(value)}".rstrip() for name, value in flags.items()) + "\n"
 
 
 def _quoted(value: str) -> str:
-    """The words of a value, between which there are blanks."""
+    """The quoted words of a value, which are separated by blanks."""
     return " ".join(written(word, "word", "a flag's value") for word in value.split(" ")) if value else ""
 
 
@@ -133,7 +136,7 @@ def yaml_text(values: Mapping[str, Any]) -> str:
 
 
 class _Dumper(Dumper):
-    """Writes lists on one line."""
+    """A YAML writer that writes lists on one line."""
 
 
 def _list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.Node:
@@ -149,7 +152,7 @@ def json_text(values: Mapping[str, Any]) -> str:
 
 
 def flag_values(values: Mapping[str, Any]) -> dict[str, str]:
-    """Values as text, one for each path, as files and flags spell them."""
+    """Values as text by path, spelled as in files and flags."""
     return {path: _text(value) for path, value in values.items()}
 
 

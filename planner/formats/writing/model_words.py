@@ -1,4 +1,4 @@
-"""Parts of a model that a software has words for: every other field with an unusual value is named."""
+"""Parts of a model that a software supports; every other field with an unusual value is reported."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import Router
 
 _NO_PARTS = ("name", "source", "published_parameters", "mtp_layers", "mtp", "lora", "dense_layers")
-"""Fields that are no part of the layers, or that another says: `mlp_pattern` says which layers are dense, and
-`targets.export` what of `mtp` and `lora` is missing."""
+"""Fields that are not parts of layers, or that others cover: `mlp_pattern` gives the dense layers, and
+`targets.export` reports `mtp` and `lora`."""
 
 _WITH_EXPERTS = ("top_k", "expert_ffn", "shared_expert_ffn", "shared_expert_gate")
 _WITH_ROPE = ("rope_theta", "rope_scaling", "rotary_dim", "rotates_full")
 
 SIZES = {"layers", "hidden", "ffn", "heads", "vocab", "seq"}
-"""Fields that every model has and no value of which is the usual one."""
+"""Fields of every model that have no usual value."""
 
 Said = Mapping[str, "tuple[object, ...] | None"]
-"""Parts that a software has words for, by their names in `model_parts`, with the values that it can say, or
-None for any; of other parts it has the usual value alone."""
+"""Parts that a software supports, by their names in `model_parts`, with the supported values, or None for
+any. Other parts must have their usual value."""
 
 
 def model_parts(model: ModelSpec) -> dict[str, Any]:
-    """Values of the fields that have an effect in a model; those of records by paths, as `router.score`.
+    """Values of the fields that have an effect in a model; fields of records by path, such as `router.score`.
 
-    `attention_pattern` and `mlp_pattern` list the kinds of all layers. The two forms of GELU are taken as
-    one: they cost the same, and engines choose between them by what they fuse.
+    `attention_pattern` and `mlp_pattern` list the kinds of all layers. The two forms of GELU count as one:
+    they take the same time, and engines choose the form that they can fuse.
     """
     kinds = [model.layer_kind(layer) for layer in range(model.layers)]
     attention = tuple(kind.attention for kind in kinds)
@@ -64,7 +64,7 @@ def model_parts(model: ModelSpec) -> dict[str, Any]:
 
 
 def usual_part(model: ModelSpec, name: str) -> Any:
-    """The value of a part that needs no words; an object that equals nothing where there is none."""
+    """The usual value of a part, which needs no words; an object that equals nothing where there is none."""
     if name in ("attention_pattern", "mlp_pattern"):
         kind = "full" if name == "attention_pattern" else "experts" if model.experts else "dense"
         return (kind,) * model.layers
@@ -86,7 +86,7 @@ def lacks_of_model(
     """Add to `missing` each part of a model that a software does not support, as `window=128: why`.
 
     Args:
-        because: why, by names of parts or of the records that they belong to.
+        because: reasons by the names of parts, or of their records.
     """
     named = dict.fromkeys(text.partition("=")[0] for text in missing)
     because = because or {}

@@ -1,4 +1,4 @@
-"""Texts of users in files that shells, schedulers and parsers of YAML read: quoted, spelled out, refused."""
+"""Users' texts in files for shells, schedulers and YAML parsers: quoted, escaped or refused."""
 
 from __future__ import annotations
 
@@ -12,34 +12,32 @@ from costmodels.errors import InputError
 Form = Literal["word", "comment", "value", "text", "line"]
 """The place of a text in a file.
 
-word: one word of a shell's command, whatever is in it;
-comment: a part of a line that nobody reads but people;
-value: what a directive of a scheduler sets, which no shell reads and no quotes protect;
-text: what stands after the name of a parameter, up to the end of its line, or in a scalar of YAML;
-line: a line of shell that is run as it is given.
+word: one word of a shell command, with any content; comment: a part of a comment line; value: the value of a
+scheduler's directive, which no shell reads and no quotes protect; text: the text after the name of a
+parameter, up to the end of its line, or a YAML scalar; line: a shell line that is run unchanged.
 """
 
 _BREAKS = {"Cc", "Zl", "Zp", "Cs"}
-"""Categories of control characters, all line breaks, and halves of characters that no encoding has."""
+"""Unicode categories of control characters, line breaks, and unpaired surrogates."""
 
 _VALUE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@%+/=-]*")
 
 
 class Shell(str):
-    """A part of a command that this package wrote itself, such as `"$NODE_RANK"`: it is not quoted."""
+    """A part of a command written by this package, such as `"$NODE_RANK"`, which is not quoted."""
 
     __slots__ = ()
 
 
 def written(text: str, form: Form, what: str) -> str:
-    """`text` as a file takes it; all that callers give goes into files through this function.
+    """`text` in the form for a file; all callers' texts are written through this function.
 
     Args:
         what: source of the text, such as `--partition`, for the message.
 
     Raises:
-        InputError: the text cannot stand there: a line break, a control character, or a blank where nothing
-            quotes it.
+        InputError: the text is not allowed there: a line break, a control character, or a blank that nothing
+            quotes.
     """
     if isinstance(text, Shell):
         return str(text)
@@ -68,7 +66,7 @@ def _name(char: str) -> str:
 
 
 def words_of(text: str, what: str) -> list[str]:
-    """The words of a command that is given as one text; raises `InputError` for a quote that does not end."""
+    """The words of a command given as one text; raises `InputError` for an unclosed quote."""
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""YAML that every parser reads alike: of versions 1.1 and 1.2, and those of Kubernetes."""
+"""YAML that all parsers read in the same way: versions 1.1 and 1.2, and Kubernetes' parsers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 _AMBIGUOUS = re.compile(
     r"[-+.]?[0-9].*|[-+]?\.(inf|nan)|y|n|yes|no|on|off|true|false|null|~|=|<<", re.IGNORECASE
 )
-"""Texts that some parser takes for a number, a date, a truth value or nothing, where no quotes are."""
+"""Unquoted texts that some parser reads as a number, a date, a truth value or null."""
 
 
 class Dumper(yaml.SafeDumper):

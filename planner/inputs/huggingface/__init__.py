@@ -1,1 +1,1 @@
-"""Models from the `config.json` of Hugging Face: which keys mean what, by model type."""
+"""Models from the `config.json` of Hugging Face: the meaning of keys, by model type."""

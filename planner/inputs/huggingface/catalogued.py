@@ -1,4 +1,4 @@
-"""Models of the catalogue by the names that they have on Hugging Face's Hub."""
+"""Models of the catalogue by their names on Hugging Face's Hub."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FAMILIES = (
     (r"^(qwen2\.5|qwen3)-(coder|math)-", r"\1-"),
     (r"^llama-(?=[23])", "llama"),
 )
-"""Models that have the shape of another family's, by what their names begin with."""
+"""Models with the shape of another family, by the beginning of their names."""
 
 
 def catalogued(name: str) -> ModelSpec | None:

@@ -15,11 +15,11 @@ from planner.inputs.huggingface.keys import Config, period
 from planner.inputs.huggingface.readers import model_fields
 
 LONGEST_DEFAULT_SEQ = 4096
-"""Tokens of a training sample when the user does not say: models of rotary positions are pre-trained
-at about this length, however long a sequence they accept afterwards."""
+"""Tokens of a training sample when the user does not say: models with rotary positions are pre-trained at
+about this length, even if they later accept longer sequences."""
 
 LARGEST_CONFIG = 16 * MIB
-"""Bytes; what is larger is no config.json."""
+"""Most bytes of a config.json; a larger file is refused."""
 
 
 def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
@@ -37,7 +37,7 @@ def model_from_hf_config(path: str | Path, seq: int | None = None) -> ModelSpec:
 
 
 def model_of_config(config: Config, file: Path, seq: int | None = None) -> ModelSpec:
-    """The model that the keys of a config.json describe; `file` is where they stood, and names the model."""
+    """The model that the keys of a config.json describe; `file` is their file, and gives the model's name."""
     origin = f"model config {str(file)!r}"
     model_type = config.get("model_type")
     try:
@@ -61,7 +61,7 @@ def model_of_config(config: Config, file: Path, seq: int | None = None) -> Model
 def without_idle_windows(fields: Config, seq: int) -> Config:
     """The fields of a model without windows that no sequence of `seq` tokens reaches beyond.
 
-    Windows stay where their layers differ from others in more than what they see.
+    Windows stay if their layers differ from the others in more than the window.
     """
     differs = fields.get("window_rope_theta") or not fields.get("rotates_full", True)
     window = fields.get("window")
@@ -100,7 +100,7 @@ def parse_config(text: str, file: Path) -> Config:
 
 
 def _named(file: Path) -> tuple[str, str]:
-    """The name of the model of a config.json, and which file it is: in the Hub's cache, one of an id."""
+    """The name of a config.json's model and its origin; for a file in the Hub's cache, the Hub id."""
     folder = resolved(file.parent)
     model = hub_origin(folder / file.name)
     if model is not None:

@@ -1,4 +1,5 @@
-"""`config.json` of DeepSeek-V4, whose layers read a window and entries that stand for several positions."""
+"""`config.json` of DeepSeek-V4, whose layers attend to a window and to compressed entries for several
+positions."""
 
 from __future__ import annotations
 
@@ -19,21 +20,22 @@ KINDS = {
     "compressed_sparse_attention": "sparse",
     "heavily_compressed_attention": "compressed",
 }
-"""Kinds of attention by what `layer_types` calls them."""
+"""Kinds of attention by their names in `layer_types`."""
 
 OF_RATIO = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-"""Layer types by the entries of `compress_ratios`, as the models were published with."""
+"""Layer types by the entries of `compress_ratios` in the published models."""
 
 RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 ROTARY_PART = 64 / 512
 
 
 def deepseek_v4(config: Config) -> Config:
-    """DeepSeek-V4: one key for all heads that is their value, compressed entries, hyper-connections, experts
-    in all layers.
+    """DeepSeek-V4: one key for all heads, which is the value too; compressed entries; hyper-connections;
+    experts in all layers.
 
-    Limits of the experts' gates, and that the first layers choose experts by a table of tokens, cost nothing
-    and are not kept. Parameters of the hyper-connections are counted with each layer's, and at the end.
+    Two features cost nothing and are ignored: limits of the experts' gates, and the token table by which the
+    first layers choose experts. Parameters of the hyper-connections are counted with each layer's, and at the
+    end.
     """
     refuse_other(config, attention_bias=False, mlp_bias=False, n_shared_experts=1, num_key_value_heads=1)
     width, head = whole(config, "moe_intermediate_size"), whole(config, "head_dim")
@@ -100,13 +102,14 @@ def _mapping(config: Config, key: str) -> Config:
 
 
 def _main(config: Config) -> Config:
-    """Positions of the layers that see a window alone."""
+    """Positions of the layers that attend to a window only."""
     found: Config = _mapping(config, "rope_parameters").get("main") or config
     return found
 
 
 def _positions(config: Config) -> Config:
-    """The keys with positions of the layers that read entries, which alone are stretched."""
+    """The keys with the positions of the layers that attend to compressed entries; only these are
+    stretched."""
     stretched = _mapping(config, "rope_parameters").get("compress")
     if stretched:
         return config | {"rope_parameters": stretched, "rope_theta": None, "rope_scaling": None}

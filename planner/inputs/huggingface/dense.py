@@ -18,7 +18,7 @@ from planner.inputs.huggingface.keys import (
 
 
 def gpt2(config: Config) -> Config:
-    """GPT-2."""
+    """Fields of GPT-2."""
     refuse_other(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
     return {
         "layers": whole(config, "n_layer"),
@@ -80,7 +80,7 @@ def llama(config: Config) -> Config:
 
 
 def arcee(config: Config) -> Config:
-    """Arcee's: Llama without a gate."""
+    """Arcee's models: Llama with an MLP without a gate."""
     return llama(config) | {"gated": False}
 
 
@@ -109,12 +109,12 @@ def late_windows(config: Config) -> Config:
 
 
 def phi3(config: Config) -> Config:
-    """Phi-3 and Phi-4."""
+    """Fields of Phi-3 and Phi-4."""
     return decoder(config) | windows(config, ("window",))
 
 
 def glm4(config: Config) -> Config:
-    """GLM-4: norms around attention and MLP, half of each head turned."""
+    """GLM-4: norms around attention and MLP, rotary positions on half of each head."""
     return decoder(config) | {"qkv_bias": bool(config.get("attention_bias")), "norm_place": "around"}
 
 
@@ -124,14 +124,14 @@ def glm(config: Config) -> Config:
 
 
 def seed_oss(config: Config) -> Config:
-    """Seed-OSS."""
+    """Fields of Seed-OSS."""
     refuse_other(config, mlp_bias=False)
     bias = {"qkv_bias": bool(config["attention_bias"]), "output_bias": bool(config["attention_out_bias"])}
     return decoder(config) | bias
 
 
 def ernie4_5(config: Config) -> Config:
-    """ERNIE 4.5."""
+    """Fields of ERNIE 4.5."""
     return decoder(config) | {"linear_bias": bool(config["use_bias"])}
 
 
@@ -170,7 +170,7 @@ def starcoder2(config: Config) -> Config:
 
 
 def granite_scales(config: Config) -> Config:
-    """Granite's four factors."""
+    """The four scaling factors of Granite."""
     return {
         "embedding_scale": number(config, "embedding_multiplier", 1.0),
         "residual_scale": number(config, "residual_multiplier", 1.0),
@@ -180,12 +180,12 @@ def granite_scales(config: Config) -> Config:
 
 
 def granite(config: Config) -> Config:
-    """Granite: Llama with factors."""
+    """Granite: Llama with scaling factors."""
     return llama(config) | granite_scales(config)
 
 
 OLMO3_THETA = 500_000.0
-"""The RoPE base of the layers with windows where a config.json has none for them."""
+"""The RoPE base of layers with windows if the config.json gives none for them."""
 
 
 def olmo2(config: Config) -> Config:
@@ -207,7 +207,7 @@ def olmo3(config: Config) -> Config:
 
 
 def exaone4(config: Config) -> Config:
-    """EXAONE 4: as OLMo 2 with norms of heads; the layers that see everything have no positions."""
+    """EXAONE 4: like OLMo 2 with norms of heads; the layers with full attention have no positions."""
     fields = decoder(config) | {"qk_norm": True, "norm_place": "after"}
     layers = fields["layers"]
     pattern = attention_pattern(config, layers)
@@ -221,7 +221,7 @@ def exaone4(config: Config) -> Config:
 
 
 def gemma(config: Config) -> Config:
-    """Gemma: norms whose weights are stored less one, scaled embeddings."""
+    """Gemma: scaled embeddings, and norms whose weights are stored minus one."""
     hidden = whole(config, "hidden_size")
     if config.get("hidden_act") == "gelu":
         # The first release says so and means the approximation, as transformers takes it.
@@ -238,7 +238,7 @@ def gemma(config: Config) -> Config:
 
 
 def gemma2(config: Config) -> Config:
-    """Gemma 2: norms around attention and MLP, every other layer a window, capped scores and logits."""
+    """Gemma 2: norms around attention and MLP, a window in every other layer, capped scores and logits."""
     fields = gemma(config)
     pattern = attention_pattern(config, fields["layers"])
     return (
@@ -254,7 +254,7 @@ def gemma2(config: Config) -> Config:
 
 
 def gemma3(config: Config) -> Config:
-    """Gemma 3: five of six layers are windows with positions of their own; queries and keys have norms."""
+    """Gemma 3: five of six layers have windows and their own RoPE base; queries and keys have norms."""
     fields = gemma(config)
     refuse_other(config, use_bidirectional_attention=False)
     pattern = attention_pattern(config, fields["layers"])

@@ -1,4 +1,4 @@
-"""`config.json` of Gemma 4, whose layers differ in more than what they see."""
+"""`config.json` of Gemma 4, whose layers differ in more than their windows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from planner.inputs.huggingface.keys import Config, whole
 
 
 def gemma4(config: Config) -> Config:
-    """Gemma 4: Gemma 3 with larger heads in layers that see everything, and inputs of each layer's own.
+    """Gemma 4:
 
-    What it has besides is counted, in the mean of a layer: the larger heads, keys that are values too, the
-    last layers, which take keys and values from others and have wider MLPs for it, the gate and projection of
-    the layer's own inputs, their embeddings and norms, the norms beside experts.
+    Gemma 3 with larger heads in layers with full attention, and per-layer inputs. The parameters of further
+    features are counted as a mean over layers: the larger heads; keys that are values too; the last layers,
+    which share keys and values of others and have wider MLPs; the gate and projection of per-layer inputs,
+    with their embeddings and norms; the norms beside experts.
     """
     if config.get("use_bidirectional_attention") == "vision":
         # Of the tokens of one image only; those of text see none after them.
@@ -40,7 +41,7 @@ def gemma4(config: Config) -> Config:
 
 
 def _experts(config: Config) -> Config:
-    """Experts in every layer, beside its MLP, which all tokens pass through."""
+    """Experts in every layer, besides an MLP that processes all tokens."""
     return {
         "experts": whole(config, "num_experts"),
         "top_k": whole(config, "top_k_experts"),
@@ -51,7 +52,7 @@ def _experts(config: Config) -> Config:
 
 
 def _beyond_windows(config: Config, fields: Config) -> int:
-    """Parameters of all layers beyond what they would have if all were as those with windows."""
+    """Parameters of all layers beyond those of a model whose layers all have windows."""
     layers, hidden, heads = fields["layers"], fields["hidden"], fields["heads"]
     head, few = whole(config, "head_dim"), fields["kv_heads"]
     large, same = whole(config, "global_head_dim", 512), bool(config.get("attention_k_eq_v"))

@@ -21,18 +21,18 @@ HubUse = Literal["never", "cached", "fetched"]
 CONFIG_FILE = "config.json"
 
 LARGEST_FETCHED = 64 * MIB
-"""Bytes of a file that is fetched; weights are not."""
+"""Most bytes of a fetched file; weights are never fetched."""
 
 ANSWER_S = 10.0
-"""Seconds in which the Hub has to say that it has a file."""
+"""Most seconds until the Hub answers whether it has a file."""
 
 FETCH_S = 30.0
-"""Seconds in which a file has to be here."""
+"""Most seconds to fetch a file."""
 
 HTTP_LIBRARIES = ("requests", "urllib3", "httpx", "httpx2")
 
 LONGEST_ID = 96
-"""Characters of an id, as the Hub has them."""
+"""Most characters of an id on the Hub."""
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"({_PART})/({_PART})(?:@([A-Za-z0-9_][A-Za-z0-9_./-]*))?")
@@ -41,7 +41,7 @@ _TRUE = ("1", "on", "yes", "true")
 
 
 class NoSuchFileError(InputError):
-    """The Hub has the model, but not the file that is asked for."""
+    """Error: the Hub has the model, but not the requested file."""
 
 
 class HubModel(NamedTuple):
@@ -59,7 +59,7 @@ class HubModel(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The model's folder in the cache, which need not be there."""
+        """The model's folder in the cache; it may not exist."""
         return cache_folder() / f"models--{self.owner}--{self.name}"
 
     @property
@@ -72,7 +72,7 @@ class HubModel(NamedTuple):
 
 
 def parsed_id(text: str) -> HubModel | None:
-    """The model whose id a text is, None where it is none.
+    """The model with this id; None where the text is not an id.
 
     Examples:
         >>> parsed_id("Qwen/Qwen3-8B@main")
@@ -89,7 +89,7 @@ def parsed_id(text: str) -> HubModel | None:
 
 
 def hub_model(text: str | Path) -> HubModel | None:
-    """The model whose id a text is, None where it is the path of something that is there, too."""
+    """The model with this id; None where the text is not an id, or is also an existing path."""
     model = parsed_id(str(text))
     return None if model is None or exists(str(text)) else model
 
@@ -107,7 +107,7 @@ def cache_folder() -> Path:
 
 
 def cached_folder(model: HubModel) -> Path | None:
-    """The folder of a model's files in the cache, which need not be all; None where there is none."""
+    """The folder of a model's files in the cache, perhaps incomplete; None where there is none."""
     commit = model.revision if _COMMIT.fullmatch(model.revision) else _commit_of(model)
     folder = None if commit is None else model.folder / "snapshots" / commit
     return folder if folder is not None and is_folder(folder) else None
@@ -120,7 +120,7 @@ def cached_file(model: HubModel, file: str = CONFIG_FILE) -> Path | None:
 
 
 def _commit_of(model: HubModel) -> str | None:
-    """The commit that a branch or a tag was at when it was fetched; None where nobody has noted one."""
+    """The commit of a branch or a tag when it was fetched; None where the cache has none."""
     noted = model.folder / "refs" / model.revision
     if not is_file(noted):
         return None
@@ -134,8 +134,8 @@ def _commit_of(model: HubModel) -> str | None:
 def hub_file(model: HubModel, file: str = CONFIG_FILE) -> Path:
     """A file of a model, from the cache or else from the Hub.
 
-    Raises `InputError`, which says what to type, where it is not to be had; `NoSuchFileError` where the Hub
-    says that the model has none.
+    Raises `InputError`, with the words to type, where the file is not available; `NoSuchFileError` where the
+    model has no such file on the Hub.
     """
     found = cached_file(model, file)
     if found is not None:
@@ -149,7 +149,7 @@ def hub_file(model: HubModel, file: str = CONFIG_FILE) -> Path:
 
 
 def _fetched(model: HubModel, file: str) -> Path:
-    """A file that the Hub is asked for, with `huggingface_hub`; it lies in the cache then."""
+    """A file fetched from the Hub into the cache, with `huggingface_hub`."""
     where = f"no {file} of it in {shown_path(cache_folder())}"
     offline = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(name)), None)
     if offline is not None:
@@ -174,7 +174,8 @@ def _fetched(model: HubModel, file: str) -> Path:
 
 
 def _download(library: Any, model: HubModel, file: str) -> Path:
-    """A file as `huggingface_hub` fetches it, each part in its time: the library asks again and again."""
+    """Download a file with `huggingface_hub`, with a time limit for each part, as the library itself retries
+    without end."""
     url = library.hf_hub_url(model.repo, file, revision=model.revision)
     about = _within(ANSWER_S, lambda: library.get_hf_file_metadata(url, timeout=ANSWER_S))
     if about.size is not None and about.size > LARGEST_FETCHED:
@@ -187,7 +188,7 @@ def _download(library: Any, model: HubModel, file: str) -> Path:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """A block in which `huggingface_hub` neither draws bars nor tells of its attempts."""
+    """A context in which `huggingface_hub` shows no progress bars and no retries."""
     import huggingface_hub.utils
 
     bars: Any = huggingface_hub.utils
@@ -203,7 +204,7 @@ def _silent() -> Iterator[None]:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """The result of a call; raises the error of the call, and `TimeoutError` after so many seconds."""
+    """The result of a call; raises the error of the call, and `TimeoutError` after a number of seconds."""
     given: list[Any] = []
     raised: list[Exception] = []
 
@@ -224,7 +225,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def _refused(model: HubModel, file: str, where: str, error: Exception) -> InputError:
-    """The line that an error of `huggingface_hub` becomes for whoever named a model."""
+    """A line for the user who named a model, from an error of `huggingface_hub`."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -264,7 +265,7 @@ def _refused(model: HubModel, file: str, where: str, error: Exception) -> InputE
 
 
 def _lacking(model: HubModel, file: str, why: str) -> InputError:
-    """The error for a model whose file is not to be had: all that helps."""
+    """The error for a model whose file is not available, with everything that helps."""
     revision = "" if model.revision == "main" else f" --revision {model.revision}"
     return InputError(
         f"model {model}: {why}. Where there is a network: hf download {model.repo} {file}{revision}; or give "
@@ -273,7 +274,7 @@ def _lacking(model: HubModel, file: str, why: str) -> InputError:
 
 
 def catalogue_hint(model: HubModel) -> str:
-    """The model of the catalogue that has the shape of a name, as a hint."""
+    """A hint that names the catalogue's model of the same shape."""
     from planner.inputs.huggingface.catalogued import catalogued
 
     found = catalogued(model.name)
@@ -285,7 +286,7 @@ def _is_set(variable: str) -> bool:
 
 
 def hub_origin(file: Path) -> HubModel | None:
-    """The model, at its commit, that a file in a cache is of; None for a file elsewhere."""
+    """The model and the commit of a file in a cache; None for a file elsewhere."""
     # A relative path may have too few folders of its own to tell.
     folder, snapshots, commit = ("", "", "", *file.absolute().parts[:-1])[-3:]
     words = folder.split("--")

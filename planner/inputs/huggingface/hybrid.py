@@ -1,4 +1,4 @@
-"""`config.json` of models whose layers are attention, a state space, an MLP or experts, one at a time."""
+"""`config.json` of models whose layers are each either attention, a state space, an MLP or experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIXERS = {
     "mlp": ("none", "dense"),
     "-": ("none", "dense"),
 }
-"""Attention and MLP of a layer, by what `layers_block_type` or `hybrid_override_pattern` calls it."""
+"""Attention and MLP of a layer, by its name in `layers_block_type` or `hybrid_override_pattern`."""
 
 
 def nemotron_h(config: Config) -> Config:

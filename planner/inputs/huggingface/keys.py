@@ -1,4 +1,4 @@
-"""Single keys of a Hugging Face `config.json`: their values, what is missing, what is refused."""
+"""Readers of single keys of a Hugging Face `config.json`, with defaults and refusals."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ SCALING_KEYS = (
     "attention_factor",
     "truncate",
 )
-"""Keys of `rope_scaling` that `RopeScaling` has under the same name."""
+"""Keys of `rope_scaling` that are fields of `RopeScaling` with the same name."""
 
 STRETCHED_FROM = ("llama3", "yarn", "longrope")
-"""Types of `rope_scaling` that calculate with the length of pre-training."""
+"""Types of `rope_scaling` that depend on the length of pre-training."""
 
 ATTENTION_KINDS = {
     "full_attention": "full",
@@ -44,11 +44,11 @@ ATTENTION_KINDS = {
     "indexed_attention": "full",
     "deepseek_sparse_attention": "full",
 }
-"""Kinds of attention by what `layer_types` calls them."""
+"""Kinds of attention by their names in `layer_types`."""
 
 
 def whole(config: Config, key: str, default: int | None = None) -> int:
-    """A count that a reader calculates with; `default` stands for a key that is missing or null."""
+    """A count from a key; `default` if the key is missing or null."""
     value = config[key] if default is None else config.get(key)
     if value is None and default is not None:
         return default
@@ -62,7 +62,7 @@ def whole(config: Config, key: str, default: int | None = None) -> int:
 
 
 def number(config: Config, key: str, default: float) -> float:
-    """A number that a reader calculates with; `default` where it is missing or null."""
+    """A number from a key; `default` if the key is missing or null."""
     value = config.get(key)
     if value is None:
         return default
@@ -79,7 +79,7 @@ def activation(name: Any) -> str:
 
 
 def one_of(config: Config, key: str, values: tuple[str, ...]) -> str:
-    """The value of a key that selects a method; the first of `values` where it is missing or null."""
+    """The value of a key that selects a method; the first of `values` if the key is missing or null."""
     value = config.get(key)
     if value is None:
         return values[0]
@@ -95,7 +95,7 @@ def given(config: Config, key: str, default: Any) -> Any:
 
 
 def refuse_other(config: Config, **usual: Any) -> None:
-    """Raise `ValueError` for a key that is neither missing nor null, nor has its usual value."""
+    """Raise `ValueError` for a key with an unusual value; a missing key and null are accepted."""
     for key, value in usual.items():
         if config.get(key) not in (None, value):
             shown = str(value).lower() if isinstance(value, bool) else value
@@ -103,7 +103,7 @@ def refuse_other(config: Config, **usual: Any) -> None:
 
 
 def entries(config: Config, key: str) -> list[Any] | None:
-    """The list of a key, one entry a layer; None where it is missing or null."""
+    """The list of a key, with one entry per layer; None where the key is missing or null."""
     value = config.get(key)
     if value is None:
         return None
@@ -113,7 +113,7 @@ def entries(config: Config, key: str) -> list[Any] | None:
 
 
 def period(pattern: Sequence[str]) -> tuple[str, ...]:
-    """The shortest beginning of `pattern` that repeats to give all of it."""
+    """The shortest prefix of `pattern` whose repetition gives the whole pattern."""
     for length in range(1, len(pattern)):
         if all(one == pattern[index % length] for index, one in enumerate(pattern)):
             return tuple(pattern[:length])
@@ -148,7 +148,7 @@ def windows(config: Config, pattern: tuple[str, ...] | None, key: str = "sliding
 
 
 def rope(config: Config) -> Config:
-    """The fields of rotary positions that all layers have, whichever version of the keys there is."""
+    """The fields of the rotary positions of all layers, from any version of the keys."""
     mapping = config.get("rope_parameters")
     main = mapping if isinstance(mapping, dict) else {}
     if "full_attention" in main:
@@ -190,5 +190,5 @@ def rope_scaling(config: Config) -> Config | None:
 
 
 def rotary_dim(part: float, head_dim: int) -> int:
-    """Elements of a head that turn, where a part of them does; 0 where all do."""
+    """Elements of a head with rotary positions, if only a part has them; 0 where all have them."""
     return 0 if part == 1.0 else int(head_dim * part) // 2 * 2

@@ -62,16 +62,16 @@ READERS: dict[str, Callable[[Config], Config]] = {
 """Reader by `model_type`: from the keys of a config.json, with defaults, to the fields of `ModelSpec`."""
 
 DEFAULTS_OF = {"kimi_k2": "deepseek_v3"}
-"""Types that transformers has under another name."""
+"""The model type whose defaults a type has, for types with another name in transformers."""
 
 
 class UnknownType(ValueError):
-    """A `model_type` that no reader is for."""
+    """Error: there is no reader for the `model_type`."""
 
 
 @cache
 def _defaults() -> dict[str, dict[str, Any]]:
-    """Tables by type: `defaults`, of keys with one value for all models, and `names`, other names of keys."""
+    """Tables by model type: `defaults` (values of missing keys) and `names` (other names of keys)."""
     text = files("planner.inputs.huggingface").joinpath("defaults.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, Any]] = json.loads(text)["types"]
     return found
@@ -80,7 +80,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
 def text_part(config: Config) -> Config:
     """The keys of the language model of a `config.json`: those in it, or those of its `text_config`.
 
-    Raises `UnknownType` where no reader is for its `model_type`.
+    Raises `UnknownType` where there is no reader for its `model_type`.
     """
     model_type = config.get("model_type")
     inner = config.get("text_config")
@@ -95,10 +95,10 @@ def text_part(config: Config) -> Config:
 
 
 def model_fields(config: Config) -> Config:
-    """The fields of `ModelSpec` that a `config.json` describes, name and sequence left out.
+    """The fields of `ModelSpec` that a `config.json` describes, except name and sequence length.
 
-    A key that is left out has transformers' default. Raises `UnknownType`, `KeyError` for a key without a
-    default, and `ValueError` for what `ModelSpec` cannot express.
+    A missing key has transformers' default. Raises `UnknownType`, `KeyError` for a key without a default, and
+    `ValueError` for a feature that `ModelSpec` cannot express.
     """
     config = text_part(config)
     model_type = str(config["model_type"])

@@ -18,7 +18,7 @@ from planner.inputs.huggingface.keys import (
 
 
 def mixtral(config: Config) -> Config:
-    """Mixtral."""
+    """Fields of Mixtral."""
     return (
         decoder(config)
         | windows(config, ("window",))
@@ -32,7 +32,7 @@ def mixtral(config: Config) -> Config:
 
 
 def granitemoe(config: Config) -> Config:
-    """Granite with experts."""
+    """Fields of Granite with experts."""
     return mixtral(config) | biased(config) | granite_scales(config)
 
 
@@ -52,7 +52,7 @@ def _qwen_experts(config: Config) -> Config:
 
 
 def mlp_fields(kinds: list[str]) -> Config:
-    """The fields of MLPs by the kind of each layer: how many dense ones lead, or a pattern."""
+    """The fields of MLPs from the kind of each layer: a number of leading dense layers, or a pattern."""
     leading = kinds.index("experts") if "experts" in kinds else len(kinds)
     if all(kind == "experts" for kind in kinds[leading:]):
         return {"dense_layers": leading}
@@ -65,13 +65,13 @@ def _shared_expert(config: Config) -> Config:
 
 
 def qwen2_moe(config: Config) -> Config:
-    """Qwen 1.5 and 2 with experts."""
+    """Fields of Qwen 1.5 and 2 with experts."""
     fields = decoder(config) | {"qkv_bias": given(config, "qkv_bias", True)} | late_windows(config)
     return fields | _qwen_experts(config) | _shared_expert(config)
 
 
 def qwen3_moe(config: Config) -> Config:
-    """Qwen 3 with experts."""
+    """Fields of Qwen 3 with experts."""
     return qwen3(config) | _qwen_experts(config)
 
 
@@ -97,13 +97,13 @@ def _gated_delta(config: Config) -> Config:
 
 
 def qwen3_next(config: Config) -> Config:
-    """Qwen3-Next."""
+    """Fields of Qwen3-Next."""
     fields = decoder(config) | biased(config) | _gated_delta(config)
     return fields | _qwen_experts(config) | _shared_expert(config)
 
 
 def qwen3_5(config: Config) -> Config:
-    """Qwen 3.5 without experts."""
+    """Fields of Qwen 3.5 without experts."""
     return decoder(config) | biased(config) | _gated_delta(config)
 
 
@@ -114,7 +114,7 @@ def qwen3_5_moe(config: Config) -> Config:
 
 
 def gpt_oss(config: Config) -> Config:
-    """gpt-oss: every other layer is a window, all heads have sinks, all linear layers biases."""
+    """gpt-oss: every other layer has a window, all heads have sinks, all linear layers have biases."""
     refuse_other(config, swiglu_alpha=1.702, swiglu_limit=7.0)
     fields = decoder(config)
     pattern = attention_pattern(config, fields["layers"])
@@ -134,7 +134,7 @@ def gpt_oss(config: Config) -> Config:
 
 
 def minimax_m2(config: Config) -> Config:
-    """MiniMax-M2: norms over all heads, sigmoid scores with a bias of each expert."""
+    """MiniMax-M2: norms over all heads, and sigmoid scores with a bias for each expert."""
     fields = decoder(config)
     if config.get("rotary_dim"):
         # Published before transformers had the type, which calls it by the part of a head.
@@ -187,7 +187,7 @@ def _score_growth(config: Config) -> Config | None:
 
 
 def ernie4_5_moe(config: Config) -> Config:
-    """ERNIE 4.5 with experts."""
+    """Fields of ERNIE 4.5 with experts."""
     fields = decoder(config) | {"linear_bias": bool(config["use_bias"])}
     layers, first = fields["layers"], whole(config, "moe_layer_start_index")
     last, step = whole(config, "moe_layer_end_index", -1), whole(config, "moe_layer_interval", 1)
@@ -252,7 +252,7 @@ def _deepseek(config: Config) -> Config:
 
 
 def deepseek_v2(config: Config) -> Config:
-    """DeepSeek-V2."""
+    """Fields of DeepSeek-V2."""
     one_of(config, "scoring_func", ("softmax",))
     if config.get("norm_topk_prob"):
         # DeepSeek's own model then leaves out routed_scaling_factor, Transformers ignores the key.
@@ -285,7 +285,7 @@ def _sigmoid_router(config: Config, groups: int = 1, top_groups: int = 1, scale:
 
 
 def deepseek_v3(config: Config) -> Config:
-    """DeepSeek-V3, R1, and Kimi K2."""
+    """Fields of DeepSeek-V3, R1 and Kimi K2."""
     further = {"mtp_layers": whole(config, "num_nextn_predict_layers", 0)}
     return _deepseek(config) | further | {"router": _sigmoid_router(config, 8, 4, 2.5)}
 
@@ -297,7 +297,7 @@ def glm4_moe_lite(config: Config) -> Config:
 
 
 def deepseek_v32(config: Config) -> Config:
-    """DeepSeek-V3.2: attention reads the positions that an indexer chooses."""
+    """DeepSeek-V3.2: an indexer chooses the positions that attention reads."""
     indexer = {
         "heads": whole(config, "index_n_heads"),
         "head_dim": whole(config, "index_head_dim"),
@@ -307,7 +307,8 @@ def deepseek_v32(config: Config) -> Config:
 
 
 def glm_moe_dsa(config: Config) -> Config:
-    """GLM-5: DeepSeek-V3.2, and from 5.2 on some layers read what the indexer of another one chose."""
+    """GLM-5: like DeepSeek-V3.2; from 5.2 on some layers reuse the positions chosen by another layer's
+    indexer."""
     fields = deepseek_v32(config)
     layers, kinds = fields["layers"], config.get("indexer_types") or config.get("index_topk_pattern")
     if kinds is None:

@@ -1,4 +1,4 @@
-"""Models by the names that scripts write: those that they have on Hugging Face's Hub."""
+"""Models by their names in scripts, which are the names on Hugging Face's Hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.inputs.huggingface.hub import cached_file, hub_model
 def model_of(name: str) -> ModelSpec | None:
     """The model of a name, or of a path that ends with it: `meta-llama/Llama-2-7b-hf`. None where unknown.
 
-    What the catalogue does not know may have its config.json in the Hub's cache on this machine.
+    A model outside the catalogue is found if its config.json is in the Hub's cache on this machine.
     """
     known = catalogued(name)
     if known is not None:
