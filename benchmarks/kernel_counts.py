@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import typer
 from torch import Tensor, fx
+from torch._inductor import config as inductor_config
 from torch.utils import _pytree as pytree
 
 from costmodels import Layout, ModelSpec
@@ -46,7 +47,12 @@ from tests.support.layouts import parse_layout
 CASES = {"llama3-8b": (1, 8192), "gpt2-medium": (8, 1024), "qwen3-30b-a3b": (2, 4096)}
 """Sequences of a microbatch, and tokens of a sequence, by the name of a model of the catalogue."""
 
-PRECISIONS = ("bf16", "fp8")
+PRECISIONS = {
+    "bf16": "precision=bf16",
+    "fp8": "precision=fp8",
+    "fp8 rowwise": "precision=fp8,fp8_recipe=rowwise",
+}
+"""Layouts by the names of number formats."""
 
 DEPTHS, MICRO_BATCHES = (3, 4), (2, 3)
 """Two numbers of layers and of microbatches. The last layer is the same in both, and so is the first."""
@@ -66,6 +72,12 @@ KINDS = (
 """Kinds of kernels, in the order of the table."""
 
 ADDITIONS = "additions of gradients"
+
+CAST = ("element-wise and sums", "casts to 8 bits")
+"""Kinds of which casts make more than bf16 has: a kernel that casts often does element-wise work besides."""
+
+BEYOND = "the two beyond bf16"
+"""The row of what `CAST` have more than in bf16."""
 
 FREE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "resize", "set_"}
 """Operators that start no kernel, besides views."""
@@ -223,8 +235,10 @@ def counts(name: str, precision: str) -> Counts:
     by_depth = []
     for layers in DEPTHS:
         spec = load_model(name).model_copy(update={"seq": seq, "layers": layers})
-        layout = parse_layout(f"mbs={size},gbs={size * MICRO_BATCHES[-1]},precision={precision}", spec)
-        by_depth.append(steps_of(spec, layout))
+        layout = parse_layout(f"mbs={size},gbs={size * MICRO_BATCHES[-1]},{PRECISIONS[precision]}", spec)
+        # Layouts choose how Inductor fuses, each for its own process.
+        with inductor_config.patch(realize_opcount_threshold=inductor_config.realize_opcount_threshold):
+            by_depth.append(steps_of(spec, layout))
     (few_few, few_more), (more_few, more_more) = by_depth
     result: Counts = {"microbatch": {}, "step": {}}
     for kind in KINDS:
@@ -246,9 +260,11 @@ def table(rows: dict[str, Counts], before: dict[str, Counts] | None) -> Iterator
     beside = "" if before is None else f"{'before: launches':>18} {'MiB':>10}"
     yield f"{'model':<18} {'of a layer and':<15} {'kernels':<22} {'launches':>8} {'MiB':>9} {beside}".rstrip()
     for name, found in rows.items():
-        for place, kinds in found.items():
+        for place, own in found.items():
+            kinds = _with_beyond(rows, name, place, own)
             known = {} if before is None else before.get(name, {}).get(place, {})
-            for kind in (*KINDS, "all"):
+            known = _with_beyond(before or {}, name, place, known)
+            for kind in (*KINDS[:5], BEYOND, *KINDS[5:], "all"):
                 now, then = _of(kinds, kind), _of(known, kind)
                 if not any(now) and not any(then):
                     continue
@@ -256,10 +272,21 @@ def table(rows: dict[str, Counts], before: dict[str, Counts] | None) -> Iterator
                 yield line if before is None else f"{line} {then[0]:>18} {then[1] / MIB:>10.1f}"
 
 
+def _with_beyond(
+    rows: dict[str, Counts], name: str, place: str, kinds: dict[str, list[int]]
+) -> dict[str, list[int]]:
+    """The counts of a row in 8 bits with what it has beyond those of bf16, if these are known."""
+    wide = rows.get(f"{name.split()[0]} bf16", {}).get(place)
+    if wide is None or not kinds or name.endswith("bf16"):
+        return kinds
+    beyond = [sum(_of(kinds, kind)[part] - _of(wide, kind)[part] for kind in CAST) for part in (0, 1)]
+    return {**kinds, BEYOND: beyond}
+
+
 def _of(kinds: dict[str, list[int]], kind: str) -> list[int]:
     if kind != "all":
         return kinds.get(kind, [0, 0])
-    return [sum(one[part] for one in kinds.values()) for part in (0, 1)]
+    return [sum(one[part] for name, one in kinds.items() if name != BEYOND) for part in (0, 1)]
 
 
 app = typer.Typer(add_completion=False)

@@ -9,10 +9,11 @@ from statistics import NormalDist
 import numpy as np
 
 from costmodels.layers.expert_load import natural_load
+from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import ExpertLoad, LayerKind, MlpKind
-from costmodels.spec.table import UNIFORM, Floats, Ints, LayoutTable, distinct_rows
+from costmodels.spec.table import UNIFORM, Bools, Floats, Ints, LayoutTable, distinct_rows
 
 PEAK_LOAD = 1.25
 """Rows of the busiest device's experts in the fullest microbatch over those of an even load; memory is sized
@@ -25,6 +26,13 @@ This assumption holds for balanced routers; a router without balancing can be wo
 def element_bytes(precision: str) -> int:
     """Bytes of one activation: 8-bit GEMMs keep their activations in bf16."""
     return 4 if precision in ("fp32", "tf32") else 2
+
+
+def casts_weights_once(engine: Engine, table: LayoutTable) -> Bools:
+    """Rows whose trained weights are cast to fp8 once a step, and not for each GEMM."""
+    casts = table.precision == "fp8" and engine.gemm.of_recipe(table.fp8_recipe).fp8_weights_once
+    result: Bools = table.keeps_whole & casts
+    return result
 
 
 def tokens(model: ModelSpec, table: LayoutTable) -> Floats:

@@ -11,6 +11,7 @@ import numpy as np
 from costmodels.layers.adapters import adapted_layers
 from costmodels.layers.shapes import (
     attention_widths,
+    casts_weights_once,
     compressor_width,
     element_bytes,
     filled_share,
@@ -331,12 +332,14 @@ def _compiled_casts(layer: _Layer, parts: _Parts) -> _Parts:
     made_again = compiled * layer.element * int(layer.keeps.down)
     values = attention_widths(model)[1]
     elements = model.hidden * (values + (2 + model.gated) * model.ffn * (layer.mlp == "dense"))
+    # Weights that are cast once a step are kept by nobody else.
+    casts = compiled & (tp > 1) & ~casts_weights_once(layer.engine, layer.table)
     return parts._replace(
         attention_input=np.where(compiled, narrow * parts.attention_input, parts.attention_input),
         mlp_input=np.where(compiled, narrow * parts.mlp_input, parts.mlp_input),
         inner=parts.inner - made_again,
         activated=parts.activated - made_again,
-        casts=compiled * (tp > 1) * elements / tp,
+        casts=casts * elements / tp,
     )
 
 

@@ -19,6 +19,8 @@ class RecipeConstants(Record):
     """Value of `fp8_efficiency` for the recipe."""
     cast_bytes: NonNegative | None = None
     """Value of `fp8_cast_bytes` for the recipe."""
+    weights_once: bool = False
+    """Value of `fp8_weights_once` for the recipe."""
 
 
 class GemmConstants(Constants):
@@ -43,6 +45,8 @@ class GemmConstants(Constants):
     """Inner width k at which an 8-bit GEMM runs at half of its rate: k / (k + half)."""
     fp8_cast_bytes: NonNegative = 0.0
     """Traffic of casting one element of an operand of an 8-bit GEMM, for each GEMM that reads it."""
+    fp8_weights_once: bool = False
+    """Weights that no rank shards are cast once a step to fp8, for all microbatches and GEMMs."""
     fp8_recipes: dict[Fp8Recipe, RecipeConstants] = Field(default_factory=dict)
     """Constants that depend on `Layout.fp8_recipe`."""
     fused_accumulation: bool = False
@@ -55,7 +59,12 @@ class GemmConstants(Constants):
             return self
         efficiency = self.fp8_efficiency if own.efficiency is None else own.efficiency
         cast_bytes = self.fp8_cast_bytes if own.cast_bytes is None else own.cast_bytes
-        return self.model_copy(update={"fp8_efficiency": efficiency, "fp8_cast_bytes": cast_bytes})
+        own_values = {
+            "fp8_efficiency": efficiency,
+            "fp8_cast_bytes": cast_bytes,
+            "fp8_weights_once": own.weights_once,
+        }
+        return self.model_copy(update=own_values)
 
 
 class AttentionConstants(Constants):

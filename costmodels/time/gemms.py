@@ -10,7 +10,7 @@ from costmodels.layers.shapes import element_bytes
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import NARROW, Device, Precision
 from costmodels.spec.layout import WIDE_WEIGHT_GRADIENTS, Fp8Recipe
-from costmodels.spec.table import Bools, Floats
+from costmodels.spec.table import Floats
 
 TILE = 128 * 128
 """Output elements that one multiprocessor computes at a time."""
@@ -84,20 +84,22 @@ def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
 
 
 def cast_elements(
-    gemms: tuple[Gemm, ...], recipe: Fp8Recipe = "default", arrive: Bools | bool = False
+    gemms: tuple[Gemm, ...],
+    recipe: Fp8Recipe = "default",
+    weights: tuple[Floats | float, Floats | float] = (1.0, 1.0),
 ) -> tuple[Floats | float, Floats | float]:
     """Elements of GEMM operands: of forward GEMMs, and of the two backward GEMMs of each, or of the single
     one in 8 bits.
 
     Args:
-        arrive: True if weights are gathered in 8 bits, so that only backward casts them, for the transpose.
+        weights: share of the weights that each forward pass casts, and each backward pass.
     """
     twice = recipe not in WIDE_WEIGHT_GRADIENTS
     forward: Floats | float = 0.0
     backward: Floats | float = 0.0
     for m, k, n, times in (gemm[:4] for gemm in gemms if not (gemm.wide or gemm.cast)):
-        forward = forward + times * (m * k + np.where(arrive, 0.0, k * n))
-        backward = backward + times * (m * n + k * n + twice * (m * n + m * k))
+        forward = forward + times * (m * k + weights[0] * k * n)
+        backward = backward + times * (m * n + weights[1] * k * n + twice * (m * n + m * k))
     return forward, backward
 
 

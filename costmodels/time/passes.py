@@ -7,6 +7,7 @@ import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.layers.operators import BACKWARD_GEMM, Gemm, Operators
+from costmodels.layers.shapes import casts_weights_once
 from costmodels.network.collectives import Group, all_gather, all_reduce, all_to_all, reduce_scatter
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import NARROW, Device
@@ -176,6 +177,18 @@ class _Unit:
         return constants.fp8_cast_bytes / self.rates.bandwidth if casts else 0.0
 
     @cached_property
+    def weight_casts(self) -> tuple[Floats, Floats]:
+        """Shares of the weights that each forward and each backward pass casts to 8 bits.
+
+        Weights that are gathered in 8 bits are made anew in the backward pass alone, which wants them on
+        their side. Once a step they are cast in both orientations. Frozen weights are cast in each pass.
+        """
+        table = self.table
+        once = casts_weights_once(self.engine, table) & ~np.bool_(self.work.is_frozen)
+        share = np.where(once, 1.0 / np.maximum(table.micro_batches, 1), 1.0)
+        return np.where(table.gathers_fp8, 0.0, share), np.where(once, 0.0, 1.0)
+
+    @cached_property
     def stream(self) -> Floats:
         """Seconds of element-wise work for each byte of its minimal traffic."""
         constants = self.engine.elementwise
@@ -223,8 +236,7 @@ class _Unit:
         work = self.work
         forward, backward = work.elementwise_forward * self.stream, work.elementwise_backward * self.stream
         if self.cast:
-            recipe, arrive = self.table.fp8_recipe, self.table.gathers_fp8
-            cast_forward, cast_backward = cast_elements(work.gemms, recipe, arrive)
+            cast_forward, cast_backward = cast_elements(work.gemms, self.table.fp8_recipe, self.weight_casts)
             forward, backward = forward + self.cast * cast_forward, backward + self.cast * cast_backward
         # Each rank adds its attention to that of the ranks before it, in fp32.
         merges = (self.groups["cp"].size - 1) * work.merge_bytes * self.stream
@@ -402,18 +414,21 @@ def _repetition(unit: _Unit) -> _Repetition:
     last_gemm = last_cast = 0.0 * np.zeros(len(table))
     if stops:
         last_gemm = last_gemm + unit.products(work.last_gemms)
-        last_cast = last_cast + cast * cast_elements(work.last_gemms)[0]
+        last_cast = last_cast + cast * cast_elements(work.last_gemms, weights=unit.weight_casts)[0]
     whole = unit.gemm + attention + elementwise - ends * (last_gemm + last_cast)
     again = np.where(full, whole, table.recomputes("core_attention") * attention)
     mlp_gemm = unit.products(work.mlp_gemms) - last_gemm
-    mlp_gemm = mlp_gemm + cast * cast_elements(work.mlp_gemms)[0] - last_cast
+    mlp_gemm = mlp_gemm + cast * cast_elements(work.mlp_gemms, weights=unit.weight_casts)[0] - last_cast
     activation = mlp | table.recomputes("activation")
     lighter = mlp * mlp_gemm + activation * work.activation_bytes * unit.stream
     lighter = lighter + table.recomputes("norm") * work.norm_bytes * unit.stream
     again = again + lighter * unit.repeats
     alternates = _alternates(unit)
     if alternates.any():
-        second = unit.products(work.alternate_gemms) + cast * cast_elements(work.alternate_gemms)[0]
+        second = (
+            unit.products(work.alternate_gemms)
+            + cast * cast_elements(work.alternate_gemms, weights=unit.weight_casts)[0]
+        )
         again = np.where(alternates, second + work.elementwise_forward * unit.stream, again)
     # Operators with weights are computed again for input gradients, and once more for weight gradients.
     again = again + apart * np.where(full | alternates, again, lighter * unit.repeats)

@@ -181,7 +181,7 @@ class ParallelOptions(AcceptedFlags):
     fp8: bool = flag(False, "GEMMs of the layers in fp8, all else in bf16.")
     fp8_recipe: str | None = flag(
         None,
-        "Scales of --fp8: tensorwise, rowwise (here the default), rowwise_with_gw_hp, or other engines' own; "
+        "Scales of --fp8: tensorwise (here the default), rowwise, rowwise_with_gw_hp, or other engines' own; "
         "mxfp8 is --mxfp8.",
         values=lambda: (*get_args(Fp8Recipe)[1:], "mxfp8"),
     )

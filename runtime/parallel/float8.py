@@ -16,7 +16,7 @@ from costmodels.spec.layout import Fp8Recipe
 from runtime.model.number_formats import FLOAT8_SIDES, MXFP8_BLOCK
 from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import local_part
-from runtime.parallel.narrow_weight import multiply
+from runtime.parallel.narrow_weight import TENSORWISE, multiply
 
 LEAST_CAPABILITY = {"fp8": (8, 9), "mxfp8": (10, 0)}
 """The compute capability of NVIDIA's first GPUs with each format: Ada and Blackwell."""
@@ -54,12 +54,13 @@ def check_float8(device: torch.device, precision: Precision = "fp8") -> None:
 def float8(stage: Transformer, recipe: Fp8Recipe | Literal["mxfp8"] = "default") -> None:
     """Let the linear layers of the blocks of `stage` multiply in fp8, the head in bf16.
 
-    "rowwise", the default, scales every row of the left and every column of the right operand of a GEMM by a
-    power of two of its own. No scale depends then on the values of another rank or sequence.
-    "rowwise_with_gw_hp" does the same, but computes weight gradients in bf16. Both are torchao's.
-    "tensorwise" has one scale for all that a rank holds of an operand (`runtime.parallel.float8_tensorwise`),
-    "mxfp8" one for each 32 elements that a GEMM sums over (`runtime.parallel.mxfp8`). What goes in and comes
-    out is bf16. On a CPU, fp32 GEMMs of the rounded operands stand in.
+    "tensorwise", the default, has one scale for all that a rank holds of an operand
+    (`runtime.parallel.float8_tensorwise`). "rowwise" scales every row of the left and every column of the
+    right operand of a GEMM by a power of two of its own. No scale depends then on the values of another rank
+    or sequence. "rowwise_with_gw_hp" does the same, but computes weight gradients in bf16. Both are
+    torchao's.
+    "mxfp8" has one scale for each 32 elements that a GEMM sums over (`runtime.parallel.mxfp8`). What goes in
+    and comes out is bf16. On a CPU, fp32 GEMMs of the rounded operands stand in.
 
     Routed experts, and GEMMs with a side that is not a multiple of 16 (of 32 in mxfp8), stay in bf16. A
     layer whose forward is its own (one that tensor parallelism has split) finds what multiplies as its
@@ -87,10 +88,10 @@ def _forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 def _product(recipe: Fp8Recipe | Literal["mxfp8"]) -> Product:
     """GEMMs of our own, which bring PyTorch's compiler, or of torchao's."""
-    if recipe == "tensorwise":
-        from runtime.parallel.float8_tensorwise import share_casts, tensorwise_linear
+    if recipe in TENSORWISE:
+        from runtime.parallel.float8_tensorwise import fuse_long_chains, tensorwise_linear
 
-        share_casts()
+        fuse_long_chains()
         return tensorwise_linear
     if recipe == "mxfp8":
         from runtime.parallel.mxfp8 import mxfp8_linear
@@ -104,8 +105,7 @@ def _of_torchao(recipe: Fp8Recipe) -> Product:
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
     # Tokens are an inner dimension of the GEMMs that make weight gradients.
-    name = "rowwise" if recipe == "default" else recipe
-    config = replace(Float8LinearConfig.from_recipe_name(name), pad_inner_dim=True)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
     settings: dict[bool, Any] = {}
     for on_gpu in (True, False):
         of_kind = replace(config, emulate=not on_gpu)

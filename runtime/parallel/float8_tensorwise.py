@@ -18,6 +18,10 @@ SMALLEST = 1e-12
 """Lower bound of a matrix's largest element in the computation of its scale."""
 
 
+FUSED_OPERATIONS = 60
+"""Operations on an element that Inductor computes again where they are read: those of gelu's backward."""
+
+
 class Formats(NamedTuple):
     """The formats of a device."""
 
@@ -45,7 +49,14 @@ class Narrow(NamedTuple):
 
     def transposed(self) -> Narrow:
         """The transposed matrix with contiguous rows."""
-        return self._replace(elements=self.elements.t().contiguous())
+        return self._replace(elements=self.elements.t().contiguous()).shared()
+
+    def shared(self) -> Narrow:
+        """The matrix for several GEMMs.
+
+        Inductor makes one anew for each GEMM in 8 bits that reads it, unless it is viewed by its strides.
+        """
+        return self._replace(elements=self.elements.as_strided(self.elements.shape, self.elements.stride()))
 
 
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,7 +67,8 @@ def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cast(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The elements of a matrix in 8 bits; with the matrix's own scale none is out of range."""
-    return (matrix.float() * scale).to(dtype)
+    # Not by `float`: compilers would keep what makes the matrix in fp32 for the cast, besides it in 16 bits.
+    return (matrix * scale.view(1)).to(dtype)
 
 
 def narrow(matrix: Tensor, dtype: torch.dtype) -> Narrow:
@@ -169,7 +181,7 @@ class _Product(torch.autograd.Function):
         else:
             ctx.save_for_backward(x_MK, weight_NK)
             weight = _narrow_weight(weight_NK, kinds.operand)
-        return _multiply(narrow(x_MK, kinds.operand), weight, x_MK.dtype, fast=True)
+        return _multiply(narrow(x_MK, kinds.operand).shared(), weight, x_MK.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -203,15 +215,14 @@ def tensorwise_linear(
     return result if bias is None else result + bias
 
 
-def share_casts() -> None:
-    """Let Inductor cast a matrix that several GEMMs read once.
+def fuse_long_chains() -> None:
+    """Let Inductor compute a gradient and the largest magnitude of it in one kernel, and so its cast.
 
-    It would make the operand anew for each, unless a GEMM reads what is in memory anyway. PyTorch says so of
-    GEMMs in 16 bits, and not of those in 8 bits (as of 2.14).
+    It puts results of many operations into memory: of gelu's backward the magnitudes, of no use to the cast.
     """
-    from torch._inductor import lowering
+    from torch._inductor import config
 
-    lowering.add_needs_realized_inputs(torch.ops.aten._scaled_mm)  # type: ignore[no-untyped-call]
+    config.realize_opcount_threshold = FUSED_OPERATIONS
 
 
 def multiplies_narrow(linear: nn.Linear) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from costmodels.spec.layout import Fp8Recipe
 from runtime.parallel.local_tensors import local_part
 
-TENSORWISE: tuple[Fp8Recipe, ...] = ("tensorwise",)
+TENSORWISE: tuple[Fp8Recipe, ...] = ("default", "tensorwise")
 """Recipes with one scale for all that a rank holds of an operand."""
 
 

@@ -23,8 +23,8 @@ from runtime.settings.job_rules import check_rules, job_rules
 if TYPE_CHECKING:
     from runtime.settings.training_options import TrainingOptions
 
-RECIPES: tuple[Fp8Recipe, ...] = ("default", "rowwise", "tensorwise", "rowwise_with_gw_hp")
-"""fp8 recipes that the runtime knows."""
+RECIPES: tuple[Fp8Recipe, ...] = ("default", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""fp8 recipes that the runtime knows; the first two are one."""
 
 RANKS_PER_CORE, RANKS_ALWAYS = 8, 16
 """Most ranks that share a CPU core, and the number of ranks that any machine may start: slow, but useful to

@@ -25,3 +25,21 @@ def test_kernels_are_those_of_the_layers_arithmetic(monkeypatch: pytest.MonkeyPa
     # The norms of attention and of the MLP have two each.
     vectors = 4 * width + biases
     assert found["additions of gradients"][1] == (2 + 4 + 4) * (weights + vectors)
+
+
+@pytest.mark.slow
+def test_products_in_8_bits_read_a_byte_for_each_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are cast once a step: read for the scale and for the cast, and written in both orientations."""
+    pytest.importorskip("torchao")
+    monkeypatch.setitem(kernel_counts.CASES, "gpt2-small", (2, 128))
+    found = counts("gpt2-small", "fp8")
+    width = load_model("gpt2-small").hidden
+    tokens, weights = 2 * 128, 12 * width**2
+    activations = tokens * (4 * 2 + 2 * 5) * width
+    # Each matrix is read by two products, and written in 16 bits by the third.
+    scales = 18 * 2 * 4
+    assert found["microbatch"]["GEMM"] == [18, 4 * (activations + weights) + scales]
+    # Masters of 32 bits. A matrix that is written over counts as read, too.
+    cast = found["step"]["casts to 8 bits"][1]
+    assert cast == pytest.approx((4 + 4 + 2 * 2) * weights, rel=1e-3)
+    assert "GEMM" not in found["step"]

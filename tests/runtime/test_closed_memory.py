@@ -42,7 +42,8 @@ def errors(spec: ModelSpec, **fields: Any) -> float:
     [
         {"precision": "fp8", "tensor_parallel": 2},
         {"precision": "fp8", "tensor_parallel": 2, "sequence_parallel": True},
-        {"precision": "fp8", "fp8_recipe": "tensorwise", "recompute": "selective"},
+        {"precision": "fp8", "fp8_recipe": "rowwise", "tensor_parallel": 2},
+        {"precision": "fp8", "recompute": "selective"},
     ],
     ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items()),
 )

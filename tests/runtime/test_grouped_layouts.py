@@ -38,7 +38,7 @@ SELECTIVE = "recompute=selective,recompute_modules="
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["precision=fp8", "precision=fp8,fp8_recipe=tensorwise", "precision=mxfp8"])
+@pytest.mark.parametrize("text", ["precision=fp8", "precision=fp8,fp8_recipe=rowwise", "precision=mxfp8"])
 def test_kernels_of_products_in_8_bits_take_what_compiled_layers_give(text: str) -> None:
     if "mxfp8" not in text:
         pytest.importorskip("torchao")

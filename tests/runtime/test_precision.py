@@ -192,7 +192,7 @@ def test_fp8_follows_bf16(pool: WorkerPool, text: str, recipe: str) -> None:
 
 
 @pytest.mark.oldest
-def test_recipes_differ_and_rowwise_is_the_default(pool: WorkerPool) -> None:
+def test_recipes_differ_and_tensorwise_is_the_default(pool: WorkerPool) -> None:
     if find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
     layout = parse_layout("gbs=2,precision=fp8", LLAMA)
@@ -200,7 +200,7 @@ def test_recipes_differ_and_rowwise_is_the_default(pool: WorkerPool) -> None:
         recipe: pool.run(losses_of, 1, LLAMA, layout.model_copy(update={"fp8_recipe": recipe}), 3)[0]
         for recipe in ("default", *RECIPES)
     }
-    assert losses["default"] == losses["rowwise"]
+    assert losses["default"] == losses["tensorwise"]
     assert len({str(losses[recipe]) for recipe in RECIPES}) == len(RECIPES)
 
 
