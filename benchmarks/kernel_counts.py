@@ -258,7 +258,7 @@ def counts(name: str, precision: str) -> Counts:
 def table(rows: dict[str, Counts], before: dict[str, Counts] | None) -> Iterator[str]:
     """Lines of a table of all rows, beside those of another commit if there are any."""
     beside = "" if before is None else f"{'before: launches':>18} {'MiB':>10}"
-    yield f"{'model':<18} {'of a layer and':<15} {'kernels':<22} {'launches':>8} {'MiB':>9} {beside}".rstrip()
+    yield f"{'model':<26} {'of a layer and':<15} {'kernels':<22} {'launches':>8} {'MiB':>9} {beside}".rstrip()
     for name, found in rows.items():
         for place, own in found.items():
             kinds = _with_beyond(rows, name, place, own)
@@ -268,7 +268,7 @@ def table(rows: dict[str, Counts], before: dict[str, Counts] | None) -> Iterator
                 now, then = _of(kinds, kind), _of(known, kind)
                 if not any(now) and not any(then):
                     continue
-                line = f"{name:<18} {place:<15} {kind:<22} {now[0]:>8} {now[1] / MIB:>9.1f}"
+                line = f"{name:<26} {place:<15} {kind:<22} {now[0]:>8} {now[1] / MIB:>9.1f}"
                 yield line if before is None else f"{line} {then[0]:>18} {then[1] / MIB:>10.1f}"
 
 

@@ -60,9 +60,13 @@ class Float8Weights:
 
 
 def _cast(masters: Sequence[Tensor], places: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
-    for master, (rows, columns, scale, inverse) in zip(masters, places, strict=True):
-        found = narrow(master.to(dtype), rows.dtype)
-        rows.copy_(found.elements)
-        columns.copy_(found.elements.t())
-        scale.copy_(found.scale)
-        inverse.copy_(found.inverse)
+    for master, parts in zip(masters, places, strict=True):
+        for place, part in zip(parts, _parts(master, dtype, parts[0].dtype), strict=True):
+            place.copy_(part)
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+def _parts(master: Tensor, computes: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The tensors of `NarrowWeight.parts` for a weight."""
+    found = narrow(master.to(computes), dtype)
+    return found.elements, found.elements.t(), found.scale, found.inverse
