@@ -30,7 +30,7 @@ class Float8Weights:
         """The weight in 8 bits by its working copy."""
         self.layers: list[tuple[list[Tensor], list[NarrowWeight]]] = []
         """Masters of each layer, and the places of their elements."""
-        self.cast: Callable[..., None] = torch.compile(_cast) if compiled else _cast
+        self.cast: Callable[..., None] = torch.compile(_cast, dynamic=False) if compiled else _cast
         dtype = formats().operand
         for block in stage.blocks:
             masters, places = [], []
