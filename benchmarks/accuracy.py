@@ -4,7 +4,7 @@ python -m benchmarks.accuracy --rows FILE... [--engine ENGINE] [--fill COLUMN=VA
     [--held-out] [--json]
 
 Any file of measurements is read. The modules benchmarks/calibration/published_* and
-benchmarks/calibration/measurements.yaml tell its columns, and how devices, models and blanks are understood.
+benchmarks/calibration/measurements.yaml explain its columns, and the reading of devices, models and blanks.
 Rows that cannot be priced are named on the error stream, one line each, with the reason.
 """
 
@@ -34,7 +34,7 @@ from costmodels.errors import InputError
 from planner.options.flags import while_read
 
 WIDTH = 132
-"""Columns of the printed tables where there is no terminal to ask."""
+"""Width of the printed tables in characters if the output is no terminal."""
 
 HELD_OUT = "the constants were fitted on it"
 """The reason why `--held-out` skips a row."""
@@ -66,10 +66,10 @@ class Report:
 
     scores: dict[str, SourceScore]
     scale: dict[tuple[str, str], float]
-    """Factors of step times by engine and device that `--fit` gave."""
+    """Factors of step times by engine and device, fitted by `--fit`."""
     skipped: list[SkippedRow]
     taken: Counter[tuple[str, str]]
-    """Rows of which a blank was taken for something, by source and what it was."""
+    """Number of rows with a filled blank, by source and by the assumption that filled it."""
 
 
 def measure(
@@ -166,7 +166,7 @@ def tell_skipped(skipped: Sequence[SkippedRow]) -> None:
 
 
 def as_json(one: SourceScore) -> dict[str, Any]:
-    """One source of the JSON object; kinds of peak memory where there are some."""
+    """The JSON object of one source, with its kinds of peak memory if it has any."""
     fields = dataclasses.asdict(one)
     if not one.memory.kinds:
         del fields["memory"]["kinds"]

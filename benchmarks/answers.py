@@ -1,9 +1,9 @@
-"""Answers to varied questions before and after a change that is to leave them as they are.
+"""Answers to varied questions before and after a change of the code that must not change answers.
 
-python -m benchmarks.answers --save before.json          # of the tree as it was
-python -m benchmarks.answers --against before.json       # of the changed one: names what differs
+python -m benchmarks.answers --save before.json          # in the tree before the change python -m
+benchmarks.answers --against before.json       # in the changed tree: lists differences
 
-Numbers count to nine digits: sums in another order differ behind them.
+Numbers are compared to nine digits, as another order of summation changes later ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ QUESTIONS = {
     "explanation of two kinds": "explain --model llama2-7b --world-size 16 --device a100-80g:1,v100-32g:1 "
     "--global-batch-size 32 --no-what-if --layout tp=4,pp=3",
 }
-"""Words of the command line by what is special about them."""
+"""Arguments of the command line, by a short name of the question."""
 
 DIGITS = 9
 """Significant digits of a number that is compared."""

@@ -1,14 +1,14 @@
-"""Is the first plan the best? Random legal layouts of random questions, priced one by one.
+"""Checks whether the first plan is the best, by random legal layouts of random questions, priced one by one.
 
 python -m benchmarks.brute_force [--questions N | --only NUMBER...] [--seed S] [--layouts N] [--json]
 
-A question is a model, devices (an odd or prime number of them too), nodes, a batch or the most that it may
-be, an engine and now and then pins. Layouts are drawn from all degrees at random, and from the neighbours of
-the first plan. Layouts that break no rule, that agree with the pins and that fit by `planner.evaluate` are
-held against it. Rules that remove layouts which are no better do not count. A layout beats the first plan by
-more than 2 % of its tokens per second, which is less than the estimates' error, or by fitting where the
-search says that none does. Those that are a thousandth to 2 % faster are listed too. Layouts that offload are
-drawn where the search offloads, or where it finds none that fits.
+A question is a model, devices (an odd or prime number of them too), nodes, a global batch or its maximum, an
+engine and sometimes pins. Layouts are drawn from all degrees at random, and from the neighbours of the first
+plan. Drawn layouts are compared with the first plan if they break no rule, agree with the pins and fit by
+`planner.evaluate`. Rules that only remove layouts known to be no better do not count. A layout beats the
+first plan by more than 2 % of its tokens per second, which is less than the estimates' error, or by fitting
+if the search says that no layout fits. Those that are a thousandth to 2 % faster are listed too. Layouts that
+offload are drawn where the search offloads, or where it finds none that fits.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ PINNED = 0.25
 """Share of the questions that pin something."""
 
 OTHER_ENGINE = 0.3
-"""Share of those that name an engine."""
+"""Share of the questions that name an engine."""
 
 BETTER = 1e-3
-"""Relative lead from which on a layout is listed."""
+"""Smallest relative lead with which a layout is listed."""
 
 BEATEN = 0.02
-"""Relative lead from which on the first plan is beaten."""
+"""Smallest relative lead with which a layout counts as better than the first plan."""
 
 LAYOUTS = 3000
 """Layouts that are drawn for a question."""
@@ -137,7 +137,7 @@ class Answer:
 
 
 def ask(rng: random.Random) -> Question:
-    """A question, drawn."""
+    """Draw a random question."""
     device = rng.choice(DEVICES)
     kind = load_device(device).kind
     engines = [name for name in engine_names() if kind in load_engine(name).runs.devices]
@@ -153,7 +153,7 @@ def ask(rng: random.Random) -> Question:
 
 
 def draws(problem: Problem, best: Layout | None, offloads: bool, rng: random.Random) -> Iterator[Layout]:
-    """Layouts that agree with themselves, without an end: half of them are neighbours of `best`."""
+    """Endless random layouts whose degrees are consistent; half of them are neighbours of `best`."""
     while True:
         start = None if best is None or rng.random() < 0.5 else best
         values = _degrees(problem, start, offloads, rng)
@@ -164,7 +164,7 @@ def draws(problem: Problem, best: Layout | None, offloads: bool, rng: random.Ran
 
 
 def _degrees(problem: Problem, near: Layout | None, offloads: bool, rng: random.Random) -> dict[str, Any]:
-    """Degrees of a layout; where one is given, those of it but for one to three."""
+    """Random degrees of a layout; if a layout is given, its degrees with one to three of them changed."""
     model, world = problem.model, problem.cluster.world_size
     values: dict[str, Any] = {} if near is None else near.model_dump()
     groups = ("mesh", "chunks", "batch", "sequence", "recompute", "zero", "experts", "split", "offload")
@@ -215,7 +215,7 @@ def _mesh(world: int, rng: random.Random) -> dict[str, Any]:
 
 
 def _split(layers: int, stages: int, uneven: bool, rng: random.Random) -> tuple[int, ...]:
-    """Layers of each stage: an even split, of which an uneven one moves one to three layers."""
+    """Layers of each stage: an even split, or one with one to three layers moved."""
     split = list(even_split(layers, stages))
     for _ in range(rng.randint(1, 3) if uneven else 0):
         source, target = rng.randrange(stages), rng.randrange(stages)
@@ -254,8 +254,8 @@ def _recompute(deepest: int, rng: random.Random) -> dict[str, Any]:
 
 
 def legal(problem: Problem, table: LayoutTable) -> Any:
-    """Rows that break no rule, but for those that leave out what is said to be no better, and that agree with
-    the pins, [n]."""
+    """Mask of the rows that agree with the pins and break no rule, [n]. Rules that only remove layouts known
+    to be no better do not count."""
     good = np.ones(len(table), dtype=np.bool_)
     for rule in (*RULES, *problem.further):
         if not rule.redundant:

@@ -3,9 +3,9 @@
 python -m benchmarks.calibrate --rows FILE... [--only ENGINE/ARCHITECTURE]... [--write | --cross-validate]
 
 The fits are those of benchmarks/calibration/fits.yaml; the result is costmodels/catalogue/calibrated.yaml.
-Only the rows of `benchmarks.calibration.scores.is_fit_row` are used: the others tell how good they are.
---cross-validate fits each half of the rows and prices the other with it, so that whole sweeps are ranked by
-constants that did not see the row.
+Only the rows of `benchmarks.calibration.scores.is_fit_row` are used: the other rows show the errors of the
+constants. --cross-validate fits each half of the rows and prices the other with it, so that constants are
+tested on rows to which they were not fitted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from costmodels.spec.table import Floats
 TARGET = Path(costmodels.catalogue.__file__).with_name("calibrated.yaml")
 
 COVERAGE = 0.82
-"""Share of the rows with measured layers which their range covers."""
+"""Share of the rows that the fitted range must cover."""
 
 HEADER = """\
 # Constants fitted to published measurements; not to be edited by hand, but written by
@@ -65,7 +65,7 @@ def _plain(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def _halves(plan: TimeFitPlan, rows: list[Measurement]) -> tuple[list[Measurement], list[Measurement]]:
-    """The rows that belong to a fit: those that it may see, and the others."""
+    """The rows of a fit in two halves: rows that the fit may use, and the others."""
     usable = [row for row in rows if is_row_of(row, plan)]
     return [row for row in usable if is_fit_row(row)], [row for row in usable if not is_fit_row(row)]
 

@@ -2,10 +2,9 @@
 
 python -m benchmarks.calibrate_memory --rows FILE... [--only ENGINE]... [--write]
 
-The fits are those of benchmarks/calibration/memory_fits.yaml.
-The result is costmodels/catalogue/calibrated_memory.yaml.
-Only the rows that `benchmarks.calibration.scores.is_fit_row` lets in are used: `python -m
-benchmarks.accuracy --held-out` tells how good the constants are on the others.
+The fits are those of benchmarks/calibration/memory_fits.yaml. The result is
+costmodels/catalogue/calibrated_memory.yaml. Only rows selected by `benchmarks.calibration.scores.is_fit_row`
+are used. `python -m benchmarks.accuracy --held-out` gives the errors on the other rows.
 """
 
 from __future__ import annotations

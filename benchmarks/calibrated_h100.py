@@ -3,9 +3,9 @@
 python -m benchmarks.calibrated_h100 --rows bundled_h100.csv --kernels micro_h100_kernels.csv
     [--draws N] [--json]
 
-`planner calibrate` as it would run on that machine, without the machine. Measured kernels stand for those
-that it times, and ten rows for the steps that it runs. The other rows are priced with the result. It starts
-from constants that have seen no row of the file. Which ten is drawn, several times: `--draws`.
+Simulates `planner calibrate` on that machine. Kernel times of the file replace those that calibration would
+measure, and ten rows replace its training steps. The other rows are priced with the result. The initial
+constants were fitted without any row of the file. The ten rows are drawn at random, `--draws` times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from costmodels.spec.table import Floats
 from planner.options.flags import run
 
 SEEN = 10
-"""Rows that calibration sees."""
+"""Number of rows to which calibration is fitted."""
 
 LAUNCH_S = 25e-6
 """Seconds of a launch within each kernel time in the file: calls were timed one by one (README.md beside the
@@ -53,7 +53,7 @@ class Errors(NamedTuple):
 
 
 def kernel_measurements(path: Path, plain: Device, engine: Engine) -> Measurements:
-    """A file of kernel times as calibration measures them; of the host it says nothing."""
+    """Read a file of kernel times as measurements of calibration; host times are missing in it."""
     try:
         with path.open(encoding="utf-8") as file:
             rows = [row for row in csv.DictReader(file) if row["dtype"] in ("bfloat16", "")]
@@ -131,9 +131,9 @@ def errors(device: Device, engine: Engine, steps: Sequence[StepTime]) -> Errors:
 
 
 def engine_of(measured: Sequence[Measurement], file: Path) -> Engine:
-    """The engine as it was when the rows of a file were measured; `InputError` where rows differ.
+    """The engine with the settings under which the rows of a file were measured; `InputError` if rows differ.
 
-    One device has all experts: their load is even, whether rows with experts say so or dense ones do not.
+    The load of experts is even for all rows, as one device holds all experts.
     """
     first, *others = [row.engine.with_constants({"experts.load": 1.0}) for row in measured]
     if any(one != first for one in others):

@@ -41,26 +41,26 @@ LAYOUTS = (
     "cp=2,mbs=4",
     "pp=2,vpp=2,mbs=4",
 )
-"""One, two and four ranks; every way to split, and every stage of ZeRO."""
+"""Layouts of one, two and four ranks, with every kind of parallelism and every stage of ZeRO."""
 
 SAVE_AT = 2
 STEPS = 4
 """Two steps before the checkpoint, so that moments count; two after it, the second with updated weights."""
 
 NEXT_LOSS = 1e-6
-"""Largest relative difference of the first loss, which is that of fp32's sums in another order."""
+"""Largest allowed relative difference of the first loss, caused by the order of fp32 sums."""
 
 LATER_LOSS = 1e-5
-"""Largest relative difference of a loss after an update."""
+"""Largest allowed relative difference of a loss after an update."""
 
 
 class Timing(NamedTuple):
-    """Seconds of one save and one load, and how long training stood still for a save."""
+    """Seconds of one save, of one load, and of the pause of training for a save."""
 
     save_s: float
     async_stall_s: float
     async_save_s: float
-    """Until the files are there."""
+    """Seconds until the files of an asynchronous save are complete."""
     load_s: float
     first_stall_s: float
     checkpoint_bytes: int
@@ -113,7 +113,7 @@ def _step(trainer: Any, spec: ModelSpec, step: int) -> float:
 
 
 def _spoil(trainer: Any) -> None:
-    """Overwrite all that a checkpoint stores, so that what a load leaves out is seen."""
+    """Overwrite all state that a checkpoint stores, so that state that a load forgets is noticed."""
     import torch
 
     from runtime.parallel.local_tensors import local_part
@@ -143,7 +143,7 @@ def differences(
     """Load the checkpoint of each layout under each other one.
 
     Args:
-        folder: where the checkpoints are left.
+        folder: folder for the checkpoints.
         on_pair: called with the layout that saved, the one that loads, and the largest relative differences
             of the next loss and of those after it.
     """

@@ -84,7 +84,7 @@ USUAL = {
     "gemma-3-12b": Job("gemma-3-12b", 8, "h100", 32),
     "zero 3 with experts": Job("qwen3-30b-a3b", 16, "h100", 32, ("zero=3",)),
 }
-"""Kinds that most jobs are of."""
+"""Kinds of most jobs."""
 
 OTHERS = {
     "further tokens": Job("deepseek-v3", 32, "h100", 64, (), {"mtp": {"depths": 1}}),
@@ -114,10 +114,10 @@ NEAR = 0.2
 """The largest relative distance of a memory limit from the bytes that a layout takes."""
 
 COVERED = 0.9
-"""The share of dry runs that are to be within the upper end of the range of their kind."""
+"""Share of dry runs that the upper end of their kind's range must cover."""
 
 FEW = 12
-"""Layouts of a kind below which no range is fitted to them."""
+"""Fewest layouts of a kind to which a range is fitted."""
 
 
 class Drawn(NamedTuple):
@@ -242,14 +242,14 @@ def append_row(file: Path, row: Mapping[str, Any]) -> None:
 
 
 def known_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows that a file keeps by now."""
+    """The rows already in a file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def compared(
     every: Sequence[Drawn], processes: int, minutes: float, save: Path | None = None
 ) -> Iterator[Compared]:
-    """Layouts whose dry runs end in so many minutes; those that the runtime refuses are named.
+    """Trace layouts for this many minutes; layouts that the runtime refuses are listed.
 
     Each is appended to the file `save` at once.
     """
@@ -290,7 +290,7 @@ def loaded(file: Path) -> Iterator[Compared]:
 
 
 def kinds_of(one: Compared) -> Iterator[str]:
-    """The kinds that a layout is of in the table."""
+    """The kinds of a layout, as rows of the table."""
     layout, model = one.drawn.layout, one.drawn.model
     if one.drawn.job in OTHERS:
         yield one.drawn.job
@@ -337,7 +337,7 @@ def _row(kind: str, some: Sequence[Compared]) -> dict[str, Any]:
 def fitted_ranges(every: Sequence[Compared]) -> dict[str, float]:
     """Half widths of the kinds of `costmodels.memory.ranges` that have enough layouts, the usual one first.
 
-    A kind has what its layouts need beyond that of all others.
+    The width of a kind is what its layouts need in addition to the usual width.
     """
     errors: defaultdict[str, list[float]] = defaultdict(list)
     for one in every:

@@ -98,7 +98,7 @@ def _measure(work: Callable[[], object]) -> Measured:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy a model's files to the disk: what a conversion takes at least."""
+    """Copy a model's files on the disk, for the least time that a conversion can take."""
     target.mkdir()
     for file in source.iterdir():
         copy = target / file.name
@@ -125,7 +125,7 @@ def main(
     folder: Annotated[str | None, typer.Option(help="Where to write; three times the size.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Convert a model of random weights there and back, and say what it took."""
+    """Convert a model of random weights there and back, and print time and memory."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         theirs, ours, back = (Path(name) / part for part in ("theirs", "ours", "back"))

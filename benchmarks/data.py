@@ -5,8 +5,8 @@ python -m benchmarks.data [--megabytes N] [--workers W ...] [--compress gz|zst] 
 The text is Python's standard library, one document a file, repeated to N megabytes, as JSON lines. The
 library encodes the same texts in as many processes, one thread each, in batches of the same size. Its texts
 are in memory already, without reading, parsing or writing. Speeds are megabytes of text (UTF-8) in a second
-of one core, all processes added up: others may use the machine meanwhile, and cores that share caches slow
-each other down.
+of one core, summed over all processes. Other programs may use the machine meanwhile, and cores that share
+caches slow each other down.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BATCH = 1024
 """Documents that are encoded at a time."""
 
 SAMPLE_MEGABYTES = 64
-"""Text that is enough to measure the library's own speed."""
+"""Megabytes of text with which the library's own speed is measured."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _peak_mib() -> float:
 
 
 def _apart(processes: int, function: Callable[..., Speed], *arguments: Any) -> Speed:
-    """The sum of calls in fresh processes at the same time; a peak of memory is that of the largest."""
+    """The sum of results of simultaneous calls in fresh processes; memory is the largest peak among them."""
     with multiprocessing.get_context("spawn").Pool(processes, _one_thread) as pool:
         calls = [pool.apply_async(function, arguments) for _ in range(processes)]
         found = [call.get() for call in calls]

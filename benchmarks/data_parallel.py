@@ -66,7 +66,7 @@ ON_CPUS = (
     "memory is that of the process: freed memory that the allocator keeps, PyTorch's code and gloo's "
     "buffers count",
 )
-"""A note on the figures of CPUs that mislead."""
+"""A note about figures on CPUs that may mislead."""
 
 
 Curves = dict[tuple[str, Job], list[list[Curve]]]
@@ -95,7 +95,7 @@ def batches_of(spec: ModelSpec, batch_size: int, steps: int, text: str | None) -
 
 
 def measure(pool: WorkerPool, jobs: Sequence[Job], batches: list[Tokens], rounds: int) -> Curves:
-    """Train every job by every method, in turns: what else the machine does meets all."""
+    """Train every job by every method, in turns, so that other work on the machine affects all alike."""
     curves: Curves = {}
     for _ in range(rounds):
         for job in jobs:
@@ -251,7 +251,7 @@ def data_parallel(
 
 
 def _check_losses(worst: float) -> None:
-    """End with exit code 1 where losses in fp32 differ by more than `LIMIT`, or are no numbers."""
+    """End with exit code 1 if losses in fp32 differ by more than `LIMIT`, or are NaN."""
     if not worst <= LIMIT:
         print(
             f"benchmarks.data_parallel: losses in fp32 differ by {worst:.1e}, more than {LIMIT}",
@@ -261,7 +261,7 @@ def _check_losses(worst: float) -> None:
 
 
 def show(report: dict[str, Any], on_cpu: bool) -> None:
-    """Print the table, the ratios that follow from it and, for CPUs, where they mislead."""
+    """Print the table, the ratios that follow from it and, for CPUs, a note about misleading figures."""
     print(
         f"{report['model']}: {report['parameters'] / 1e6:.1f} M parameters, {report['workers']} workers, "
         f"each one {report['device']}, {report['batch_size']} x {report['sequence']} tokens a step, "

@@ -1,7 +1,7 @@
 """One GPT-2, trained by each way to share a batch: one device, parameter server, DDP, FSDP2, Horovod.
 
-All start from the same weights and see the same tokens, and all clip and update alike: what differs is who
-holds the weights and how gradients meet. S is the sequence, B the global batch.
+All start from the same weights and see the same tokens, and all clip and update alike: only the place of the
+weights and the exchange of gradients differ. S is the sequence, B the global batch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Curve:
     peak_bytes: int
     """Most memory: of the process on a CPU, of the fullest device on GPUs."""
     idle_bytes: int
-    """Bytes that the process held before there was a model."""
+    """Bytes that the process held before the model was made."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ METHODS: dict[str, Method] = {
     "FSDP2, ZeRO 1": Method(_fsdp(1)),
     "FSDP2, ZeRO 3": Method(_fsdp(3)),
 }
-"""All that PyTorch brings, in the order of the table."""
+"""All methods that PyTorch provides, in the order of the table."""
 
 
 def train(name: str, job: Job, batches: list[Tokens]) -> Curve:

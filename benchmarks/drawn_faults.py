@@ -1,12 +1,12 @@
 """Faults drawn by lot, for `planted_faults`: `python -m benchmarks.drawn_faults --seed 1 -o LIST.yaml`.
 
-A list that somebody writes has the faults that somebody thinks of. This program takes every place of the
-modules that compute numbers where one change leaves a program that still runs, and draws from all of them. A
-change is one of a sign, a factor, a border, an axis, a mask, a reduction or a gradient. What says nothing
-about numbers is left out by rule: checks of arguments, messages, names and paths.
+A hand-written list has only faults that its author thought of. This program finds all places of the numerical
+modules where one change leaves a program that still runs, and draws from them. A change is one of a sign, a
+factor, a border, an axis, a mask, a reduction or a gradient. Rules leave out code that computes no numbers:
+checks of arguments, messages, names and paths.
 
-Some changes leave every result as it is. `drawn_faults_equal.yaml` names those that were drawn, each with the
-reason; the next one of the draw takes the place of each, and of each that an earlier list has.
+Some changes do not change any result. `drawn_faults_equal.yaml` names those that were drawn, each with the
+reason. The next change of the draw replaces each of these, and each that an earlier list has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.planted_faults import ROOT, Fault, read_faults
 from planner.options.flags import run
 
 EQUAL = Path(__file__).with_name("drawn_faults_equal.yaml")
-"""Names of drawn faults that change no result, and why."""
+"""File with the names of drawn faults that change no result, each with the reason."""
 
 NUMERICS = (
     *("model/*.py", "optimizers/*.py", "train/*.py", "parallel/*.py", "faults/step_guard.py"),
@@ -42,7 +42,7 @@ NO_NUMERICS = {
     *("parallel/accelerator.py", "parallel/cores.py", "parallel/meeting.py", "parallel/ranks.py"),
     *("parallel/send_limit.py", "parallel/offload.py", "parallel/local_tensors.py"),
 }
-"""Modules of the runtime that choose devices, or where and when memory is."""
+"""Modules of the runtime that only choose devices, or place and time of memory."""
 
 OPERATORS: dict[type[ast.AST], str] = {
     **dict(zip((ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv), ("+", "-", "*", "/", "//"), strict=True)),
@@ -75,17 +75,17 @@ WITHOUT = {
     *("triu", "roll", "neg", "silu", "gelu", "softplus", "sorted", "reversed", "rotate", "all_reduce"),
     *("round", "index_fill", "nan_to_num", "log", "exp", "normalize", "sort"),
 }
-"""Calls whose result has the shape of their argument, which can stand in its place."""
+"""Calls whose result has the shape of their argument, so that the argument can replace the call."""
 
 ALONG = {"softmax", "cumsum", "flip", "sort", "argsort", "roll", "log_softmax", "sum", "mean", "amax", "topk"}
-"""Calls whose axis may be another one."""
+"""Calls whose axis may be changed."""
 
 SAID = {
     *("non_blocking", "strict", "async_op", "inplace", "persistent", "recurse", "pin_memory", "fullgraph"),
     *("weights_only", "skipped", "scale_grads", "copy", "use_reentrant", "remove_duplicate"),
     *("daemon", "preserve_rng_state"),
 }
-"""Arguments whose truth changes no number, or where PyTorch refuses the other."""
+"""Boolean arguments that change no number, or whose other value PyTorch refuses."""
 
 SILENT = {
     *("print", "log", "warn", "isinstance", "hasattr", "getattr", "setattr", "set_operation", "super"),
@@ -101,33 +101,33 @@ SILENT = {
         "field",
     ),
 }
-"""Calls with nothing in them that is a number."""
+"""Calls whose arguments hold no numbers."""
 
 TEXTS = ("path", "folder", "name", "text", "word", "line", "prefix", "key", "message", "title")
-"""Parts of the names of what is no number."""
+"""Parts of names of values that are no numbers."""
 
 MODULES = ("torch", "F", "math", "np", "dist")
-"""Modules whose functions take what they compute with as their first argument."""
+"""Modules whose functions take their operand as the first argument."""
 
 GENERAL = [f"tests/runtime/test_{name}.py" for name in ("model", "training", "parity", "parity_mixed")]
-"""Test files that any module may break."""
+"""Test files that a fault of any module may break."""
 
 UNCOUNTED = ("check", "describe", "require", "refuse", "warn", "remedy", "forget", "free", "move", "told")
-"""Beginnings of names of functions that check, tell, or make room."""
+"""Beginnings of names of functions that check, print or allocate."""
 
 Node = ast.expr | ast.stmt
 
 
 @dataclass(frozen=True)
 class Change:
-    """One place of a file, and what could stand there."""
+    """One place of a file, and its replacement."""
 
     kind: str
     where: str
-    """The function around it."""
+    """Name of the function that holds the place."""
     line: int
     first: int
-    """The byte of the file at which the place begins; `end` is the byte after it."""
+    """Offset of the first byte of the place in the file; `end` is the offset after its last byte."""
     end: int
     new: str
 
@@ -179,7 +179,7 @@ class _Places(ast.NodeVisitor):
         self.changes.append(Change(kind, place, self.statement.lineno, first, end, new))
 
     def _swap(self, kind: str, left: Node, operator: ast.AST, right: Node) -> None:
-        """Another operator between two operands."""
+        """Record a change of the operator between two operands."""
         old = OPERATORS.get(type(operator), "")
         between = self._span(left)[1], self._span(right)[0]
         text = self.source[slice(*between)].decode()
@@ -352,7 +352,7 @@ def changes(path: Path) -> list[Change]:
 
 
 def _as_lines(source: str, change: Change) -> tuple[str, str]:
-    """Whole lines before and after, as many as there are once in the file."""
+    """Whole lines before and after the change, enough of them to be unique in the file."""
     text = source.encode()
     first = text.rfind(b"\n", 0, change.first) + 1
     end = text.find(b"\n", change.end) + 1 or len(text)
@@ -374,9 +374,10 @@ def _name(file: str, source: str, change: Change) -> str:
 
 
 def drawn(seed: int, runtime: Path = ROOT / "runtime") -> Iterator[dict[str, str]]:
-    """Faults in the order of a draw, one in a statement; each kind of a file is as likely as any other.
+    """Faults in random order, at most one in a statement.
 
-    A file of four times as many places is drawn twice as often.
+    All kinds of changes of a file are equally likely. A file with four times as many places is drawn twice as
+    often.
     """
     lot = random.Random(seed)
     files = sorted({path for pattern in NUMERICS for path in runtime.glob(pattern)})
@@ -429,7 +430,8 @@ def _written() -> list[Fault]:
 def likely_tests(file: str, root: Path = ROOT) -> list[str]:
     """Test files that may notice a fault of a file, the likeliest first.
 
-    Those that found written faults of it, those that import it, and those whose ranks do.
+    They are tests that found hand-written faults of the file, tests that import it, and tests whose ranks
+    import it.
     """
     module = "runtime." + file.removesuffix(".py").replace("/", ".")
     score: Counter[str] = Counter()
@@ -448,7 +450,7 @@ def likely_tests(file: str, root: Path = ROOT) -> list[str]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes lines of code as lines."""
+    """YAML dumper that writes code as literal blocks."""
 
 
 _Dumper.add_representer(

@@ -2,9 +2,9 @@
 
 python -m benchmarks.dry_run [--repeats N] [--json]
 
-Each command runs in a process of its own, as a user runs it, without dry runs that were kept before. All are
-run in turns with a process that imports alone, because other work on a machine slows all of them: the
-multiples are of medians.
+Each command runs in a process of its own, as a user runs it, without cached dry runs. They run in turns with
+a process that only imports, because other work on a machine slows all of them. The result is the ratio of
+medians.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[float, tuple[str, ...]]] = {
     ),
     "deepseek-v3 on 2,048": (6.0, ("--model", "deepseek-v3", "--world-size", "2048", *H100, "15360")),
 }
-"""The multiple of the imports' time that each command may take, and its flags of `planner dryrun`."""
+"""Most time of each command as a multiple of the imports' time, and its flags of `planner dryrun`."""
 
 
 def seconds(command: Sequence[str], environment: Mapping[str, str]) -> float:

@@ -3,8 +3,8 @@
 python -m benchmarks.experts [--json] [--rows TEXT]
 
 Every layout that fits is ranked by the model's own estimate. Degrees that the experts could not choose are
-pinned (`experts.yaml` says which and why). The published layout, its missing degrees filled in as is best for
-it, should be near the top.
+pinned (`experts.yaml` lists them with reasons). The published layout should be near the top, with the best
+values of its unpublished degrees.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEAR_THE_TOP = 0.05
 """Share of the ranking that counts as its top."""
 
 WIDTH = 170
-"""Columns of the printed table where there is no terminal to ask."""
+"""Width of the printed table in characters if the output is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -52,29 +52,29 @@ class Ranked:
     published: str
     """The degrees that were published."""
     layout: str
-    """The best layout that has the published degrees; empty where none is legal."""
+    """The best layout with the published degrees; empty if none is legal."""
     not_searched: str | None
-    """The reason why the search does not rank a legal layout; `place` is then the one that it would have."""
+    """The reason why the search does not rank a legal layout; `place` is then its place if it were ranked."""
     why_not: str | None
-    """The reason why the layout does not fit or is illegal; None where it has a place."""
+    """The reason why the layout does not fit or is illegal; None if it has a place."""
     best: str
     """The fastest of the ranking."""
     ours: str
-    """The plan that a user gets: the simplest of those that are not told apart from the fastest."""
+    """The plan that a user gets: the simplest of the plans that tie with the fastest."""
     ours_s: float
     """Estimated step time of ours, in seconds."""
     fastest_s: float
     """Estimated step time of the fastest, in seconds."""
     chance: float
-    """The chance that the fastest is faster than ours."""
+    """Probability that the fastest plan is really faster than ours."""
     points: tuple[float, float]
-    """Points of complexity of ours, and of the fastest."""
+    """Points of complexity of our plan, and of the fastest."""
     place: int | None
     """Place of the published layout, from 1; None where the layout is not ranked."""
     feasible: int
-    """Layouts of the ranking: those that fit."""
+    """Number of layouts in the ranking, which are those that fit."""
     legal: int
-    """The number of legal layouts, with those that do not fit."""
+    """Number of legal layouts, including those that do not fit."""
     percentile: float | None
     """Place over layouts, in percent."""
     slower: float | None
@@ -86,7 +86,7 @@ class Ranked:
 
     @property
     def near_the_top(self) -> bool:
-        """Within the first 5 % of the ranking, rounded up."""
+        """True if the place is within the first 5 % of the ranking, rounded up."""
         return self.place is not None and self.place <= math.ceil(NEAR_THE_TOP * self.feasible)
 
 
@@ -137,7 +137,7 @@ def ranked(group: dict[str, Any], row: dict[str, Any]) -> Ranked:
 
 
 def _searched(group: dict[str, Any], row: dict[str, Any], prefer: str) -> SearchResult:
-    """The search of a job, with the plan first that is preferred."""
+    """The search of a job, with the preferred plan first."""
     named = row["model"]
     model = ModelSpec.model_validate(named) if isinstance(named, dict) else named
     return search(
@@ -160,7 +160,8 @@ def _points(prices: Prices) -> float:
 
 
 def _place(result: SearchResult, layout: str) -> int | None:
-    """Place, from 1, of the first of the ranking that has the degrees `layout`; None where none has."""
+    """Place, from 1, of the first layout in the ranking with the degrees of `layout`; None if there is
+    none."""
     table = result.table.take(result.fitting)
     same = np.ones(len(table), dtype=bool)
     for name, value in parse_layout(layout).items():
@@ -169,7 +170,7 @@ def _place(result: SearchResult, layout: str) -> int | None:
 
 
 def _with_equal_stages(result: SearchResult) -> tuple[SearchResult, int]:
-    """The ranking of the layouts whose stages all have as many layers, and how many of them are legal."""
+    """The ranking of the layouts with equal stages, and the number of legal ones among them."""
     equal = np.array([len(set(split)) == 1 for split in result.table.splits])[result.table.split]
     whole = result.ranking.reaching(result.feasible)
     ranking = replace(whole, places=whole.places[equal[result.fitting]])
@@ -236,7 +237,7 @@ def main() -> None:
 
 
 def _points_text(one: Ranked) -> str:
-    """Points of ours, and of the fastest where that is another plan."""
+    """Points of our plan, and of the fastest if it is another plan."""
     ours, fastest = (f"{each:.3g}" for each in one.points)
     return ours if one.ours == one.best else f"{ours}, {fastest}"
 

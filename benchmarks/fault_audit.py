@@ -1,4 +1,4 @@
-"""An audit of a run that was killed again and again, against a run that was left alone."""
+"""Comparison of a run that was killed repeatedly with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _LAYOUT = re.compile(r" as (tp=.*)")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a job, as its folder tells."""
+    """One start of a job, read from its folder."""
 
     folder: Path
     output: str
     resumed_at: int
-    """The iteration of the checkpoint that it went on from; 0 when there was none."""
+    """The iteration of the checkpoint that it loaded; 0 without one."""
     saved: int
-    """The last checkpoint that it said to have saved; 0 when none."""
+    """The iteration of the last checkpoint whose save it logged; 0 without one."""
     layout: str
-    """The layout that the attempt trained; empty when it was killed before."""
+    """The layout of the attempt; empty if it was killed before it had one."""
     reached: int
-    """The last logged iteration; 0 when there is none."""
+    """The last logged iteration; 0 without one."""
 
 
 def attempt(folder: Path) -> Attempt:
-    """Read what an attempt left in its folder."""
+    """Read the files of an attempt from its folder."""
     log = folder / "output"
     output = log.read_text(errors="replace") if log.exists() else ""
     resumed = _RESUMED.search(output)
@@ -52,20 +52,20 @@ def attempt(folder: Path) -> Attempt:
 
 @dataclass
 class Audit:
-    """Differences from a run that was left alone."""
+    """Differences from an undisturbed run."""
 
     largest_difference: float = math.inf
     """The largest relative difference of the losses of all iterations."""
     missing: list[int] = field(default_factory=list)
     """Iterations without a loss."""
     lost: list[int] = field(default_factory=list)
-    """Samples that no counted step consumed."""
+    """Number of samples that no counted step consumed."""
     repeated: list[int] = field(default_factory=list)
-    """Samples that were consumed by several counted steps."""
+    """Number of samples that several counted steps consumed."""
     changed: list[int] = field(default_factory=list)
-    """Samples whose tokens were others."""
+    """Number of samples with other tokens."""
     lost_checkpoints: list[int] = field(default_factory=list)
-    """Checkpoints that were announced and not gone on from."""
+    """Number of logged checkpoints from which the next attempt did not continue."""
 
     def failures(self, tolerance: float) -> list[str]:
         """The faults that were found, in words."""
@@ -81,9 +81,9 @@ _LISTS = ("missing", "lost", "repeated", "changed", "lost_checkpoints")
 
 
 def audit(attempts: Sequence[Attempt], reference: Path, steps: int) -> Audit:
-    """Compare what counts of all attempts, in their order, with a run in `reference`.
+    """Compare the counted steps of all attempts, in their order, with a run in `reference`.
 
-    Of each attempt, the steps count that came before the checkpoint from which the next one went on.
+    Steps of an attempt count if they came before the checkpoint from which the next attempt continued.
     """
     losses: dict[int, float] = {}
     samples: dict[int, dict[int, int]] = {}

@@ -1,9 +1,9 @@
-"""A run that is killed again and again: `python -m benchmarks.faults --kills 30 --steps 300 --seed 1`.
+"""A run that is killed repeatedly: `python -m benchmarks.faults --kills 30 --steps 300 --seed 1`.
 
 Ranks, all ranks or the launcher are killed with SIGKILL at random moments: during steps, while a checkpoint
 is being written, while the job starts. Each time the job starts again from its last checkpoint, with another
 number of ranks and another layout, some of them planned by the runtime itself. In the end the losses of all
-steps must be those of a run that was left alone, and no sample may be lost or repeated.
+steps must equal those of an undisturbed run, and no sample may be lost or repeated.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ LAYOUTS: tuple[tuple[int, str], ...] = (
     *((2, "tp=2"), (2, "pp=2"), (2, "dp=2,zero=1"), (2, "dp=2,zero=3"), (2, "cp=2"), (3, "dp=3,zero=2")),
     *((4, "tp=2,dp=2"), (4, "pp=2,dp=2"), (2, "pp=2,vpp=2,schedule=interleaved")),
 )
-"""Ranks and pins; without pins the runtime plans alone."""
+"""Number of ranks and pins; without pins the runtime chooses the layout."""
 
 TOLERANCE = 1e-5
-"""Largest relative difference of the losses."""
+"""Largest allowed relative difference of the losses."""
 
 TIMEOUT_S = 300.0
-"""Seconds after which a job that should have moved on is stuck."""
+"""Seconds without progress after which a job counts as stuck."""
 
 ENDS_WITHIN_S = 45.0
-"""Seconds after which processes of a killed job count as left behind: torchrun gives its ranks 30 seconds."""
+"""Seconds after which remaining processes of a killed job are an error; torchrun gives its ranks 30
+seconds."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,17 @@ class Kill:
     ranks: int
     pins: str
     resumed_at: int
-    """The iteration at which the killed job had begun."""
+    """The iteration at which the killed job began."""
     reached: int
     """The last iteration that it logged."""
     ended_s: float
     """Seconds until the last process of the job had ended."""
     left_over: int
-    """Processes that had to be ended by hand."""
+    """Number of processes that this program had to end."""
 
 
 class Soak:
-    """One run in a folder, and the random kills that it goes through."""
+    """One run in a folder, with its random kills."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class Soak:
         return Kill(victim, moment, ranks, pins, seen.resumed_at, seen.reached, seconds, left)
 
     def _wait(self, job: RunningJob, log: Path, moment: str, target: int) -> str:
-        """Wait for the moment to kill at; returns what it turned out to be."""
+        """Wait for the moment of the kill; returns its description."""
         if moment == "start":
             time.sleep(self.random.uniform(0.0, 1.5))
             return moment
@@ -182,7 +183,7 @@ class Soak:
             raise RuntimeError(f"the last start failed:\n{(log / 'output').read_text()}")
 
     def soak(self, kills: int) -> tuple[list[Kill], list[Attempt], Audit]:
-        """Kill the run so many times, finish it, and compare it with one that was left alone."""
+        """Kill the run several times, finish it, and compare it with an undisturbed one."""
         reference = self.undisturbed()
         # The last ones come before the end: the run must have something left to do.
         targets = sorted(self.random.randrange(1, max(2, self.steps - 8)) for _ in range(kills))
@@ -204,7 +205,7 @@ def describe(kill: Kill) -> str:
 
 
 def write_corpus(folder: Path, source: random.Random) -> str:
-    """Prefix of a token file of bytes: some hundred documents of random words."""
+    """Write a token file of bytes with some hundred documents of random words; returns its prefix."""
     prefix = str(folder / "words")
     with IndexedWriter(prefix, "uint16") as writer:
         for _ in range(400):
@@ -214,7 +215,7 @@ def write_corpus(folder: Path, source: random.Random) -> str:
 
 
 def short(one: Attempt) -> str:
-    """The degrees of an attempt's layout that are not 1, or 0 of ZeRO."""
+    """The degrees of an attempt's layout, without degrees of 1 and ZeRO 0."""
     words = one.layout.partition(" mbs")[0].split()
     return " ".join(word for word in words if not word.endswith(("=1", "zero=0"))) or (
         "one rank" if words else "(not yet)"
@@ -222,7 +223,7 @@ def short(one: Attempt) -> str:
 
 
 def rows(kills: Sequence[Kill], attempts: Sequence[Attempt]) -> list[list[str]]:
-    """The table: each kill, and how the job went on."""
+    """The table: each kill, and the next attempt."""
     found = []
     for number, (kill, before, after) in enumerate(zip(kills, attempts, attempts[1:], strict=False), 1):
         found.append(
@@ -242,7 +243,7 @@ def rows(kills: Sequence[Kill], attempts: Sequence[Attempt]) -> list[list[str]]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, however wide: layouts are not to be cut."""
+    """The lines of a table of any width, so that layouts are not truncated."""
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
@@ -262,7 +263,7 @@ def faults(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Kill a run at random and see whether anything of it is lost."""
+    """Kill a run at random moments and check that nothing is lost."""
     if kills < 0 or steps < 16:
         raise InputError(f"--kills {kills} --steps {steps}: need at least 0 kills and 16 steps")
     since = time.monotonic()

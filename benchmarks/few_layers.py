@@ -4,8 +4,8 @@ python -m benchmarks.few_layers [--examples N] [--seed S] [--json]
 
 Each example is a model of 10 to 22 layers, a legal layout of up to 64 ranks, one of its pipeline ranks, and
 layers that are compiled or not. The models are GPT-2 or Llama, perhaps with experts or latent attention,
-windows, sinks, Gated DeltaNet, scores with caps or MTP modules. Only those are taken of which a dry run
-leaves layers out.
+windows, sinks, Gated DeltaNet, scores with caps or MTP modules. Only examples for which a dry run leaves
+layers out are used.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ DEPTHS = (10, 13, 16, 22)
 """Layers of the models."""
 
 BLOCKS = (1, 2, 5, 7, 9)
-"""Layers that recompute where not all do."""
+"""Numbers of recomputed layers in examples with partial recomputation."""
 
 
 def drawn(seed: int) -> Iterator[Example]:
-    """Examples without end."""
+    """Endless random examples."""
     chosen = random.Random(seed)
     while True:
         example = drawn_layouts.draw(chosen.choice, depths=DEPTHS, blocks=BLOCKS)
@@ -43,7 +43,8 @@ def drawn(seed: int) -> Iterator[Example]:
 
 
 def compared(model: ModelSpec, layout: Layout, rank: int, compiled: bool) -> dict[str, Any]:
-    """The bytes of an example by few layers and by all, and the operations that each took."""
+    """The bytes of an example, traced with few layers and with all, and the number of operations of each
+    trace."""
     few, all_ = (
         trace(model, layout, pipeline_rank=rank, compiled=compiled, whole=whole) for whole in (False, True)
     )

@@ -1,16 +1,15 @@
-"""Does the dry run agree that the planner's first plans fit? Random jobs, planned and traced.
+"""Checks by dry runs whether the planner's first plans fit, for random jobs.
 
 python -m benchmarks.first_plans [--plans N] [--seed S] [--processes N] [--json]
 
-Each job is a model of the catalogue, a number of devices of one kind, and a batch. The pipeline ranks of its
-first plan that may be the fullest are traced: the one that the estimate says is fullest, the first and the
-last. Layers are compiled where the runtime compiles. A plan is refused when the bytes of a rank are more than
-the device has: its tensors, and what the plan adds for the driver, the communicators and the allocator.
+Each job is a model of the catalogue, a number of devices of one kind, and a batch. For its first plan three
+pipeline ranks are traced: the fullest one by the estimate, the first and the last.
 
-Plans that the search rejects by its estimates of memory are held against it. The candidates are the `SHOWN`
-fastest plans with `MORE` of the memory that the estimates say are too big and that are more than `SLOWER`
-faster. They are traced, the fastest first, `--rivals` of a job at most. They are compared with the fastest
-plan that fits.
+Layers are compiled as in the runtime. A plan is refused if a rank needs more bytes than the device has, for
+its tensors, the driver, the communicators and the allocator. Plans that the search rejected for their memory
+are traced too, to find rejections by mistake. The search is repeated with `MORE` of the memory. Its `SHOWN`
+fastest plans are candidates if the estimates say that they do not fit and if they are more than `SLOWER`
+faster than the fastest plan that fits. At most `--rivals` of a job are traced, the fastest first.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ MODELS = (
 DEVICES = ("v100-32g", "a100-40g", "a100-80g", "h100", "h200", "b200", "mi300x", "l40s")
 
 FAR = 0.01
-"""Estimates of memory this far off are listed."""
+"""Smallest relative error with which an estimate of memory is listed."""
 
 MORE = 1.06
-"""Memory of the devices, of what they have, for which rivals are looked for."""
+"""Memory of the devices, relative to their real memory, in the search for rivals."""
 
 SHOWN = 50
-"""Plans among which rivals are looked for."""
+"""Number of plans among which rivals are searched."""
 
 SLOWER = 0.01
-"""The least lead of a rival, relative to the fastest plan that fits."""
+"""Least relative lead of a rival over the fastest plan that fits."""
 
 WORLD_SIZES = (8, 16, 32, 64, 128, 256)
 
@@ -66,7 +65,7 @@ class Asked:
     world_size: int
     batch: int
     maximum: bool
-    """The batch may be smaller."""
+    """True if the batch may be smaller."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +75,20 @@ class Checked:
     job: Asked
     layout: str
     rank: int
-    """The pipeline rank that needs most."""
+    """The pipeline rank that needs most memory."""
     traced: float
     """Tensors at its peak."""
     planned: float
     """Tensors at the peak by the estimate."""
     needed: float
-    """Bytes that the device must have: the traced tensors and all besides."""
+    """Bytes that the device must have: the traced tensors, driver, communicators and allocator."""
     memory: float
     """Bytes of a device."""
     tokens_per_s: float
 
     @property
     def refused(self) -> bool:
-        """The plan does not fit by its dry run."""
+        """True if the plan does not fit by its dry run."""
         return self.needed > self.memory
 
     def describe(self) -> str:
@@ -101,7 +100,7 @@ class Checked:
 
 
 def jobs(seed: int) -> Iterator[Asked]:
-    """Random jobs without end."""
+    """Endless random jobs."""
     chosen = random.Random(seed)
     while True:
         world_size = chosen.choice(WORLD_SIZES)
@@ -115,13 +114,13 @@ def jobs(seed: int) -> Iterator[Asked]:
 
 
 def first_plan(job: Asked, **others: Any) -> Plan | None:
-    """The plan that is proposed; None where nothing fits or the device cannot run the model."""
+    """The proposed plan; None if nothing fits or the device cannot run the model."""
     result = searched(job, **others)
     return result.plan(0) if result is not None and result.feasible else None
 
 
 def searched(job: Asked, **others: Any) -> SearchResult | None:
-    """The answer to a job; None where the device cannot run the model."""
+    """The answer to a job; None if the device cannot run the model."""
     size: dict[str, Any] = {"max_global_batch_size" if job.maximum else "global_batch_size": job.batch}
     try:
         return search(job.model, world_size=job.world_size, device=job.device, **size, **others)
@@ -130,7 +129,7 @@ def searched(job: Asked, **others: Any) -> SearchResult | None:
 
 
 def rivals(job: Asked, plan: Plan, most: int) -> list[Plan]:
-    """Faster plans that are rejected by little memory, the fastest first."""
+    """Faster plans that were rejected because they lack little memory, the fastest first."""
     fastest = first_plan(job, prefer="fastest")
     memory = plan.cluster.memory_bytes
     more = searched(job, prefer="fastest", device_memory_gib=MORE * memory / GIB, memory_margin_gib=0)
@@ -146,7 +145,7 @@ def rivals(job: Asked, plan: Plan, most: int) -> list[Plan]:
 
 
 def check(planned: tuple[Asked, Plan, int]) -> tuple[Checked, list[Checked]]:
-    """Trace what of a job's plan may be fullest, and of its rivals until one fits."""
+    """Trace the ranks of a job's plan that may be fullest, and its rivals until one fits."""
     job, plan, most = planned
     first, others = traced_plan(job, plan), []
     for rival in rivals(job, plan, most):
@@ -177,7 +176,7 @@ def traced_plan(job: Asked, plan: Plan) -> Checked:
 
 
 def main() -> None:
-    """Print what is refused and how far estimates are off."""
+    """Print refused plans and errors of estimates."""
     parser = argparse.ArgumentParser(prog="benchmarks.first_plans", description=str(__doc__).split("\n")[0])
     parser.add_argument("--plans", type=int, default=200, help="first plans to check")
     parser.add_argument("--seed", type=int, default=0)
@@ -214,8 +213,8 @@ def report(
     """Print the outcome.
 
     Args:
-        others: the rivals of each plan that were traced; of them, the last may fit.
-        without: jobs that have no plan.
+        others: the rivals of each plan that were traced; only the last of them may fit.
+        without: number of jobs without a plan.
     """
     ratios = [one.planned / one.traced for one in checked]
     refused = [one for one in checked if one.refused]

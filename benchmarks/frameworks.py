@@ -1,4 +1,5 @@
-"""Are exports taken by the parsers of the software itself? Says what took part, and what is mirrored by hand.
+"""Checks that the software's own parsers accept exports. Prints the software that was checked, and rules that
+are copied by hand.
 
     python -m venv frameworks && frameworks/bin/pip install '.[test,frameworks]'
     PYTHONPATH=Megatron-LM:nanotron/src frameworks/bin/python -m benchmarks.frameworks
@@ -27,7 +28,7 @@ PACKAGES = (
 )
 
 SOURCES = ("megatron/training/arguments.py", "nanotron/config/config.py")
-"""Files of software that no package index has, on PYTHONPATH."""
+"""Files, on PYTHONPATH, of software without a package in an index."""
 
 MIRRORED = (
     (
@@ -44,7 +45,7 @@ MIRRORED = (
         "import Transformer Engine",
     ),
 )
-"""Software that cannot be installed here: whose rules are written down after which files."""
+"""Software that cannot be installed here, and the files from which its rules were copied."""
 
 
 class Outcomes:
@@ -64,7 +65,7 @@ class Outcomes:
 
 
 def main() -> int:
-    """Print what is installed, what was checked, and what is mirrored."""
+    """Print installed software, checks, and copied rules."""
     for name in PACKAGES:
         try:
             print(f"{name} {version(name)}")

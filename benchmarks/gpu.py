@@ -3,9 +3,9 @@
 Each row is a training step of a model, cut to the layers that fit, by two contestants, each in a process of
 its own. These are the runtime, and plain PyTorch around the transformers library's model (whole-model
 torch.compile, autocast to bf16, fused AdamW, the same batch). First the layers of all rows are compiled, at
-the same time, which fills the compiler's caches. Then come the runtime's rows, those that matter most first;
-what has not begun after `--minutes` is left out and named. Without a GPU the same runs to its end on the CPU
-with small shapes, whose speed says nothing: it shows that the command works.
+the same time, which fills the compiler's caches. Then come the runtime's rows, the most important first; rows
+that have not begun after `--minutes` are left out and listed. Without a GPU, all rows run on the CPU with
+small shapes. Their speed has no meaning, but they show that the command works.
 """
 
 from __future__ import annotations
@@ -34,25 +34,27 @@ from tests.support.layouts import parse_layout
 RUNTIME, TRANSFORMERS = "runtime", "transformers"
 
 WARM = "warm"
-"""A stand-in for a contestant: the runtime on a small part of the model, for the compiler's caches."""
+"""Name of an additional contestant: the runtime on a small part of the model, to fill the compiler's
+caches."""
 
 WARM_LAYERS, WARM_VOCAB, WARM_S = 2, 512, 120.0
-"""Layers and vocabulary of that part, which are not in the graph of a layer; and its seconds at most."""
+"""Layers and vocabulary of that part, which do not change the graph of a layer; and its time limit in
+seconds."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row."""
+    """One row of the table."""
 
     name: str
     model: str
     layout: str
     fields: dict[str, int] = field(default_factory=dict)
-    """Fields that differ from the catalogue's model."""
+    """Fields of the model that differ from the catalogue's."""
     target: float | None = None
-    """The MFU that is aimed at."""
+    """The desired MFU."""
     times: tuple[str, float] | None = None
-    """Another row, and the share of its speed that this row is to reach."""
+    """Another row, and the share of its speed that this row should reach."""
 
 
 LLAMA = {"layers": 8, "seq": 8192}
@@ -82,10 +84,10 @@ CASES = (
 """The rows, the most important first: five minutes hold the first four at least."""
 
 BESIDE = 1.2
-"""The share of transformers' speed that every row is to reach."""
+"""The multiple of transformers' speed that every row should reach."""
 
 ROW_S = 180.0
-"""Seconds of a measurement at most."""
+"""Most seconds of a measurement."""
 
 SMALL = {
     "layers": 2,
@@ -99,7 +101,7 @@ SMALL = {
 }
 
 SMALL_EXPERTS = {"experts": 4, "top_k": 2, "expert_ffn": 32}
-"""Fields of the small model that stands for a model with experts on the CPU."""
+"""Fields of the small model that replaces a model with experts on the CPU."""
 
 
 def sized(case: Case, on_gpu: bool) -> tuple[ModelSpec, Layout]:
@@ -122,7 +124,7 @@ def command(case: Case, contestant: str, compiled: bool) -> list[str]:
 
 
 def measured(case: Case, contestant: str, compiled: bool) -> dict[str, Any]:
-    """Seconds and bytes of one contestant; or `failed`, the line that says why it did."""
+    """Seconds and bytes of one contestant; or `failed`, the line with the reason of its failure."""
     try:
         done = subprocess.run(
             tether(command(case, contestant, compiled)), capture_output=True, text=True, timeout=ROW_S
@@ -137,7 +139,8 @@ def measured(case: Case, contestant: str, compiled: bool) -> dict[str, Any]:
 
 
 def compile_first(cases: list[Case]) -> None:
-    """Compile the layers of all rows, each in a process, all at the same time; says which failed."""
+    """Compile the layers of all rows at the same time, each in a process of its own, and print the rows that
+    failed."""
     # Layers of graphs are compiled as those of the same model without.
     running = {
         case.name: subprocess.Popen(
@@ -158,7 +161,7 @@ def compile_first(cases: list[Case]) -> None:
 
 
 def speed(case: Case, found: dict[str, Any], on_gpu: bool, peak_flops: float | None) -> dict[str, Any]:
-    """Tokens a second and MFU (causal attention counted, of the bf16 peak) of what was measured."""
+    """Tokens a second and MFU of a measurement (relative to the bf16 peak, with causal attention)."""
     spec, layout = sized(case, on_gpu)
     rate = layout.global_batch_size / found["step_time_s"]
     return found | {
@@ -214,7 +217,7 @@ def gpu(
 
 
 def _ratios(case: Case, rows: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Ratios of a row's speed to that of transformers, and to that of the row that it is compared with."""
+    """Ratios of a row's speed to that of transformers, and to that of the other row in `times`."""
     own, found = rows[case.name].get(RUNTIME, {}), {}
     others = [("over_transformers", rows[case.name].get(TRANSFORMERS, {}))]
     if case.times is not None and case.times[0] in rows:
@@ -235,7 +238,7 @@ def line(case: Case, contestant: str, found: dict[str, Any]) -> str:
 
 
 def summary(case: Case, row: dict[str, Any]) -> str:
-    """Figures that a row has reached, beside their aims."""
+    """Figures of the rows, beside the desired ones."""
     parts = []
     mfu = row.get(RUNTIME, {}).get("mfu")
     if case.target is not None and mfu is not None:

@@ -1,7 +1,7 @@
 """One row of `benchmarks.gpu` in a process of its own: `python -m benchmarks.gpu_case CASE CONTESTANT FORM`.
 
 CONTESTANT is `runtime`, `transformers` or `warm`, FORM `compiled` or `eager`. Prints one JSON object: seconds
-of a step, and the bytes that the allocator handed out at most.
+of a step, and the largest number of allocated bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runtime.train import stages
 from runtime.train.trainer import Trainer
 
 WARM_UP, STEPS = 3, 5
-"""Steps before the clock starts, and those that are timed; one of each without a GPU."""
+"""Number of untimed steps, and of timed steps after them; one of each without a GPU."""
 
 Step = Callable[[np.ndarray], object]
 

@@ -1,11 +1,11 @@
-"""Searches on nodes of two kinds against brute force: every split of small problems, played out.
+"""Comparison of searches on nodes of two kinds with brute force: every split of small problems, simulated.
 
 python -m benchmarks.heterogeneous [--problems 100] [--seed 0]
 
-Each problem draws a model, two kinds with their nodes, a batch and, half of them, memory that binds. Brute
-force prices every layout of one chunk with every split of its layers over its stages. It plays out the
-pipelines of all that fit, and takes the fastest. The program prints the ratio of the search's step time to
-that, and the problems that differ.
+Each problem has a random model, two kinds of nodes, a batch and, for half of the problems, scarce memory.
+Brute force prices every layout of one chunk with every split of its layers over its stages. It simulates the
+pipelines of all layouts that fit, and takes the fastest. The program prints the ratio of the search's step
+time to that, and the problems that differ.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ PINS: Pins = {
     "recompute_num_layers": 1,
     "zero_replicas": 1,
 }
-"""Pins of fields that brute force leaves out."""
+"""Pins of the fields that brute force does not vary."""
 
 
 def drawn(draw: random.Random) -> tuple[Problem, LayoutTable]:
-    """A small problem, and all of its layouts with all of their splits."""
+    """A random small problem, and all of its layouts with all of their splits."""
     sizes = {
         "layers": draw.randint(3, 8),
         "hidden": draw.choice([256, 1024, 4096]),
@@ -76,7 +76,7 @@ def drawn(draw: random.Random) -> tuple[Problem, LayoutTable]:
 
 
 def with_every_split(table: LayoutTable, layers: int) -> LayoutTable:
-    """Each row with every number of layers on each of its stages."""
+    """Each row with every split of its layers over its stages."""
     rows, words = [], []
     for row in range(len(table)):
         for word in _splits(layers, int(table.pipeline_parallel[row])):
@@ -94,7 +94,7 @@ def _splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def fastest(problem: Problem, every: LayoutTable) -> tuple[float, str]:
-    """Seconds of the fastest layout that fits, played out, and what it is; infinite where none fits."""
+    """Simulated step time of the fastest layout that fits, and the layout; infinite if none fits."""
     where = problem.model, problem.cluster, problem.engine
     fits = peak_memory(*where, every) <= problem.cluster.memory_bytes
     if not fits.any():
@@ -117,7 +117,7 @@ def compared(problem: Problem, every: LayoutTable) -> tuple[float, str]:
 
 
 def main() -> None:
-    """Print how many problems agree, and those that do not."""
+    """Print the number of problems that agree, and those that do not."""
     parser = argparse.ArgumentParser(description="Hold searches on nodes of two kinds to brute force.")
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,5 @@
-"""Do the readers of config.json count as many parameters as transformers builds? Every type, its defaults.
+"""Compares the parameters that the readers of config.json count with those of models built by transformers,
+for the defaults of every type.
 
 python -m benchmarks.hf_models [--write] [--json]
 
@@ -36,7 +37,7 @@ OF_NO_MODEL = frozenset(
         *("attn_pdrop", "pretraining_tp"),
     )
 )
-"""Keys that no size and no operation depends on."""
+"""Keys that affect no size and no operation."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Row:
 
     model_type: str
     transformers: int | None
-    """None where transformers builds no causal language model of this type alone."""
+    """Parameters of the model by transformers; None if it has no pure causal language model of this type."""
     read: int
 
     @property
@@ -57,7 +58,7 @@ class Row:
 def class_defaults(model_type: str) -> dict[str, Any]:
     """`defaults` and `names` of a model type as `defaults.json` has them.
 
-    Lists are left out, and keys that follow from other keys: those that change when another number does.
+    Lists are left out, and so are keys that follow from other keys.
     """
     from transformers import CONFIG_MAPPING
 
@@ -112,7 +113,7 @@ def compare(model_type: str, **changes: Any) -> Row:
 
 
 def main() -> int:
-    """Print a line for each model type; 1 where one is off by more than 0.1 %."""
+    """Print a line for each model type; returns 1 if one differs by more than 0.1 %."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help="record the defaults of transformers first")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -1,13 +1,13 @@
 """Host time of a layer and microbatch: `python -m benchmarks.host_time [--only TEXT] [--json]`.
 
-Tensors are of next to no size, so that the host's time for each layer is left, forward and backward. On a GPU
-that is fast enough, a small model waits for it. Models of two depths train the same microbatches; the
-difference of their times is that of the layers between. Time is that of the processor in the training thread
-alone: waiting for other ranks, and what else runs on the machine, do not count.
+Tensors are tiny, so that almost only the host's time for each layer is measured, forward and backward. On a
+fast GPU, small models wait for the host. Models of two depths train the same microbatches; the difference of
+their times is the time of the additional layers. Only processor time of the training thread counts, without
+waiting for other ranks and without other programs.
 
 Beside each layout stands plain PyTorch around the same layers: a loop with autocast on one rank, DDP for ZeRO
 0, and FSDP2 for ZeRO 1 to 3. Tensor parallelism is PyTorch's own. Compiled, the loop and DDP have one graph
-for the whole model, FSDP2 and tensor parallelism one a layer, which is how each is used.
+for the whole model, FSDP2 and tensor parallelism one for each layer, as usual for each of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     host_ms: float
     """Milliseconds of the host for a layer and microbatch, forward and backward."""
     plain_ms: float | None
-    """Milliseconds of the host in plain PyTorch; None where it has nothing that does the same."""
+    """Milliseconds of the host in plain PyTorch; None if it has no equivalent."""
 
     @property
     def ratio(self) -> float | None:
@@ -66,7 +66,7 @@ def row(block: str, text: str, compiled: bool, rounds: int) -> Row:
 
 
 def layout_of(spec: ModelSpec, text: str, layers: int) -> tuple[ModelSpec, Layout]:
-    """A model of so many layers, and the layout that `text` says for it in bf16."""
+    """A model with this many layers, and the layout of `text` for it in bf16."""
     deep = spec.model_copy(update={"layers": layers})
     ranks = parse_layout(text, deep).data_parallel
     layout = parse_layout(f"{text},precision=bf16,mbs=1,gbs={ranks * MICRO_BATCHES}", deep)
@@ -82,7 +82,7 @@ class Times(NamedTuple):
 
 
 def host_times(block: str, text: str, compiled: bool, rounds: int) -> Times:
-    """Ours and plain PyTorch's; runs on every rank."""
+    """Times of the runtime and of plain PyTorch; runs on every rank."""
     import torch
 
     torch._dynamo.config.cache_size_limit = 64
@@ -241,7 +241,7 @@ def host_time(
     rounds: Annotated[int, typer.Option(help="Steps of each model that are timed.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time what the host does for a layer and microbatch."""
+    """Measure the host's time for a layer and microbatch."""
     forms = {"compiled": [True], "eager": [False], "both": [True, False]}.get(form)
     if forms is None:
         raise InputError(f"--form {form}: it is compiled, eager or both")

@@ -1,10 +1,10 @@
 """Host operations for a layer and microbatch, as PyTorch's profiler sees them: `python -m
 benchmarks.host_trace`.
 
-Models of two depths train on one CPU rank, with tensors of next to no size. The additional operations of the
-deeper model are those of its additional layers, forward and backward. A kernel is an operator of PyTorch that
-computes and calls no other that does. A function that the compiler made is one, whatever it does. With
-`--against`, the same of the checkout of another commit stands beside it.
+Models of two depths train on one CPU rank, with tiny tensors. The additional operations of the deeper model
+are those of its additional layers, forward and backward. A kernel is an operator of PyTorch that computes and
+calls no other computing operator. Every function that the compiler made counts as one kernel. `--against`
+shows the figures of another commit's checkout beside them.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ BLOCKS = {
     "dense": DENSE,
     "experts": DENSE.model_copy(update={"name": "experts", "experts": 4, "top_k": 2, "expert_ffn": 32}),
 }
-"""Models whose layers are watched, and timed by `benchmarks.host_time`."""
+"""Models whose layers are traced, and timed by `benchmarks.host_time`."""
 
 DEPTHS, MICRO_BATCHES = (2, 8), 4
 """Layers of the two models, and the batch of a step."""
 
 WARM_UP = 3
-"""Steps that compile and make state."""
+"""Number of steps before the trace, which compile layers and make the optimizer's state."""
 
 Calls = dict[str, float]
 """Calls of a layer and microbatch, by name."""
@@ -68,7 +68,7 @@ BEGINNINGS = {
     GUARDS: ("TorchDynamo Cache Lookup",),
     NODES: ("autograd::engine::evaluate_function",),
 }
-"""Beginnings of the profiler's names of events that are no operator."""
+"""Prefixes of the profiler's names for events that are no operators."""
 
 VIEWS = frozenset(
     f"aten::{name}"
@@ -173,7 +173,7 @@ def _show(block: str, here: Calls, there: Calls | None) -> None:
 
 
 def _counted_in(tree: Path, words: list[str]) -> dict[str, Calls]:
-    """The calls that another checkout counts, which need not have this command."""
+    """The calls in another checkout, which may lack this command."""
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copy(__file__, Path(scratch) / "traced_elsewhere.py")
         environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tree), scratch))}

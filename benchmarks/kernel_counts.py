@@ -1,10 +1,10 @@
 """Kernels of a training step on a GPU, counted without one: `python -m benchmarks.kernel_counts`.
 
 A dry run trains models of two depths with two numbers of microbatches. Compiled graphs are scheduled for an
-H100, and each group of nodes that Inductor fuses is a kernel; of what runs eagerly each operator is one. What
-one layer more and one microbatch more add together are the kernels of a layer and microbatch: forward,
-backward, and the accumulation of gradients. What a layer adds whatever the number of microbatches belongs to
-the step: the optimizer, and weights that are copied or cast once.
+H100, and each group of nodes that Inductor fuses counts as one kernel. In eager code, each operator counts as
+one. The kernels of a layer and microbatch (forward, backward, accumulation of gradients) are the difference
+that one more layer and one more microbatch make together. Kernels of a layer that do not depend on the number
+of microbatches belong to the step: the optimizer, and weights that are copied or cast once.
 
 Bytes are those of the tensors that a kernel reads and writes, once each. Kernels read some of them several
 times (GEMMs, attention), which is not counted. `--save PATH` keeps the counts, `--against PATH` shows what
@@ -58,7 +58,8 @@ DEPTHS, MICRO_BATCHES = (3, 4), (2, 3)
 """Two numbers of layers and of microbatches. The last layer is the same in both, and so is the first."""
 
 WARM_UP = 2
-"""Steps in which layers are compiled, become a chain and make the optimizer's state."""
+"""Number of steps before counting, in which layers are compiled and chained and the optimizer's state is
+made."""
 
 KINDS = (
     "GEMM",
@@ -80,14 +81,14 @@ BEYOND = "the two beyond bf16"
 """The row of what `CAST` have more than in bf16."""
 
 FREE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "resize", "set_"}
-"""Operators that start no kernel, besides views."""
+"""Operators, besides views, that start no kernel."""
 
 Counts = dict[str, dict[str, list[int]]]
 """Launches and bytes by kind, of a layer and microbatch and of a layer and step."""
 
 
 class KernelCounter(Tracker):  # type: ignore[no-untyped-call]
-    """Counts kernels while it follows memory."""
+    """Counts kernels during a memory trace."""
 
     def __init__(self) -> None:
         super().__init__(on_gpu=True)
@@ -152,7 +153,8 @@ def _kind(name: str, adding: int) -> str:
 
 
 def _launches(name: str, args: Any) -> int:
-    """Kernels of an operator; one on lists is one, unless formats differ, which PyTorch does one by one."""
+    """Number of kernels of an operator. An operator on lists is one kernel, unless number formats differ:
+    PyTorch then handles each tensor separately."""
     if not name.startswith("_foreach"):
         return 1
     lists = [one for one in args if isinstance(one, (list, tuple)) and one and isinstance(one[0], Tensor)]
@@ -163,7 +165,7 @@ def _launches(name: str, args: Any) -> int:
 
 @contextmanager
 def counting() -> Iterator[Callable[[], KernelCounter]]:
-    """Let dry runs count, while this lasts; gives the counter of the latest."""
+    """Context in which dry runs count kernels; gives the counter of the latest one."""
     made: list[KernelCounter] = []
     plain, add = compiled_layers.memory_function, working_copies.GradientSums._add
 
@@ -204,7 +206,7 @@ def counting() -> Iterator[Callable[[], KernelCounter]]:
 
 
 def steps_of(spec: ModelSpec, layout: Layout) -> list[Counter[tuple[str, int]]]:
-    """Counts of a step with each of `MICRO_BATCHES`, on the only rank."""
+    """Counts of a step for each number in `MICRO_BATCHES`, on the only rank."""
     options = TrainingOptions(compile=True)
     found: list[Counter[tuple[str, int]]] = []
 

@@ -1,11 +1,11 @@
-"""The time of questions that are several searches, beside one search of the same job.
+"""The time of questions that need several searches, beside one search of the same job.
 
 python -m benchmarks.long_questions [--turns N]
 
-Sizes, an explanation and a page are asked of mixtures of experts, whose searches are the longest. Each turn
-searches once for the same job and asks the question, one after the other, as the machine is shared. The
-median of the turns' ratios is printed, by the clock and on the processors (of this process and of its helpers
-together). For several sizes one search is that of the size whose search takes longest.
+Questions are several sizes, an explanation and a page, for mixtures of experts, whose searches are longest.
+Each turn searches once for the same job and asks the question, one after the other, as the machine is shared.
+The median of the turns' ratios is printed, by the clock and on the processors (of this process and of its
+helpers together). For several sizes, the compared search is that of the size with the longest search.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from planner.report.contents import gather
 from planner.world_sizes import parse_world_sizes
 
 MOST = 5.0
-"""Searches that a question may take."""
+"""Most time of a question, in searches."""
 
 
 class Question(NamedTuple):
-    """A question of several searches, and those that are one search of the same job."""
+    """A question of several searches, and functions that do one search of the same job."""
 
     name: str
     ask: Callable[[], object]
@@ -36,7 +36,7 @@ class Question(NamedTuple):
 
 
 def questions() -> Iterator[Question]:
-    """The questions that are asked."""
+    """All questions."""
     jobs: list[tuple[str, int, str, dict[str, Any]]] = [
         ("mixtral-8x7b", 64, "64..512", {"device": "h100", "max_global_batch_size": 256}),
         ("qwen3-30b-a3b", 64, "64..512", {"device": "h100", "max_global_batch_size": 512}),

@@ -5,9 +5,9 @@ python -m benchmarks.loop [--world-size N]... [--model NAME]... [--pin PIN] [--f
 
 Small models, a dense one, one with experts and one with long sequences, are trained for a few steps. Every
 layout that fits on that many CPU ranks is trained, each on ranks of its own. `planner calibrate` measures the
-same models with another batch, so that no layout of a comparison was calibrated with. Measurements are kept
-in a folder and not taken again. `--limit` ends a call after so many seconds, for machines that are quiet for
-a while only. `--sample` draws some layouts of each model where all would take hours.
+same models with another batch, so that no compared layout was used for calibration. Measurements are kept in
+a folder and not repeated. `--limit` ends a call after this many seconds, for machines that are undisturbed
+only for a while. `--sample` draws some layouts of each model where all would take hours.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ KEPT, DEVICES = "measured.jsonl", "device.json"
 """Files of the folder."""
 
 FIRST = 3
-"""First plans that are measured besides where layouts are drawn."""
+"""Number of first plans that are measured in addition to random layouts."""
 
 CALIBRATION_S = 130
-"""Seconds that a calibration takes, with its start."""
+"""Seconds of a calibration, including its start."""
 
 
 class Errors(NamedTuple):
-    """Predictions beside measurements, in per cent but for tau."""
+    """Errors of predictions, in per cent except tau."""
 
     rows: int
     median_ape: float
@@ -86,7 +86,7 @@ def errors(rows: Sequence[Measured], device: Device) -> Errors:
 
 
 def drawn(question: Question, count: int, devices: Sequence[Device]) -> list[Layout]:
-    """So many layouts at random, and the first plans of each device: a regret is that of a first plan."""
+    """Random layouts, and the first plans of each device, whose regret is measured."""
     every, found = question.layouts(None), question.layouts(count)
     for device in devices:
         fastest = np.argsort(prices_of(question, device, every).step_time_s, kind="stable")[:FIRST]
@@ -116,7 +116,7 @@ def calibrate(file: Path, models: Sequence[str], size: int, folder: Path) -> Non
 
 
 def known_devices(question: Question, devices: Path) -> dict[str, Device]:
-    """A rank's share of this machine, as the catalogue has it and as it was measured."""
+    """A rank's share of this machine, by the catalogue and by calibration."""
     return {
         "uncalibrated": load_device("cpu", question.world_size),
         "calibrated": read_devices(devices).device(question.world_size),
@@ -124,7 +124,7 @@ def known_devices(question: Question, devices: Path) -> dict[str, Device]:
 
 
 def answer(rows: Sequence[Measured], devices: Path) -> dict[str, Any]:
-    """The figures of all questions that rows are of."""
+    """The figures of all questions of the rows."""
     questions = list(dict.fromkeys(row.question for row in rows))
     result: dict[str, Any] = {"questions": []}
     totals: dict[str, list[Errors]] = {"uncalibrated": [], "calibrated": []}

@@ -1,4 +1,4 @@
-"""The questions of `benchmarks.loop`, and what every layout that answers one takes on this machine."""
+"""The questions of `benchmarks.loop`, and measured times and memory of their layouts on this machine."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ MODELS = {
         }
     ),
 }
-"""Models small enough that every layout of theirs can be run."""
+"""Models so small that all of their layouts can be run."""
 
 
 DISTURBED = 0.1
-"""Share of the cores that others may take while a measurement counts, where one was less disturbed."""
+"""Largest share of the cores that other processes may use during a measurement, if an undisturbed one
+exists."""
 
 TIMES, STEPS_S = 3, 1.0
-"""Each layout is measured, and how many seconds of steps each time: steps differ by a tenth, and a layout by
-some per cent from run to run."""
+"""Number of measurements of each layout, and seconds of steps in each. Steps differ by a tenth, and runs of a
+layout by some per cent."""
 
 
 class Question(NamedTuple):
@@ -63,7 +64,7 @@ class Question(NamedTuple):
         return MODELS[self.model]
 
     def search(self) -> SearchResult:
-        """All layouts that fit, with the device as it is known now."""
+        """All layouts that fit, with the present constants of the device."""
         size = self.world_size
         return search(
             self.spec,
@@ -75,7 +76,7 @@ class Question(NamedTuple):
         )
 
     def layouts(self, sample: int | None) -> list[Layout]:
-        """All layouts that fit, or so many of them, drawn at random."""
+        """All layouts that fit, or a random selection of this many."""
         table = self.search().table
         every = [table.layout(row) for row in range(len(table))]
         if sample is None or sample >= len(every):
@@ -91,16 +92,17 @@ class Measured(NamedTuple):
     step_time_s: float
     peak_memory_bytes: int
     others: float
-    """Share of the cores that other processes took."""
+    """Share of the cores that other processes used."""
     times: int = 1
     """The number of measurements."""
 
 
 def measure_all(wanted: Mapping[Question, Sequence[Layout]], kept: Path, limit_s: float) -> bool:
-    """Run what `kept` does not have yet, for `limit_s` seconds at most; whether all was measured.
+    """Measure the layouts that `kept` lacks, for at most `limit_s` seconds; returns True if all were
+    measured.
 
-    Each layout has ranks of its own, as each run has, which leave nothing behind for the next, and comes up
-    `TIMES` times, in rounds.
+    Each layout has ranks of its own, as each run has, so that it does not affect the next one. Each is
+    measured `TIMES` times, in rounds.
     """
     started, pool = time.monotonic(), RankPool(max(question.world_size for question in wanted))
     every = [(question, layout) for question, layouts in wanted.items() for layout in layouts]
@@ -126,7 +128,8 @@ def measure_all(wanted: Mapping[Question, Sequence[Layout]], kept: Path, limit_s
 def read_kept(kept: Path) -> list[Measured]:
     """The layouts that were measured before.
 
-    Of several times the median of those that others did not disturb counts, or else the least disturbed one.
+    The median of the undisturbed measurements of a layout counts, or the least disturbed one if there are
+    none.
     """
     if not kept.exists():
         return []

@@ -3,9 +3,9 @@
 python -m benchmarks.memory_gpu [--json] [--only TEXT]
 
 Each rank trains for real: its kernels, its allocator. Other ranks do not exist (PyTorch's process group
-"fake"), so that collectives take no time and leave in their buffers what was there; no size depends on it.
-Layouts that spread experts over ranks are left out: there the content of buffers would be sizes. Each
-trace and each measurement has a process of its own.
+"fake"), so that collectives take no time and do not change their buffers. Sizes must not depend on these, so
+layouts with expert parallelism, which exchange sizes in buffers, are left out. Each trace and each
+measurement has a process of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from planner import Plan, search
 from planner.options.flags import run
 
 HEAD_ROOM = 0.9
-"""Share of the GPU's memory that a traced peak may take: the rest is the driver's and the allocator's."""
+"""Largest share of the GPU's memory for a traced peak; driver and allocator need the rest."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ CASES = (
 
 
 def planned(case: Case, device: str) -> Plan:
-    """The plan of a case, with its estimate; `InputError` where no layout is as pinned."""
+    """The plan of a case, with its estimate; `InputError` if no layout satisfies the pins."""
     result = search(
         case.model,
         world_size=case.world_size,
@@ -82,8 +82,8 @@ def planned(case: Case, device: str) -> Plan:
 
 
 def compare(case: Case, device: str, compiled: bool, room: float) -> dict[str, Any]:
-    """Peaks of a case in bytes: traced and planned with the libraries' workspaces, and measured where the GPU
-    has room for it. Measured are tensors (allocated) and the memory that the allocator holds (reserved).
+    """Peaks of a case in bytes: traced and planned with the libraries' workspaces, and measured if it fits on
+    the GPU. Measured are tensors (allocated) and the memory that the allocator holds (reserved).
 
     Args:
         room: bytes of the GPU.
@@ -112,10 +112,10 @@ def compare(case: Case, device: str, compiled: bool, room: float) -> dict[str, A
 
 
 def in_process(plan: Plan, case: Case, compiled: bool, what: Literal["traced", "measured"]) -> dict[str, int]:
-    """Bytes of a case by `allocated`, and by `reserved` where they are measured, found in a process apart.
+    """Bytes of a case in a separate process:
 
-    A dry run keeps PyTorch from finding Triton in the process in which it was, and the allocator of each case
-    begins empty.
+    `allocated` and, if measured, `reserved`. The process is separate because a dry run hides Triton from
+    PyTorch in its process, and so that the allocator begins empty.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"

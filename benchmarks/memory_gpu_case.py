@@ -1,7 +1,7 @@
 """A plan's memory on one GPU: `... -m benchmarks.memory_gpu_case PLAN RANK compiled|eager measured|traced`.
 
-Prints one JSON object with the bytes that the allocator handed out and reserved at most, or with those that a
-dry run says it hands out.
+Prints one JSON object with the peak bytes that the allocator allocated and reserved, or with the allocated
+bytes by a dry run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS = 3
 
 
 def measure(plan: Plan, pipeline_rank: int, compiled: bool) -> dict[str, int]:
-    """Bytes that the allocator says it has handed out and reserved at most, in the last of a few steps."""
+    """Peak bytes that the allocator allocated and reserved in the last of a few steps."""
     layout = short_layout(plan.layout, pipeline_rank)
     rank = pipeline_rank * (layout.world_size // layout.pipeline_parallel)
     options = TrainingOptions(compile=compiled, no_compile=not compiled)

@@ -5,8 +5,8 @@ python -m benchmarks.memory_h100 --rows bundled_h100.csv [--json]
 Rows are steps of this package's runtime, in the columns of `benchmarks.calibration.measurements`: a catalogue
 model cut to some layers, on one device. They were measured under PyTorch 2.11, before the output matrix and
 the loss became one operation over chunks of tokens, and before layers with experts became one graph. The
-traced layers and loss are those of that time. Closed forms are of today's runtime, with the bytes added that
-it has saved since then.
+traced layers and loss are those of that version. Closed forms describe today's runtime; the bytes that it has
+saved since then are added.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from runtime.parallel import loss
 from runtime.train import stages
 
 MOMENTS_SHARE = 8 / 12
-"""Part of Adam's state in mixed precision that the first update makes; the others are the weights in fp32."""
+"""Share of Adam's state in mixed precision that the first update allocates; the rest is the fp32 weights."""
 
 
 class Row(NamedTuple):
@@ -56,9 +56,9 @@ class Row(NamedTuple):
 
     @property
     def skips(self) -> bool:
-        """The measured steps updated nothing, so that the optimizer had no state.
+        """True if the measured steps updated nothing, so that the optimizer had no state.
 
-        A loss scale from 2^32 on, as the runtime had it in fp16 then, makes the first 19 steps overflow.
+        The runtime's loss scale in fp16 then began at 2^32, which makes the first 19 steps overflow.
         """
         return self.layout.precision == "fp16"
 
@@ -91,7 +91,7 @@ def row_of(raw: Mapping[str, str]) -> Row:
 
 
 class _WholeLogits(torch.autograd.Function):
-    """The loss of then: logits of all tokens at once, kept in fp32 for backward."""
+    """The loss of that version: logits of all tokens at once, kept in fp32 for backward."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class _WholeLogits(torch.autograd.Function):
 
 @contextmanager
 def code_of_then() -> Iterator[None]:
-    """Let the runtime allocate as it did when the rows were measured."""
+    """Context in which the runtime allocates memory as it did when the rows were measured."""
 
     def whole(x_BSD: Tensor, weight_VD: Tensor, *_: Any) -> Tensor:
         found: Tensor = _WholeLogits.apply(x_BSD.flatten(0, 1), weight_VD)  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 
 python -m benchmarks.mfu --model llama3-8b --num-layers 16 --seq-length 8192 [--layout mbs=2,gbs=4] [--json]
 
-Fewer layers leave the shape of the work as it is, and let a model that needs several devices run on one.
+With fewer layers, the work of each layer is unchanged, and a model that needs several devices can run on one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WARM_UP = 3
 
 
 def measure(spec: ModelSpec, layout: Layout, steps: int, compiled: bool | None) -> dict[str, Any]:
-    """Seconds of training steps on random tokens, and what follows from their median; needs one rank."""
+    """Seconds of training steps on random tokens, and the figures from their median; needs one rank."""
     import torch
 
     from runtime.job.devices import detect_device, local_device_count, torch_device

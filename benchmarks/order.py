@@ -2,7 +2,7 @@
 
 python -m benchmarks.order --rows FILE... [--json] [--write]
 
-Both the constants of the engines and the widths of `costmodels.order` have not seen the source of a pair
+The constants of the engines and the widths of `costmodels.order` are fitted without the source of a pair
 (leave one source out). --write fits the widths to all pairs and writes costmodels/catalogue/order.yaml.
 """
 
@@ -42,13 +42,13 @@ HEADER = """\
 """
 
 NEAR = 0.2
-"""Natural logarithm of the ratio of two predictions that are near each other."""
+"""Largest natural logarithm of the ratio of two predictions that count as near each other."""
 
 CHANCES = (0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)
-"""Chances below which plans might be told apart, most first."""
+"""Thresholds for the chance that a slower plan is really faster, the largest first."""
 
 ENOUGH = 0.93
-"""Share of the pairs that are told apart which are to be in the right order."""
+"""Share of the untied pairs that must be in the right order."""
 
 TENTHS = 10
 
@@ -132,7 +132,7 @@ def _share(right: Bools) -> float | None:
 
 
 def _alone(pairs: Pairs) -> list[tuple[str, Bools]]:
-    """The pairs that differ in one kind alone, by its name, and those that differ in several."""
+    """The pairs that differ in one kind only, by its name, and those that differ in several."""
     differ = pairs.differ[[kind != RUN for kind in KINDS]] > 0
     kinds = [kind for kind in KINDS if kind != RUN]
     several = [("several", differ.sum(axis=0) > 1)]
@@ -216,7 +216,7 @@ def measured_choices(rows: Sequence[Measurement]) -> dict[str, dict[str, dict[st
 
 
 def write(known: OrderWidths, measured: dict[str, Any]) -> None:
-    """Write the widths, and what engines were measured with, into the catalogue."""
+    """Write the widths, and the measured choices of engines, into the catalogue."""
     values = {
         "widths": dict(known.widths),
         "range_power": known.range_power,
@@ -228,7 +228,7 @@ def write(known: OrderWidths, measured: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Tell how often the order is right in the files that the command line names."""
+    """Print the share of pairs in the right order, for the files of the command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.order", description=str(__doc__).split("\n")[0])
     parser.add_argument("--rows", nargs="+", required=True, metavar="FILE", help="CSV files of measurements")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,10 +1,10 @@
-"""One question put to other analytical tools, where they are installed.
+"""One question to other analytical tools, if they are installed.
 
 Calculon (SC'23, github.com/calculon-ai/calculon) searches by itself, through its command `calculon
 llm-optimal-execution`, on a system file of its repository. llm-analysis (0.2, the package of that name) takes
-one layout at a time: it is asked for every split of the devices that its degrees allow, in a loop. Both know
-GPT with as many key/value heads as heads. Galvatron searches on profiles of the user's own devices only, so
-that it cannot be asked without them.
+one layout at a time: a loop asks it for every split of the devices that its degrees allow. Both know GPT with
+as many key/value heads as heads. Galvatron needs profiles of the user's own devices, so it cannot be used
+without them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Asked:
 
     tool: str
     layouts: int
-    """Layouts that it priced, those that do not fit included."""
+    """Number of priced layouts, including those that do not fit."""
     seconds: float
 
 
 def calculon(model: ModelSpec, cluster: Cluster, batch: int, system: str | None) -> Asked | None:
-    """Calculon's search on one process; None where it or the system file is missing.
+    """Calculon's search on one process; None if it or the system file is missing.
 
-    Raises `subprocess.CalledProcessError` where the command fails.
+    Raises `subprocess.CalledProcessError` if the command fails.
     """
     command = shutil.which("calculon")
     if command is None or system is None:
@@ -65,7 +65,7 @@ def calculon(model: ModelSpec, cluster: Cluster, batch: int, system: str | None)
 
 
 def llm_analysis(model: ModelSpec, cluster: Cluster, batch: int) -> Asked | None:
-    """llm-analysis in a loop over its degrees; None where it is not installed."""
+    """llm-analysis in a loop over its degrees; None if it is not installed."""
     if find_spec("llm_analysis") is None:
         return None
     from llm_analysis.analysis import ActivationRecomputation, DSZeRO, LLMAnalysis

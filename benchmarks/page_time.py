@@ -3,8 +3,8 @@
     python -m benchmarks.page_time 3
 
 Each question goes, by turns, to a running `planner web` and to a process `planner suggest --json`. The page's
-script sends it, and the time ends with the last byte of the answer. The page also gets figures, files and
-HTML; the command also starts Python. Drawing in a browser is in neither.
+script sends it, and the time ends with the last byte of the answer. The page also receives figures, files and
+HTML; the command also starts Python. Neither time includes drawing in a browser.
 """
 
 from __future__ import annotations

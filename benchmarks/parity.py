@@ -1,7 +1,8 @@
-"""Training under layouts against that of one rank: `python -m benchmarks.parity --layout tp=2,pp=2`.
+"""Comparison of training under layouts with training on one rank: `python -m benchmarks.parity --layout
+tp=2,pp=2`.
 
-Losses, gradient norms and final weights are compared, over steps in which an error shows: the tokens can be
-learnt, the rate is large, weights decay, and gradients are clipped.
+Losses, gradient norms and final weights are compared, over steps that reveal errors: the tokens can be
+learned, the learning rate is large, weights decay, and gradients are clipped.
 """
 
 from __future__ import annotations

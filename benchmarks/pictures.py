@@ -2,8 +2,8 @@
 
     python -m benchmarks.pictures docs/pictures
 
-Terminals become SVG; pages are taken in Chromium, by playwright, at 1280 and 390 columns of pixels. The runs
-train `gpt2-nano` for a minute each.
+Terminals become SVG. Screenshots of pages are taken in Chromium, by playwright, at widths of 1280 and 390
+pixels. The runs train `gpt2-nano` for a minute each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TERMINALS = {
 WIDTHS = (80, 160)
 
 PATIENCE_MS = 600_000
-"""Milliseconds in which a browser draws a page, whatever else its machine does."""
+"""Most milliseconds that a browser may take to draw a page, even on a busy machine."""
 
 SPINNER = re.compile(r"^\s*[⠀-⣿]")
 
@@ -58,7 +58,7 @@ PAGES = {
 
 
 def settled(raw: str) -> str:
-    """A terminal's output without lines that were written over."""
+    """A terminal's output without overwritten lines."""
     kept = []
     for line in raw.replace("\r\n", "\n").split("\n"):
         parts = [part for part in re.split(r"\r|\x1b\[\d*[AK]|\x1b\[\?25[lh]", line) if part]
@@ -88,7 +88,7 @@ QUESTION = {
     "tokens": "1T",
     "price_per_hour": "$2.5",
 }
-"""The question that the page in the picture answers."""
+"""The question on the pictured page."""
 
 
 OWN_MODEL = {
@@ -104,12 +104,12 @@ OWN_MODEL = {
     "tie_word_embeddings": True,
     "_name_or_path": "my-lab/my-model",
 }
-"""The config.json that is pasted into the page of the pictures of a first visit."""
+"""The config.json that is pasted into the page in the pictures of a first visit."""
 
 
 @contextmanager
 def served(app: Any) -> Iterator[str]:
-    """The address of an application that a thread serves."""
+    """Serve an application in a thread; gives its address."""
     from planner.web.server import address, listening, make_server
 
     opened = listening("127.0.0.1", 0)
@@ -137,7 +137,7 @@ def browsing() -> Iterator[Any]:
 
 
 def new_tab(browser: Any, width: int, scheme: str, **context: Any) -> Any:
-    """A page of its own context, whose complaints are printed."""
+    """A page in a new browser context; its errors are printed."""
     opened = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **context)
     opened.set_default_timeout(PATIENCE_MS)
     tab = opened.new_page()
@@ -146,7 +146,7 @@ def new_tab(browser: Any, width: int, scheme: str, **context: Any) -> Any:
 
 
 def take_page(page: str, folder: Path, name: str, offline: bool = True) -> None:
-    """Take a page at two widths, in light and in dark."""
+    """Take screenshots of a page at two widths, in light and dark."""
     with browsing() as browser:
         for width, scheme in ((1280, "light"), (390, "dark")):
             tab = new_tab(browser, width, scheme, offline=offline)
@@ -167,7 +167,7 @@ def write_picture(file: Path, content: bytes) -> None:
 
 
 def take_first_visit(target: Path) -> None:
-    """Take what a first visit sees: the page is opened, a config.json is pasted, and Plan is pressed."""
+    """Take screenshots of a first visit: the page is opened, a config.json is pasted, and Plan is pressed."""
     from planner.web.server import question_app
 
     with served(question_app("127.0.0.1")) as site, browsing() as browser:
@@ -186,7 +186,7 @@ def take_first_visit(target: Path) -> None:
 
 
 def take_question(target: Path) -> None:
-    """Take the page that answers a question."""
+    """Take screenshots of the page with an answer."""
     from planner.web.server import question_app
 
     with served(question_app("127.0.0.1")) as site:
@@ -194,7 +194,7 @@ def take_question(target: Path) -> None:
 
 
 def take_runs(target: Path) -> None:
-    """Take the page of two runs that train."""
+    """Take screenshots of the page of two training runs."""
     from planner.report.run_figures import LoggedRun
     from planner.web.watch import watch_app
     from runtime.logs.metrics_file import FollowedMetrics
@@ -215,7 +215,7 @@ def take_runs(target: Path) -> None:
 
 
 def main() -> None:
-    """Draw all of them into a folder; names after it draw those alone."""
+    """Draw all pictures into a folder, or only those named after it."""
     target, wanted = Path(sys.argv[1]).resolve(), sys.argv[2:]
     target.mkdir(parents=True, exist_ok=True)
     for name, command in TERMINALS.items():

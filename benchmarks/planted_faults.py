@@ -1,12 +1,12 @@
 """The share of faults in the runtime that tests find: `python -m benchmarks.planted_faults`.
 
-The faults are data, in the lists of the folder planted_faults: a text in a file of `runtime`, what takes its
-place, and tests that should notice, the likeliest first. Each fault is planted in a copy of this tree, and
-its tests run there until one fails. A fault whose text is not in its file exactly once is stale: the code has
-moved on, and the fault has to be written anew.
+The faults are data, in the lists of the folder planted_faults: a text in a file of `runtime`, its
+replacement, and tests that should notice the fault, the likeliest first. Each fault is planted in a copy of
+this tree, and its tests run there until one fails. A fault whose text is not in its file exactly once is
+stale: the code has changed, and the fault must be written anew.
 
-Each list was written without a look at the tests, and run once as it was; then tests were written for what
-they had missed. `results/planted_faults_*.txt` say which.
+Each list was written without a look at the tests, and run once. Then tests were written for the missed
+faults, which `results/planted_faults_*.txt` list.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LISTS = Path(__file__).with_suffix("")
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, and who should notice."""
+    """One fault, and the tests that should notice it."""
 
     name: str
     """The fault in words."""
@@ -46,13 +46,13 @@ class Fault:
     old: str
     new: str
     tests: tuple[str, ...]
-    """Words for pytest, each a run of its own: a file, or tests of one."""
+    """Arguments of pytest, each for a run of its own: a file, or tests of a file."""
     added: str = ""
-    """The test that was written because no other one had noticed."""
+    """The test that was written because no other test had noticed the fault."""
 
     @property
     def part(self) -> str:
-        """The folder of the runtime that it is in."""
+        """The folder of `runtime` that holds the file."""
         return self.file.partition("/")[0]
 
 
@@ -64,11 +64,11 @@ class Outcome:
     word: str
     """`found`, `missed`, `stale`, or `broken`: its tests did not run."""
     by: str = ""
-    """The tests that noticed the fault, or why it could not be planted."""
+    """The tests that noticed the fault, or the reason why it could not be planted."""
 
 
 Tests = Callable[[str], "tuple[int, str]"]
-"""Runs tests in the copy; gives the exit code of pytest and the names of failed tests."""
+"""Function that runs tests in the copy; returns the exit code of pytest and the names of failed tests."""
 
 
 def read_faults(path: Path = LISTS) -> list[Fault]:
@@ -89,7 +89,7 @@ def staleness(fault: Fault, root: Path) -> str:
 
 @contextmanager
 def planted(fault: Fault, root: Path) -> Iterator[None]:
-    """The tree with the fault, and afterwards without it."""
+    """Context in which the tree has the fault; afterwards it is removed."""
     path = root / "runtime" / fault.file
     right = path.read_text()
     path.write_text(right.replace(fault.old, fault.new))
@@ -115,7 +115,7 @@ def outcome(fault: Fault, root: Path, tests: Tests) -> Outcome:
 
 
 def copied(root: Path, target: Path) -> None:
-    """Copy the files of a working tree that git knows, with the changes that are not committed."""
+    """Copy the tracked files of a working tree, with uncommitted changes."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,
@@ -139,7 +139,7 @@ def counted(outcomes: Iterable[Outcome]) -> str:
 
 
 def chosen(faults: Sequence[Fault], only: str, source: Path = LISTS) -> list[Fault]:
-    """The faults of `source` whose name or file has these words; `InputError` when none has."""
+    """The faults of `source` whose name or file contains these words; `InputError` if there are none."""
     found = [fault for fault in faults if only in fault.name or only in fault.file]
     if not found:
         raise InputError(f"--only {only!r}: no fault of {source.name} has this in its name or file")
@@ -158,7 +158,7 @@ def main(
         typer.Option("--faults", exists=True, help="One list, or a folder of them, instead of all."),
     ] = LISTS,
 ) -> None:
-    """Plant faults one by one, and see whether tests find them."""
+    """Plant faults one by one, and check whether tests find them."""
     faults = chosen(read_faults(source), only, source)
     if check:
         stale = {fault.name: reason for fault in faults if (reason := staleness(fault, ROOT))}

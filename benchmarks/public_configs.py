@@ -1,11 +1,11 @@
-"""Public scripts and configurations: is what `planner check` reads of them what stands there?
+"""Checks the facts that `planner check` reads from public scripts and configurations.
 
     python -m benchmarks.public_configs FOLDER
     python -m benchmarks.public_configs FOLDER --fuzz 1000 --seed 1
 
 FOLDER holds the files that public_configs.yaml names, each at OWNER/NAME/PATH as of its commit. Facts of that
-list are compared with what was read, field by field: right, not known, or wrong. `--fuzz` removes or changes
-lines that decide facts, and names each verdict that still rests on one. Exit code 1 where anything is wrong.
+list are compared with the read ones, field by field: right, not known, or wrong. `--fuzz` removes or changes
+lines that decide facts, and lists each verdict that does not change. Exit code 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ USUAL: Mapping[str, object] = {
     "adapters": "none",
     "objective": "next token",
 }
-"""Fields that a list of facts leaves out where they are as usual."""
+"""Usual values of fields, which a list of facts may leave out."""
 
 FIELDS = (
     *("framework", "tp", "pp", "vpp", "cp", "ep", "dp", "mbs", "gbs", "seq"),
@@ -45,7 +45,7 @@ FIELDS = (
 )
 
 NEAR = 0.01
-"""Difference of parameters, as a part of them, that is none."""
+"""Largest relative difference of parameter counts that count as equal."""
 
 Outcome = Literal["right", "not known", "wrong"]
 
@@ -60,7 +60,7 @@ class Job:
     beside: tuple[str, ...]
     given: Mapping[str, Any]
     facts: Mapping[str, object]
-    """Facts that were read off the files by hand; a fact that no file says is missing."""
+    """Facts that a person read from the files; facts that no file states are missing."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Field:
-    """One fact of a job beside what was read."""
+    """One fact of a job beside the read value."""
 
     name: str
     fact: object
@@ -89,7 +89,7 @@ class Row:
 
     job: Job
     answer: Check | str
-    """A message where the files are refused."""
+    """Answer of `planner check`, or its message if the files are refused."""
     fields: tuple[Field, ...]
 
     @property
@@ -114,7 +114,7 @@ def jobs() -> Iterator[Job]:
 
 
 def facts_of_reading(reading: Reading) -> dict[str, object]:
-    """The fields of `FIELDS` as they were read; None where they were not."""
+    """The read values of `FIELDS`; None for values that were not read."""
     layout, model = reading.layout, reading.model
     found: dict[str, object] = dict.fromkeys(FIELDS)
     found["framework"] = reading.framework
@@ -145,7 +145,7 @@ def facts_of_reading(reading: Reading) -> dict[str, object]:
 
 
 def _recompute(framework: str, layout: Layout) -> str:
-    """The recomputation of a layout: torchtitan says `selective` where a part of the layers recompute."""
+    """The recomputation of a layout: torchtitan calls it `selective` if only some layers are recomputed."""
     some = framework == "torchtitan" and layout.recompute_method == "block"
     return "selective" if some else layout.recompute
 
@@ -155,9 +155,9 @@ def _adapters(lora: Lora) -> str:
 
 
 def compared(job: Job, answer: Check | str, software: str = "") -> tuple[Field, ...]:
-    """The facts of a job beside what was read, or beside the name of software that is refused.
+    """The facts of a job beside the read values, or beside the name of refused software.
 
-    Beside a fact that is not known no other value stands for anything: it is not known either.
+    If a fact is not known, the read value counts as not known too.
     """
     refused = {"framework": software or None}
     read: Mapping[str, object] = refused if isinstance(answer, str) else facts_of_reading(answer.reading)
@@ -175,7 +175,7 @@ def compared(job: Job, answer: Check | str, software: str = "") -> tuple[Field, 
 
 
 def same(name: str, fact: object, value: object) -> bool:
-    """Return whether a value is the one of a fact, parameters to a hundredth."""
+    """Return whether a value equals a fact, parameters to one per cent."""
     if name == "parameters":
         assert isinstance(fact, (int, float)) and isinstance(value, (int, float))
         return abs(value - fact) <= NEAR * fact
@@ -224,7 +224,7 @@ def by_field(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def complaints(row: Row, folder: Path) -> Iterator[str]:
-    """Lines about one job: its wrong fields, and why there is no verdict or a bad one."""
+    """Lines about one job: its wrong fields, and the reason of a missing or wrong verdict."""
     name, answer = row.job.name, row.answer
     for field in row.fields:
         if field.outcome == "wrong":
@@ -251,7 +251,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main(folder: Path) -> int:
-    """Print the tables and what is wrong or not known; the exit code."""
+    """Print the tables and all wrong or unknown fields; returns the exit code."""
     rows = []
     for job in jobs():
         rows.append(judged(job, folder))

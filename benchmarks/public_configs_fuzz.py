@@ -1,7 +1,7 @@
-"""Public files with a line that decides a fact removed or changed: does a verdict still rest on it?
+"""Checks that no verdict rests on a fact whose deciding line was removed or changed in a public file.
 
-A line decides a field where it alone, of all lines of the job's files, has both a name of the field and the
-value read off by hand. It is removed, given another value, or given one that only a run would know.
+A line decides a field if no other line of the job's files has both a name of the field and its value. The
+line is removed, given another value, or given a value that is known only at run time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SPELLINGS: Mapping[str, str] = {
     "fp8": "fp8|float8|hybrid",
     "fp32": "fp32|float32|32",
 }
-"""Patterns of formats as files write them."""
+"""Patterns of number formats in files."""
 
 ASIDE = re.compile(
     r"virtual|first|last|eval|val_|valid|warmup|interval|rope|rotary|position|pad_|layers|layout|dtype: null"
@@ -55,13 +55,13 @@ ASIDE = re.compile(
     r"|rampup|expr |\$\(\(|layernorm|param_init|amax|fp8[-_](margin|interval|param|recipe)|expert[-_]tensor"
     r"|name|pipeline_parallel_schedule"
 )
-"""Marks of lines that say something else beside a field's name."""
+"""Marks of lines with a field's name in another meaning."""
 
 PLAIN_DEFAULTS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("tp", "pp", "cp", "ep"), (1,)),
     "precision": ("fp32",),
 }
-"""Defaults of fields that almost all software shares."""
+"""Defaults of fields that are the same in almost all software."""
 
 DEFAULTS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "torchtitan": {"mbs": (8,), "seq": (2048,), "precision": ("bf16",)},
@@ -93,13 +93,13 @@ class Trial:
     """The number of the line, from 0."""
     change: Change
     text: str
-    """The line as it is then; empty where it is removed."""
+    """The changed line; empty if it is removed."""
     value: object
-    """The value that it then says; None where it says none."""
+    """The value of the changed line; None if it has none."""
 
 
 def trials(job: Job, folder: Path) -> Iterator[Trial]:
-    """All changes of a job: of each field that one line decides."""
+    """All changes of a job, for each field that a single line decides."""
     texts = _texts(job, folder)
     for field, pattern in NAMES.items():
         if field not in job.facts or job.facts[field] == _usual(field):
@@ -204,7 +204,7 @@ def _read(files: Sequence[Path], given: Mapping[str, Any]) -> tuple[Reading, boo
 
 
 def fuzz(folder: Path, count: int, seed: int) -> int:
-    """Try `count` changes and print what became of them; 1 where a verdict rests on what is not there."""
+    """Try `count` changes and print their outcomes; returns 1 if a verdict rests on a removed value."""
     every = [trial for job in jobs() for trial in trials(job, folder)]
     drawn = random.Random(seed).sample(every, min(count, len(every)))
     kinds: Counter[tuple[str, str]] = Counter()

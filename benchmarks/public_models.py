@@ -1,4 +1,4 @@
-"""Are public models read with as many parameters as are published, or refused with what is not known?
+"""Checks that public models are read with the published number of parameters, or refused with the reason.
 
 python -m benchmarks.public_models [--json]
 
@@ -7,8 +7,8 @@ public copy that it was read in, as REPOSITORY@COMMIT:PATH (where none was found
 training script of the model), and the count of the model's page: the `total` of its safetensors files as
 AlexsJones/llmfit@5bdc9df9d8:llmfit-core/data/hf_models.json has it, or of a sibling of the same shapes
 (`of`), or a rounded one (`to`, with its `source`). What files hold beside a language model (`beside`) is
-counted apart. The installed transformers builds every model that is read on the meta device. Exit code 1
-where a model is read with another count than either says.
+counted apart. The installed transformers builds every model that is read on the meta device. Exit code 1 if a
+model is read with a count other than both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from planner.inputs.huggingface.readers import DEFAULTS_OF
 MODELS = Path(__file__).with_name("public_models.json")
 
 SAME = 0.001
-"""Relative difference up to which two counts are the same."""
+"""Largest relative difference of two counts that count as equal."""
 
 
 def _further_layers(model: ModelSpec) -> int:
@@ -74,22 +74,22 @@ class Row:
     source: str
     model_type: str
     published: int | None
-    """Parameters of the model's page, without what is beside a language model."""
+    """Parameters by the model's page, without those of `BESIDE`."""
     tolerance: float
-    """Relative, by the digits of `published`."""
+    """Allowed relative difference, from the digits of `published`."""
     built: int | None
-    """Parameters by transformers; None where it does not know the type."""
+    """Parameters by transformers; None if it does not know the type."""
     read: int | None
     refusal: str
     """The reason why the model is not read."""
 
     def error(self, count: int | None) -> float | None:
-        """The relative error of the parameters that are read; None where they or `count` are missing."""
+        """The relative error of the parameters that are read; None if they or `count` are missing."""
         return None if self.read is None or count is None else self.read / count - 1
 
     @property
     def is_right(self) -> bool:
-        """Refused, or read with both counts."""
+        """True if the model is refused, or read with both counts."""
         errors = self.error(self.published), self.error(self.built)
         return all(
             error is None or abs(error) <= limit
@@ -104,7 +104,7 @@ def models() -> list[dict[str, Any]]:
 
 
 def read(config: dict[str, Any], folder: Path) -> ModelSpec | str:
-    """The model of a config.json in `folder`, as the planner reads it, or why it is refused."""
+    """The model of a config.json in `folder`, as the planner reads it, or the reason why it is refused."""
     file = folder / "config.json"
     file.write_text(json.dumps(config), encoding="utf-8")
     try:
@@ -114,7 +114,7 @@ def read(config: dict[str, Any], folder: Path) -> ModelSpec | str:
 
 
 def built(config: dict[str, Any]) -> tuple[int, int] | None:
-    """Parameters of the language model and of what is beside it, by transformers on the meta device."""
+    """Parameters of the language model and of parts beside it, by transformers on the meta device."""
     import torch
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -176,7 +176,7 @@ def _cells(one: Row) -> str:
 
 
 def main() -> int:
-    """Print a line for each model; 1 where one is read with another count than is published or built."""
+    """Print a line for each model; returns 1 if a count differs from the published or built one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()

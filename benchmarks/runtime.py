@@ -2,9 +2,10 @@
 
 python -m benchmarks.runtime [--layout tp=2]... [--rounds N] [--json] [--against PATH [--pairs N]]
 
-All contestants live in the same two processes and take turns, so that what else the machine does meets all.
-With `--against`, the checkout of another commit at PATH and this one take turns as whole processes. DDP is
-the same in both, and tells the machine's own changes: speeds are compared as multiples of DDP's.
+All contestants run in the same two processes and take turns, so that other work on the machine affects all
+alike. With `--against`, the checkout of another commit at PATH and this one take turns as whole processes.
+DDP is the same in both and shows changes of the machine's speed, so speeds are compared as multiples of
+DDP's.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LAYOUTS = (
     "tp=2,mbs=4",
     "pp=2,mbs=1,layers_per_stage=8;2",
 )
-"""Layouts that the planner would weigh: the pipeline gives its second rank two layers and the head."""
+"""Layouts that the planner would consider: in the pipeline, the second rank has two layers and the head."""
 
 DDP = "transformers DDP"
 

@@ -2,12 +2,11 @@
 
 python -m benchmarks.search [--json] [--calculon-system FILE]
 
-The first problem is also put to Calculon and llm-analysis, where they are installed
-(`benchmarks.other_searches`).
+Calculon and llm-analysis also solve the first problem, if they are installed (`benchmarks.other_searches`).
 
 Layouts priced a second: memory of every legal one and step time of those that fit. A search prices fewer:
-those that a lower bound does not keep out of the first places. It also builds the space, ranks, and plays out
-the first plans. The printed time is that of a search that is not the first one of its process.
+only layouts whose lower bound allows one of the first places. It also builds the space, ranks, and simulates
+the first plans. The printed time is not that of the first search of a process.
 
 A whole process is the command as an installed package runs it: its modules are compiled once, into a folder
 of this program. Its first search is printed too, and the ratio of its time to that of a process that only
@@ -48,13 +47,13 @@ PROBLEMS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 LIBRARIES = "import numpy, pydantic, typer, rich"
-"""Imports that a process that searches cannot do without."""
+"""Imports that every process with a search needs."""
 
 REPEATS = 3
-"""The quickest of these is reported: the rest is other work on the machine."""
+"""Number of repeats; the quickest is reported, as longer times come from other work on the machine."""
 
 TURNS = 7
-"""Pairs of whole processes."""
+"""Number of pairs of whole processes."""
 
 
 def measure(model: str, arguments: dict[str, Any], system: str | None) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def _others(result: SearchResult, system: str | None) -> list[dict[str, Any]]:
 
 
 def _pricing(result: SearchResult) -> float:
-    """Seconds to price the legal layouts once more."""
+    """Seconds of pricing the legal layouts again."""
     problem, table = result.problem, result.table
     started = time.perf_counter()
     memory = peak_memory(problem.model, problem.cluster, problem.engine, table)

@@ -1,4 +1,4 @@
-"""A real Slurm on one machine, with two node names, that runs a generated script: two tasks, one job.
+"""A real Slurm with two node names on one machine runs a generated script: one job of two tasks.
 
 `python -m benchmarks.slurm_job` needs root and the distribution's packages (slurm-wlm, munge). It starts
 munged, slurmctld and two slurmd in a temporary folder, and submits the script of `planner script --to slurm`.
@@ -57,7 +57,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """The reason why no Slurm can run here; empty where it can."""
+    """The reason why Slurm cannot run here; empty if it can."""
     absent = [name for name in PROGRAMS if _program(name) is None]
     if absent:
         return f"not installed: {', '.join(absent)} (packages slurm-wlm and munge)"
@@ -130,7 +130,7 @@ class Slurm:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.out")))
 
     def submit(self, script: str, **variables: str) -> tuple[int, str]:
-        """The exit code of a batch script that has run to its end, and its output."""
+        """Submit a batch script and wait for its end; returns its exit code and output."""
         file = self.folder / "job.sbatch"
         file.write_text(script)
         done = subprocess.run(

@@ -1,10 +1,10 @@
 """The time of a job to its first step: `python -m benchmarks.startup`.
 
-`planner launch` trains a tiny model on CPU ranks, until the line of its first step. Beside it stands the work
-that no job can do without: a process that imports PyTorch and starts as many processes, which import it too
+`planner launch` trains a tiny model on CPU ranks, until the line of its first step. It is compared with the
+least work of any job: a process that imports PyTorch and starts as many processes, which import it too
 (`spawn`) or share the import (`fork`). For comparison the same job also starts under torchrun, which starts
 the ranks of GPUs and of several nodes. All are timed in turns, because other work on a machine slows all of
-them: the ratios are of medians.
+them. The results are ratios of medians.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def processes_s(method: str, ranks: int) -> float:
 
 
 def first_step_s(command: Sequence[str]) -> float:
-    """Seconds until a job says that its first step is done."""
+    """Seconds until a job logs its first step."""
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         assert job.stdout is not None
@@ -88,7 +88,7 @@ def timed(ranks: int, rounds: int, folder: Path, say: Callable[[str], None]) -> 
 
 
 def summary(found: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and how many times as long the first step takes as each baseline."""
+    """Medians, and the ratios of the time to the first step to each baseline."""
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
     ratios = {
         f"{job}_to_{base}": medians[job] / medians[base]
@@ -103,7 +103,7 @@ def startup(
     rounds: Annotated[int, typer.Option(help="Times that each is started.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time a job's start to its first step, and what no start can do without."""
+    """Measure the time to a job's first step, and the least time of any start."""
     for name, number in (("ranks", ranks), ("rounds", rounds)):
         if number < 1:
             raise InputError(f"--{name} {number}: must be at least 1")

@@ -1,4 +1,4 @@
-"""The least work of a job's start: a process that imports PyTorch and starts ranks that have it too.
+"""The least work of a job's start: a process that imports PyTorch and starts ranks with PyTorch.
 
 `python -m benchmarks.startup_processes spawn 2`: each imports PyTorch for itself; with `fork` they share it.
 """
@@ -12,7 +12,7 @@ import torch.distributed
 
 
 def rank() -> None:
-    """Begin as a rank would: PyTorch has its package of collectives."""
+    """Start like a rank: import PyTorch's package of collectives."""
     if not torch.distributed.is_available():
         raise SystemExit("this PyTorch has no torch.distributed")
 

@@ -1,4 +1,4 @@
-"""A pseudo-terminal, in which commands run as they do for people."""
+"""A pseudo-terminal, in which commands print as in a real terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 CONTROL = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[@-Z\\-_])")
-"""Colours, movements and the like."""
+"""Pattern of control sequences, such as colours and cursor movements."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Shown:
 
     @property
     def lines(self) -> list[str]:
-        """The lines of the screen without colours, also those that were written over."""
+        """The lines of the screen without colours, including overwritten ones."""
         return [line for line in re.split(r"[\r\n]+", CONTROL.sub("", self.raw)) if line]
 
     @property
     def text(self) -> str:
-        """The words of the screen, whatever the lines."""
+        """The words of the screen, without line breaks."""
         return " ".join(" ".join(self.lines).split())
 
 

@@ -1,10 +1,11 @@
-"""The quality of the order of `planner launch --try`, on layouts that `planner sweep` has all measured.
+"""Quality of the order in which `planner launch --try` measures plans, on layouts that `planner sweep` has
+measured.
 
 python -m benchmarks.trial_order SWEEP.jsonl... [--json]
 
 Each file is a pool of plans of one model and number of ranks. The program prints a row for each number of
-tries: the plans that would have been measured, the time that the kept plan loses to the best of the pool, and
-the regret that was stated.
+tries: the plans that would have been measured, the loss of time of the kept plan against the best of the
+pool, and the stated regret.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from runtime.launch.trials import Trial
 
 
 def played(plans: list[Plan], seconds: dict[str, float]) -> list[dict[str, Any]]:
-    """A row for each number of tries: the tries that were needed, and the regret in per cent, real and
-    stated.
+    """A row for each number of tries: the needed tries, and the real and the stated regret in per cent.
 
     Args:
         plans: by predicted time.
@@ -55,7 +55,7 @@ def tries(
     files: Annotated[list[Path], typer.Argument(help="sweep.jsonl of planner sweep.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Play --try on what sweeps have measured."""
+    """Simulate --try with the measurements of sweeps."""
     found = {}
     for file in files:
         try:

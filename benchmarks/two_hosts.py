@@ -1,8 +1,8 @@
-"""Two hosts on one machine: network namespaces with addresses of their own and a link that can be shaped.
+"""Two hosts on one machine: network namespaces with their own addresses and a link of adjustable bandwidth.
 
 `python -m benchmarks.two_hosts` needs root and the command ip. It runs a job of two ranks on each host to its
-end, kills one host and brings it back, and slows the link between them 100 times. The plan that follows from
-the measured link is then run beside the one that was best before.
+end, kills one host and brings it back, and slows the link between them 100 times. The best plan for the
+measured slow link is then compared with the best plan for the fast one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from runtime.processes.children import children
 ROOT = Path(__file__).resolve().parents[1]
 
 NORMAL_MBIT, SLOWED = 2000, 100
-"""Megabits a second of the link, and how many times it is slowed."""
+"""Megabits a second of the link, and the factor by which it is slowed."""
 
 PORT = 29480
 
@@ -72,7 +72,7 @@ class Hosts:
             _ip("netns", "del", name, check=False)
 
     def command(self, host: int, *words: str) -> list[str]:
-        """`words` as they run on a host."""
+        """The command `words`, run on a host."""
         return ["ip", "netns", "exec", self.names[host], *words]
 
     def kill(self, host: int) -> None:
@@ -83,7 +83,7 @@ class Hosts:
                 os.kill(int(pid), signal.SIGKILL)
 
     def shape(self, mbit: int) -> None:
-        """Let each host send so many megabits a second, and no more."""
+        """Limit the rate at which each host sends, in megabits a second."""
         for name, link in zip(self.names, self.links, strict=True):
             shaping = ("rate", f"{mbit}mbit", "burst", "64kb", "latency", "400ms")
             subprocess.run(
@@ -92,7 +92,7 @@ class Hosts:
             )
 
     def left_over(self) -> list[str]:
-        """Processes that run on either host."""
+        """Processes that still run on either host."""
         listing = [
             subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
             for name in self.names
@@ -105,7 +105,7 @@ def _ip(*words: str, check: bool = True) -> None:
 
 
 def can_make_hosts() -> str:
-    """The reason why this machine cannot have namespaces; empty where it can."""
+    """The reason why this machine cannot have namespaces; empty if it can."""
     if sys.platform != "linux" or not shutil.which("ip") or not shutil.which("tc"):
         return "needs Linux and iproute2"
     if os.geteuid() != 0:
@@ -220,7 +220,7 @@ def lose_and_return(hosts: Hosts, folder: Path) -> list[int]:
 
 
 def planned(hosts: Hosts, folder: Path, mbit: int, port: int) -> Plan:
-    """The plan that a job makes of the links that its preflight measures."""
+    """The plan of a job for the links that its preflight measures."""
     hosts.shape(mbit)
     folder.mkdir(parents=True)
     words = [*LARGER, "--train-iters", "2", "--log-interval", "1", "--eval-iters", "0"]
@@ -255,7 +255,7 @@ def step_time(hosts: Hosts, folder: Path, plan: Plan, port: int, steps: int = 4)
 
 @contextlib.contextmanager
 def _nothing_left() -> Iterator[None]:
-    """Say whether processes or shared memory are left behind."""
+    """Check that no processes or shared memory are left, and print it."""
     before = set(Path("/dev/shm").iterdir())
     yield
     left = children(os.getpid())

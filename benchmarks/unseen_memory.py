@@ -2,7 +2,7 @@
 
 python -m benchmarks.unseen_memory --rows FILE... [--only SOURCE]... [--json] [--write]
 
-Rows that publish a peak count, those without a step time too. --write sets the ranges of engines' memory in
+Rows with a published peak are used, even without a step time. --write sets the ranges of engines' memory in
 costmodels/catalogue/calibrated_memory.yaml.
 """
 
@@ -39,7 +39,7 @@ from planner.options.flags import while_read
 def unseen_memories(
     files: Sequence[str], only: Sequence[str] | None = None
 ) -> tuple[dict[str, UnseenMemory], list[SkippedRow]]:
-    """Every source of the files that says something of memory, priced without its own rows."""
+    """Errors of every source with data on memory, by constants fitted without its rows."""
     rows, skipped = read_all(files)
     plans = memory_fit_plans()
     found = {}
@@ -121,7 +121,7 @@ def as_json(found: dict[str, UnseenMemory]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Score the sources of the files that the command line names."""
+    """Print the errors of the sources in the files of the command line."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.unseen_memory",
         description="Errors of memory on each source of measurements by constants that have not seen it.",

@@ -2,8 +2,8 @@
 
 python -m benchmarks.unseen_sources --rows FILE... [--only SOURCE]... [--json] [--write]
 
---write sets the ranges of engines and architectures in costmodels/catalogue/calibrated.yaml so that they hold
-four of five of these steps.
+--write sets the ranges of engines and architectures in costmodels/catalogue/calibrated.yaml so that they
+cover four of five of these steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from planner.options.flags import while_read
 
 
 def unseen_sources(files: list[str], only: list[str] | None = None) -> dict[str, UnseenSource]:
-    """Every source of the files that has a step time, priced without its own rows."""
+    """Errors of every source with step times, by constants fitted without its rows."""
     rows = settled_measurements(read_all(files)[0])
     plans = time_fit_plans()
     found = {}
@@ -102,7 +102,7 @@ def as_json(found: dict[str, UnseenSource]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Score the sources of the files that the command line names."""
+    """Print the errors of the sources in the files of the command line."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.unseen_sources",
         description="Errors on each source of measurements by constants that have not seen it.",

@@ -1,7 +1,8 @@
-"""Tests of a copy of this tree, in forks of one process: to import PyTorch takes most of a short run.
+"""Runs tests of a copy of this tree in forks of one process, as the import of PyTorch takes most of a short
+run.
 
-The process imports what no change of the tree touches. A fork of it imports the packages of the tree, and
-lets a fork of its own be the server that ranks of tests come from, before it runs anything.
+The process imports packages that no change of the tree affects. A fork of it imports the packages of the
+tree. Before it runs tests, it forks a server process from which the ranks of tests are forked.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ IMPORTED = (
 )
 
 HANGS_S = 900.0
-"""Seconds after which tests hang, which nobody who waits for them overlooks."""
+"""Seconds after which tests count as hanging, much longer than any test takes."""
 
 FAILED = 1
 """Exit code of pytest where tests failed."""
 
 
 class WarmTests:
-    """Runs tests of the tree `root`, in one process, as far as the first that fails."""
+    """Runs tests of the tree `root`, in one process, until the first one fails."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.runs = root, 0
@@ -61,7 +62,7 @@ class WarmTests:
 
 
 def _end_of(pid: int) -> int | None:
-    """The exit code of a process; None of one that hangs, which is ended with its own."""
+    """The exit code of a process; None if it hangs, and then it is ended with its children."""
     until = time.monotonic() + HANGS_S
     while time.monotonic() < until:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -74,7 +75,7 @@ def _end_of(pid: int) -> int | None:
 
 
 def _run(root: Path, words: str, log: Path) -> None:
-    """Be the process that tests run in."""
+    """Run tests in this process."""
     code = 70
     try:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 1)
@@ -103,7 +104,7 @@ _HERE = Path(__file__).parents[1]
 
 @contextmanager
 def _forked_server() -> Iterator[None]:
-    """Let the server of forked processes be a fork of this one, and not an interpreter of its own."""
+    """Make the server of forked processes a fork of this process, instead of a new interpreter."""
     module: Any = util
     spawn = module.spawnv_passfds
 

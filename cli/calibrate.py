@@ -30,8 +30,8 @@ class RanksOptions:
 
     world_size: str | None = flag(
         None,
-        "Numbers of ranks to measure with, such as 2,4; unless given all GPUs, or on a CPU one and two ranks "
-        "for each core.",
+        "Numbers of ranks to measure with, such as 2,4; unless given, all GPUs, or one and two ranks for "
+        "each core of a CPU.",
         metavar="RANKS",
     )
     forget: bool = flag(False, "Remove the measurements of this machine, and plan by the catalogue again.")

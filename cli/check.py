@@ -33,14 +33,16 @@ class CheckOptions:
     )
     define: list[str] = flag(
         [],
-        "A variable that a script gets from outside, such as NNODES=4, or a flag, key or parameter in place "
-        "of a file's, as in num_layers=32 (no value: leave it out); repeatable.",
+        "Environment variable of a script, such as NNODES=4, or a flag, key or parameter that replaces "
+        "the one of a file, such as num_layers=32 (no value: leave it out); repeatable.",
         metavar="NAME=VALUE",
     )
     model: str | None = flag(
-        None, "Catalogue name or file of the model, where no file says it.", values=model_names
+        None, "Catalogue name or file of the model, if no given file names the model.", values=model_names
     )
-    engine: str | None = flag(None, "Software to price, instead of the software that the files are for.")
+    engine: str | None = flag(
+        None, "Software whose performance is estimated, instead of the software of the files."
+    )
     json: bool = flag(False, "Print one JSON object instead of text.")
     save: str | None = flag(None, "Write the best plan to this file.", metavar="FILE")
 

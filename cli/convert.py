@@ -23,9 +23,8 @@ class ConvertOptions:
 
     input: str = flag(
         "",
-        "Folder of a Hugging Face model (config.json and safetensors files), or its id in the cache of the "
-        "Hub, which becomes a checkpoint that --load takes; or folder of checkpoints, of which one becomes a "
-        "Hugging Face model.",
+        "To make a checkpoint for --load: folder of a Hugging Face model (config.json and safetensors "
+        "files), or its id in the cache of the Hub. To make a Hugging Face model: folder of checkpoints.",
         "--input",
         "--load-dir",
         metavar="FOLDER",
@@ -39,7 +38,7 @@ class ConvertOptions:
         "Merge adapters into their model; without the flag they become a folder of peft.",
     )
     seq_length: int | None = flag(
-        None, "Tokens of a training sample that the checkpoint of a Hugging Face model states."
+        None, "Sequence length to write into the checkpoint of a Hugging Face model."
     )
 
 

@@ -29,7 +29,7 @@ class ConvertConfigOptions:
         "FILE...",
     )
     define: list[str] = flag(
-        [], "A variable that a script gets from outside, or a key's value; repeatable.", metavar="NAME=VALUE"
+        [], "Environment variable of a script, or the value of a key; repeatable.", metavar="NAME=VALUE"
     )
     to: str = flag("", f"Software: {', '.join(TARGETS)}.", metavar="NAME")
     out: str | None = flag(None, "File to write; standard output unless given.", metavar="FILE")

@@ -58,8 +58,8 @@ class Questions:
     plan: str | None = flag(None, "Plan file to explain, instead of a job's flags.", metavar="FILE")
     layout: list[str] = flag(
         [],
-        "Why not this layout? Some of its degrees, such as tp=16,pp=2, or all as they are printed; others "
-        "are chosen as is best for it. Repeatable.",
+        "Explain why this layout was not chosen: some of its degrees, such as tp=16,pp=2, or all as "
+        "plans print them. The search chooses the other degrees. Repeatable.",
         metavar="DEGREES",
         values=pin_words,
     )
@@ -70,7 +70,8 @@ class Questions:
         values=pin_words,
     )
     no_what_if: bool = flag(
-        False, "Do not search again with one change of the job, which takes as long as some searches."
+        False,
+        "Leave out the searches with one change of the job, each of which takes as long as the first search.",
     )
     json: bool = flag(False, "Print one JSON object instead of tables.")
 

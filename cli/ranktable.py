@@ -38,7 +38,7 @@ def merge(
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A table of ranks.")],
     plan: Annotated[
-        str | None, typer.Option("--plan", metavar="FILE", help="Plan whose ranks the table is to have.")
+        str | None, typer.Option("--plan", metavar="FILE", help="Plan whose ranks the table must list.")
     ] = None,
 ) -> None:
     """Check a table of ranks: counts, ranks, addresses and devices."""

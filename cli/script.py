@@ -53,7 +53,7 @@ class ScriptOptions:
     )
     program: str | None = flag(
         None,
-        "File that trains in the plan's engine, such as pretrain_gpt.py, where that is not this package.",
+        "Training program of the plan's engine, such as pretrain_gpt.py, if the engine is not this package.",
         metavar="FILE",
     )
     nearest: bool = flag(

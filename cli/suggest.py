@@ -49,8 +49,8 @@ class Output:
     json: bool = flag(False, "Print one JSON object instead of bars and tables.")
     dry_run: bool = flag(
         False,
-        "Run the training step of the plans that are shown on tensors without memory, and show its peak "
-        "beside the estimate; wants PyTorch.",
+        "Run a training step of each shown plan on tensors without memory, and show the peak beside the "
+        "estimate; needs PyTorch.",
     )
     save: str | None = flag(None, "Write the best plan to this file.", metavar="FILE")
     timeline: str | None = flag(

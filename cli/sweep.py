@@ -39,7 +39,9 @@ class SweepOptions:
 
     models: str | None = flag(None, "Models to measure, with commas between them.", metavar="NAMES")
     layout: list[str] = flag(
-        [], "Layout to measure, such as tp=2,pp=2; the rest of it is chosen. Repeatable.", metavar="PINS"
+        [],
+        "Layout to measure, such as tp=2,pp=2; the search chooses its other degrees. Repeatable.",
+        metavar="PINS",
     )
     plans: int | None = flag(
         None,
@@ -49,7 +51,7 @@ class SweepOptions:
     )
     steps: int = flag(
         DEFAULT_ITERS,
-        "Steps of each run, of which the first warms up.",
+        "Steps of each run, the first of which is a warm-up.",
         within=Bounds(f"at least {FEWEST_ITERS} steps", FEWEST_ITERS, MOST_STEPS),
     )
     out: str = flag(

@@ -37,8 +37,9 @@ def web(
         str | None,
         typer.Option(
             "--hub",
-            help="Look-up of ids of models, such as Qwen/Qwen3-8B: never, cached (into this machine's "
-            "Hugging Face cache; the usual one, but never with another --host) or fetched (from the Hub).",
+            help="Where to look up a model's id, such as Qwen/Qwen3-8B: never, cached (in this machine's "
+            "Hugging Face cache) or fetched (from the Hub). Unless given: cached, or never with "
+            "another --host.",
         ),
     ] = None,
 ) -> None:

@@ -1,4 +1,5 @@
-"""Layers by their shape: what measured steps say beyond an engine's constants."""
+"""Factors of layer times by the shape of a layer, fitted to measured steps in addition to an engine's
+constants."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ NUDGE = 0.01
 """Change of the logarithm of a factor by which the share of layers in a step is found."""
 
 DOUBT = 0.5
-"""Rows' worth of belief that a factor is 1."""
+"""Weight of the prior belief that a factor is 1, in rows."""
 
 LARGEST = 0.35
-"""Logarithm beyond which something else than layers was slow: such a shape is left alone."""
+"""Largest logarithm of a factor. Shapes beyond it get no factor, as their steps were slow for another
+reason."""
 
 Shape = tuple[int, int, int]
 """Hidden size, tensor-parallel ranks and tokens of a microbatch on a device."""
@@ -45,7 +47,7 @@ def fit_layers(found: TimeFit, measurements: Sequence[Measurement]) -> tuple[Mea
     """Factors of the layers' times, one a shape, that bring its rows nearest to their measured step times.
 
     Least squares of the logarithms of each shape's rows, then shrunk towards 1 by n / (n + `DOUBT`) for n
-    rows. The error of a single row need not be that of its layers.
+    rows. The shrinkage is because the error of a single row may have other causes than its layers.
     """
     alike: dict[Shape, list[int]] = defaultdict(list)
     for row, measurement in enumerate(measurements):

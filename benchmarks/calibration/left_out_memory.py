@@ -1,8 +1,8 @@
 """Errors of the model's memory on a source of measurements that no memory constant has seen.
 
-Memory constants of few engines are fitted to published peaks (memory_fits.yaml). Without a source they are
-fitted to the others, or stay where they were known to be beforehand. All other constants of memory follow
-from the code of an engine.
+Memory constants of few engines are fitted to published peaks (memory_fits.yaml). When a source is left out,
+they are fitted to the others, or keep their prior values. All other constants of memory follow from the code
+of an engine.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from costmodels.dataclass import dataclass
 from costmodels.spec.engine import Engine
 
 LEAST_SPREAD = 0.03
-"""Least width of the range of an engine's peaks: what versions of libraries alone change.
+"""Least width of the range of an engine's peaks, which versions of libraries alone cause.
 
-It is `FEW` more for one row, half for two, ...
+`FEW` is added for one row, half of it for two rows, and so on.
 """
 
 
@@ -43,7 +43,7 @@ class UnseenMemory:
 def memory_without(
     plans: Sequence[MemoryFitPlan], rows: Sequence[Measurement], source: str
 ) -> dict[str, dict[str, Any]]:
-    """Constants of the engines whose fits have seen `source`, as they would be without it."""
+    """Constants of the engines whose fits use `source`, fitted without it."""
     found = {}
     for plan in plans:
         if source not in plan.sources:
@@ -67,7 +67,7 @@ def loader_with(constants: Mapping[str, Mapping[str, Any]]) -> EngineLoader:
 
 
 def says_memory(row: Measurement) -> bool:
-    """A row's having a peak, or having run out of memory."""
+    """Return whether a row publishes a peak or ran out of memory."""
     return row.oom or any(published_peak(row, kind) for kind in MEMORY_KINDS)
 
 

@@ -1,9 +1,9 @@
 """Errors of the model on a source of measurements that its constants have never seen.
 
 The constants of each engine are fitted without the source (leave one source out), and the source is priced
-with them. A fit that has no other source leaves its constants where they were known to be beforehand. These
-are the starts of fits.yaml, which stand on kernels and on other engines, or common values. Constants that a
-fit takes over from another (`like`) are fitted without the source as well.
+with them. If a fit has no other source, its constants keep their prior values. These are the starts of
+fits.yaml, taken from kernels and from other engines, or common values. Constants that a fit takes over from
+another (`like`) are fitted without the source as well.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.table import Floats
 
 FEWEST = 1
-"""Rows for each constant of a fit below which those of other sources do not replace what was known before.
+"""Fewest rows of other sources for each constant of a fit that replace prior values.
 
-What is known of a constant weighs as much as a row that is off by the fit's tolerance, so that few rows
-move few constants."""
+A prior weighs as much as one row with the fit's tolerance as its error, so that few rows change the constants
+little."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def constants_without(plan: TimeFitPlan, rows: Sequence[Measurement], source: st
 
 
 def fits_without(plans: Sequence[TimeFitPlan], rows: Sequence[Measurement], source: str) -> Fits:
-    """calibrated.yaml as it would be, had nobody seen `source`; ranges stay."""
+    """The content of calibrated.yaml with fits that leave out `source`; ranges are unchanged."""
     fits: dict[str, dict[str, Any]] = {engine: dict(each) for engine, each in calibrated_fits().items()}
     for plan in plans:
         if source in plan.sources:

@@ -1,8 +1,9 @@
-"""Rows of published measurements: what was trained, on what, how it was split, and what was seen.
+"""Rows of published measurements: model, devices, layout and results of each job.
 
-The columns are those of Megatron's vocabulary in short form (`tp, pp, vpp, dp, cp, ep, sp, mbs, gbs`, ...).
-A blank is filled by what `measurements.yaml` knows of a whole source; where that is nothing, by all of what
-the users of the engine commonly choose. A row that lacks more is skipped under the name of what is missing.
+The columns are those of Megatron's vocabulary in short form (`tp, pp, vpp, dp, cp, ep, sp, mbs, gbs`, ...). A
+blank is filled with the value that `measurements.yaml` gives for the whole source. Without one, it stands for
+all values that users of the engine commonly choose. A row that lacks more is skipped, and the reason names
+the missing column.
 """
 
 from __future__ import annotations
@@ -45,23 +46,23 @@ class Measurement:
 
     source: str
     sweep: str
-    """Rows that may be ranked against each other."""
+    """Name of the sweep of the row; rows of one sweep may be ranked against each other."""
     reference: str
-    """Publication of the row; with `line`, what tells it from others."""
+    """Publication of the row; with `line` it identifies the row."""
     line: int
     """Line of the file, the header being 1."""
     model: ModelSpec
     cluster: Cluster
     engine: Engine
     layouts: tuple[Layout, ...]
-    """The layout; several where columns are blank."""
+    """Possible layouts: one, or several if columns are blank."""
     step_time_s: float | None
-    """None where the row ran out of memory, or tells of memory alone."""
+    """None if the job ran out of memory, or if only its memory is published."""
     oom: bool
     allocated_bytes: float | None
     """Peak of tensors (`torch.cuda.max_memory_allocated`)."""
     reserved_bytes: float | None
-    """Peak of what the allocator held (`torch.cuda.max_memory_reserved`)."""
+    """Peak of memory held by the allocator (`torch.cuda.max_memory_reserved`)."""
     first_rank_only: bool
     """The memory is that of the first pipeline rank, not of the fullest."""
     last_rank_only: bool = False
@@ -101,7 +102,7 @@ def source_notes() -> dict[str, Any]:
 
 
 class SkippedRow(NamedTuple):
-    """A row that is no measurement."""
+    """A row that cannot be used as a measurement."""
 
     source: str
     reason: str
@@ -127,10 +128,11 @@ def read_measurements(
 ) -> tuple[list[Measurement], list[SkippedRow]]:
     """The usable rows of a CSV file, and those that were skipped.
 
-    A file without the column `source_id` is no table of measurements: it is skipped whole, as its line 1.
+    A file without the column `source_id` is no table of measurements, and is skipped completely, reported as
+    its line 1.
 
     Args:
-        engine: who ran the jobs, whatever the rows say.
+        engine: engine of all jobs, instead of the one in the rows.
         fills: contents of blank cells, by column.
         load: finds an engine by its name; that of the catalogue unless given.
 
@@ -216,8 +218,8 @@ def measurement_of(
 def source_of(row: Mapping[str, str], engine: str | None = None) -> Mapping[str, Any]:
     """The entry of a row's source in `measurements.yaml`.
 
-    A source of another name has the entry of the longest known name that its own begins with, or of words in
-    its reference and notes. An `engine`, or the cell of that name, comes before both.
+    An unknown source gets the entry of the longest known name with which its own name begins, or of words in
+    its reference and notes. An `engine`, or the cell of that name, has precedence over both.
     """
     notes, name = source_notes(), row.get("source_id", "")
     engine = engine or row.get("engine") or None
@@ -243,7 +245,8 @@ def source_of(row: Mapping[str, str], engine: str | None = None) -> Mapping[str,
 def _engines(
     row: Mapping[str, str], source: Mapping[str, Any], cluster: Cluster, load: EngineLoader
 ) -> tuple[tuple[Engine, ...], tuple[str, ...]]:
-    """The engine, several where the attention kernel is not published, and what was taken for it."""
+    """The engines of a row (several if the attention kernel is not published), and the assumptions behind
+    them."""
     changes = dict(source_notes()["unless_said"]) if row.get("moe_experts") not in (None, "", "0") else {}
     changes |= source.get("switches", {})
     if "network" in source:
@@ -274,7 +277,7 @@ def _engines(
 
 
 def _runs_recipe(row: Mapping[str, str], recipe: Mapping[str, Any]) -> bool:
-    """Return whether a recipe of `measurements.yaml` is about the model, the GPU and the release of a row."""
+    """Return whether a recipe of `measurements.yaml` matches the model, the GPU and the release of a row."""
     release, model = note_value(row, "release") or "", row.get("model_name", "").lower()
     return (
         model.startswith(tuple(recipe.get("models", ("",))))
@@ -285,7 +288,7 @@ def _runs_recipe(row: Mapping[str, str], recipe: Mapping[str, Any]) -> bool:
 
 
 def _step_time(row: Mapping[str, str], model: ModelSpec, memory: Mapping[str, Any]) -> float | None:
-    """Seconds of a step that ran; None where the row tells of its memory alone."""
+    """Seconds of a step that ran; None if the row publishes only its memory."""
     for name in ("step_time_s", "step_time_derived_s"):
         seconds = number(row, name)
         if seconds is not None and seconds > 0:

@@ -1,8 +1,8 @@
 """Fitting an engine's memory constants to measured peaks and to which jobs ran out of memory.
 
 Peaks count by the logarithm of predicted over measured bytes, with Cauchy's loss: fragmentation makes a few
-peaks twice as high. A job that ran, or did not, counts by how far its predicted peak is on the wrong side of
-the device's memory (logistic loss).
+peaks twice as high. A job with a known outcome (ran, or out of memory) counts by the distance of its
+predicted peak on the wrong side of the device's memory (logistic loss).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVALUATIONS = 4000
 """Most evaluations of all rows."""
 
 KINDS = ("reserved", "device", "allocated")
-"""Kinds of published peaks, of which a row's first one is fitted."""
+"""Kinds of published peaks; the first one that a row has is fitted."""
 
 SHARPNESS = 0.5
 """Scale of the logistic loss, in tolerances: a peak that far on the wrong side counts about 1.3."""
@@ -56,12 +56,12 @@ def memory_fit_plans() -> list[MemoryFitPlan]:
 
 
 def has_memory(measurement: Measurement, plan: MemoryFitPlan) -> bool:
-    """A row's place among those that say something of the memory of the engine of `plan`."""
+    """Return whether a row has data about the memory of the engine of `plan`."""
     return measurement.engine.name == plan.engine and measurement.source in plan.sources
 
 
 def fit_memory(plan: MemoryFitPlan, measurements: Sequence[Measurement]) -> MemoryFit:
-    """The constants that agree best with what `measurements` say of memory, and with what is known of them.
+    """The constants that agree best with the memory of `measurements` and with their priors.
 
     Raises:
         InputError: scipy is not installed, or there are fewer rows than constants.

@@ -1,4 +1,4 @@
-"""The peaks of memory that measurements publish, as the model has them for every pipeline rank."""
+"""The model's peaks for the kinds of memory that measurements publish, on every pipeline rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, LayoutTable
 
 MEMORY_KINDS = ("allocated", "reserved", "device", "step")
-"""Kinds of peaks, as fields of `Measurement` and `Predictions` name them: tensors, what the allocator
-reserves for them, what the driver says is taken, and tensors while the optimizer steps."""
+"""Kinds of peaks, as fields of `Measurement` and `Predictions` name them: tensors, memory reserved by the
+allocator, used memory by the driver, and tensors during the optimizer step."""
 
 
 def published_peak(measurement: Measurement, kind: str) -> float | None:
@@ -53,7 +53,8 @@ def predicted_peaks(
 
 
 def of_measured_ranks(peaks: Floats, rows: Sequence[Measurement], table: LayoutTable) -> Floats:
-    """Peaks of the first or last pipeline rank, or of the fullest, [n], as each row of measurements tells of.
+    """Peaks of the pipeline rank that each row of measurements is about: the first, the last or the fullest,
+    [n].
 
     Args:
         peaks: those of all ranks, [n, k].

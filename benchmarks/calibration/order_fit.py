@@ -1,4 +1,4 @@
-"""The widths of `costmodels.order`, fitted to pairs of measured steps: which of two plans was faster.
+"""Fit of the widths of `costmodels.order` to pairs of measured steps.
 
 A pair has the same source, model, engine, devices and batch, and two layouts that are published in full.
 """
@@ -25,7 +25,7 @@ START, LEAST, MOST = -6.0, -14.0, 2.0
 """Logarithms of squares of widths: where the fit starts, and its limits."""
 
 BELIEF = 5e-4
-"""Weight of the belief that widths are what they start at, where no pair says anything."""
+"""Weight of the prior belief that widths equal their start, which decides if no pair has information."""
 
 ROUND = 3
 """Decimals of the constants."""
@@ -33,7 +33,8 @@ ROUND = 3
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of measured steps; the second of each is predicted to be no faster. Arrays of [n]."""
+    """Pairs of measured steps; the second step of each is predicted to be at least as long as the first.
+    Arrays of [n]."""
 
     source: tuple[str, ...]
     """The source of measurements that each pair is from."""
@@ -91,7 +92,7 @@ def pairs_of(measurements: Iterable[Measurement]) -> Pairs | None:
 
 
 def _pairs(rows: Sequence[Measurement]) -> Iterator[Pairs]:
-    """The pairs of one job, those of each row with the rows after it."""
+    """The pairs of one job: each row with every later row."""
     usable, logs, spreads = [], [], []
     for row in rows:
         table = LayoutTable.of([row.layouts[0]])
@@ -124,7 +125,7 @@ def _pairs(rows: Sequence[Measurement]) -> Iterator[Pairs]:
 
 
 def fitted_widths(pairs: Pairs, told_apart: float) -> OrderWidths:
-    """The widths that make the order of all pairs most likely.
+    """The widths with the largest likelihood of the order of all pairs.
 
     Raises:
         InputError: scipy is not installed.
@@ -151,7 +152,7 @@ def fitted_widths(pairs: Pairs, told_apart: float) -> OrderWidths:
 
 
 def unseen_chances(pairs: Pairs, told_apart: float) -> Floats:
-    """The chance of each pair by widths that have not seen its source, [n]."""
+    """The chance of each pair, by widths fitted without its source, [n]."""
     result = np.zeros(len(pairs))
     sources = np.array(pairs.source)
     for source in sorted(set(pairs.source)):

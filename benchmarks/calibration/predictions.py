@@ -1,10 +1,10 @@
 """Predictions of the cost model for published measurements.
 
-A row whose layout is published is priced as `planner suggest` prices the plans that it shows: its pipeline
-is simulated. One with blanks may have had several layouts: it is priced at the geometric mean of those that
-fit into memory, and its range is as much wider as they differ. Only those count that recompute least: nobody
-computes again what there is room for. With ZeRO 3 those with the largest microbatch that fits count, since
-each one gathers all parameters anew.
+A row whose layout is published is priced as `planner suggest` prices the plans that it shows: its pipeline is
+simulated. One with blanks may have had several layouts: it is priced at the geometric mean of those that fit
+into memory, and its range is as much wider as they differ. Only layouts with the least recomputation count,
+as users do not recompute activations for which there is room. With ZeRO 3, only layouts with the largest
+microbatch that fits count, because each microbatch gathers all parameters anew.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NORMAL_80 = 1.28
 
 
 FEW = 4
-"""Layouts of a row up to which their pipelines are simulated: of many, closed forms tell the mean as well."""
+"""Most layouts of a row whose pipelines are simulated; for more, closed forms give the mean as well."""
 
 
 class Peaks(Protocol):
@@ -47,19 +47,19 @@ class Peaks(Protocol):
 
     @property
     def allocated_bytes(self) -> Floats:
-        """Peak of what the training job's tensors take on the rank that was measured; NaN where none was."""
+        """Peak of the training job's tensors on the measured rank; NaN if no rank was measured."""
 
     @property
     def reserved_bytes(self) -> Floats:
-        """Peak of tensors with what the allocator holds and cannot use."""
+        """Peak of tensors and of memory that the allocator holds and cannot use."""
 
     @property
     def device_bytes(self) -> Floats:
-        """Peak with driver context and communicators too: what must be within the memory of a device."""
+        """Peak that also includes driver context and communicators; it must be within a device's memory."""
 
     @property
     def step_bytes(self) -> Floats:
-        """Peak of what the tensors take once backward has ended."""
+        """Peak of the tensors after the end of backward."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,18 @@ class Predictions:
     spread: Floats
     """Half the width of the 80 % range as a natural logarithm (`costmodels.time.uncertainty`)."""
     blanks: Floats
-    """Part of the doubt among layouts that a row may have had; the rest is combined as root-sum-square."""
+    """Part of `spread` that comes from blanks, as several layouts are possible; it is combined with the rest
+    as root-sum-square."""
     fits: Bools
     """The peak of the fullest device is within the memory of the devices."""
     allocated_bytes: Floats
-    """Peak of what the training job's tensors take on the rank that was measured; NaN where none was."""
+    """Peak of the training job's tensors on the measured rank; NaN if no rank was measured."""
     reserved_bytes: Floats
-    """Peak of tensors with what the allocator holds and cannot use."""
+    """Peak of tensors and of memory that the allocator holds and cannot use."""
     device_bytes: Floats
-    """Peak with driver context and communicators too: what must be within the memory of a device."""
+    """Peak that also includes driver context and communicators; it must be within a device's memory."""
     step_bytes: Floats
-    """Peak of what the tensors take once backward has ended."""
+    """Peak of the tensors after the end of backward."""
     refused: Mapping[int, str] = field(default_factory=dict)
     """Reasons why rows cannot be priced, by their index."""
 
@@ -182,7 +183,7 @@ def predict_memory(measurements: Sequence[Measurement]) -> MemoryPredictions:
 
 
 def settled_measurements(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """The measurements, with one layout and engine each where memory leaves no more of them."""
+    """The measurements; those for which memory allows only one layout and engine have only these."""
     open_rows = [row for row, measurement in enumerate(measurements) if not measurement.certain]
     some = [measurements[row] for row in open_rows]
     candidates = _candidates(some)
@@ -217,16 +218,19 @@ def _candidates(measurements: Sequence[Measurement]) -> list[_Candidate]:
 
 
 GREY = 1.1
-"""Peaks over the memory of a device up to which a layout may have run: peaks are that uncertain."""
+"""Largest predicted peak, relative to the memory of a device, of a layout that may have run: predicted peaks
+are this uncertain."""
 
 RECOMPUTE_ORDER = ("none", "selective", "full")
 """Kinds of recomputation, the least first."""
 
 
 def _needless(candidates: Sequence[_Candidate], over: Floats) -> Bools:
-    """Candidates that recompute although their row fits into memory with less, [n].
+    """Mask of candidates that recompute although another candidate of their row fits with less recomputation,
+    [n].
 
-    With ZeRO 3, where a larger microbatch may be worth it, with a microbatch of the same size.
+    With ZeRO 3 only candidates with the same microbatch are compared, as recomputation may allow a larger
+    one.
     """
     alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     for place, each in enumerate(candidates):
@@ -242,7 +246,8 @@ def _needless(candidates: Sequence[_Candidate], over: Floats) -> Bools:
 
 
 def _too_small(candidates: Sequence[_Candidate], over: Floats) -> Bools:
-    """Candidates of ZeRO 3 of whose row one fits with a larger microbatch, recomputing as much, [n]."""
+    """Mask of ZeRO 3 candidates for which another one of their row fits with a larger microbatch and as much
+    recomputation, [n]."""
     largest: defaultdict[tuple[int, str], int] = defaultdict(int)
     for each, size in zip(candidates, over, strict=True):
         if size <= 1:
@@ -261,7 +266,7 @@ def _too_small(candidates: Sequence[_Candidate], over: Floats) -> Bools:
 def _weights(candidates: Sequence[_Candidate], owner: Ints, over: Floats, count: int) -> Floats:
     """Weights of candidates, which add up to one for each row: equal among those that fit and are likely.
 
-    Where none fits, the smallest one counts alone.
+    If none fits, only the smallest one counts.
 
     Args:
         over: their peaks over the memory of their devices, [n].
@@ -277,7 +282,7 @@ def _weights(candidates: Sequence[_Candidate], owner: Ints, over: Floats, count:
 
 
 def _weighted(owner: Ints, weight: Floats, values: Floats, count: int) -> Floats:
-    """Weighted means of candidates; NaN where one that counts is."""
+    """Weighted means of candidates; NaN if a candidate with weight is NaN."""
     return _sums(owner, np.where(weight > 0, weight * values, 0.0), count)
 
 
@@ -313,7 +318,7 @@ def _prices(rows: Sequence[Measurement], alike: Sequence[_Candidate]) -> Prices:
 
 
 def _peaks(prices: Prices, rows: Sequence[Measurement]) -> dict[str, Floats]:
-    """Bytes of each of `MEMORY_KINDS`, [n], of the pipeline ranks that `rows` tell of."""
+    """Bytes of each of `MEMORY_KINDS`, [n], on the pipeline ranks that `rows` are about."""
     ranks = ranks_of_table(prices.model, prices.table)
     every_kind = predicted_peaks(prices.model, prices.cluster, prices.engine, prices.table, ranks)
     return {kind: of_measured_ranks(bytes_, rows, prices.table) for kind, bytes_ in every_kind.items()}

@@ -24,7 +24,7 @@ class Prior(Record):
     """Likely deviation from `start`, as a natural logarithm."""
     limits: tuple[float, float]
     unseen: float | None = None
-    """Value that one would take without any row of the engine, where `start` already knows better."""
+    """Value to use without any row of the engine, if `start` already depends on such rows."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Priors:
         return cls(list(constants), start, np.array([prior.within for prior in priors]), low, high)
 
     def deviations(self, values: Floats) -> Floats:
-        """Distances of constants from what is likely, in likely deviations, [k]."""
+        """Distances of constants from their priors, in units of the likely deviation, [k]."""
         result: Floats = np.log((values + SMALL) / (self.start + SMALL)) / self.within
         return result
 
@@ -58,12 +58,12 @@ class Priors:
 
 
 def round_constants(constants: Mapping[str, float], digits: int) -> dict[str, float]:
-    """Constants with as many digits as a file is to have."""
+    """Constants rounded to the digits that are written to files."""
     return {name: float(f"{value:.{digits}g}") for name, value in constants.items()}
 
 
 def scipy_optimize() -> Any:
-    """The module scipy.optimize; `InputError` where scipy is not installed."""
+    """The module scipy.optimize; `InputError` if scipy is not installed."""
     try:
         import scipy.optimize
     except ImportError:

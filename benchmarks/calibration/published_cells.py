@@ -7,14 +7,15 @@ from collections.abc import Mapping
 
 
 class Unusable(Exception):
-    """The reason why a row cannot be priced, under which it is skipped."""
+    """Raised with the reason why a row cannot be priced and is skipped."""
 
 
 LARGEST = 1e12
-"""Seconds, tokens a second and GiB are less than this, and more than one over it."""
+"""Largest valid value of seconds, tokens a second and GiB; the smallest one is its reciprocal."""
 
 MOST, MOST_LAYERS = 10**7, 10**4
-"""More than any model or job has; what is larger would not end in a price."""
+"""Upper bounds of counts and of layers, which no real model or job reaches; larger values could not be
+priced."""
 
 
 def number(row: Mapping[str, str], name: str) -> float | None:
@@ -34,7 +35,7 @@ def number(row: Mapping[str, str], name: str) -> float | None:
 
 
 def count(row: Mapping[str, str], name: str, otherwise: int | None = None, most: int = MOST) -> int:
-    """The whole number of a cell; `otherwise` where it is blank."""
+    """The integer in a cell; `otherwise` if the cell is blank."""
     value = number(row, name)
     if value is None:
         if otherwise is None:
@@ -46,7 +47,7 @@ def count(row: Mapping[str, str], name: str, otherwise: int | None = None, most:
 
 
 def switch(row: Mapping[str, str], name: str) -> bool:
-    """The truth of a cell."""
+    """The boolean in a cell."""
     text = row.get(name, "").lower()
     if text in ("1", "1.0", "true", "yes"):
         return True

@@ -17,10 +17,11 @@ from costmodels.errors import InputError
 from costmodels.spec.hardware import Cluster, Device
 
 WITHOUT_MEANING = {"nvidia", "amd", "huawei", "intel", "instinct", "tesla", "dgx", "hgx", "gpu", "atlas"}
-"""Words of device names that catalogue names do without."""
+"""Words of device names that catalogue names leave out."""
 
 OTHER_MEMORY = 0.08
-"""Share by which the memory in a name differs from that of the device it is taken for, where it counts."""
+"""Least relative difference between the memory in a name and that of the catalogue's device for which the
+name's memory is used."""
 
 
 def published_device(cell: str, known: Mapping[str, Any]) -> Device:
@@ -31,7 +32,7 @@ def published_device(cell: str, known: Mapping[str, Any]) -> Device:
     2.4e+12}`.
 
     Raises:
-        Unusable: nothing in the catalogue is called like that.
+        Unusable: the catalogue has no such device.
     """
     named = known.get(cell, cell)
     if not isinstance(named, str):
@@ -73,7 +74,7 @@ def _changed(fields: Mapping[str, Any]) -> Device:
 
 
 def _spellings(words: list[str]) -> Iterator[str]:
-    """Names that words may stand for, the most telling first."""
+    """Possible device names made of the given words, the most specific first."""
     for end in range(len(words), 0, -1):
         yield "-".join(words[:end])
         yield "".join(words[:end])
@@ -112,7 +113,7 @@ def _by_spelling(text: str) -> Device:
 
 
 def published_cluster(row: Mapping[str, str], source: Mapping[str, Any], known: Mapping[str, Any]) -> Cluster:
-    """The devices of a row and what joins them; of a usual server where the row does not say."""
+    """The devices and links of a row; those of a usual server if the row does not give them."""
     device = published_device(row.get("gpu", ""), known)
     world = count(row, "gpus")
     per_node = count(row, "gpus_per_node", device.devices_per_node)

@@ -1,7 +1,7 @@
 """The layouts that a row of measurements may have had: one, or several where columns are blank.
 
-What a source does not publish is not guessed as the fastest: `usual_choices` lists what the users of its
-engine commonly choose, and every legal combination is one layout.
+Missing values are not assumed to be the fastest: `usual_choices` lists values that users of the engine
+commonly choose, and every legal combination is one layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRECISIONS = {
     "bfloat16": "bf16",
     "float32": "fp32",
 }
-"""Spellings of number formats, without what follows or goes before them (`amp_bf16`, `fp8 rowwise`)."""
+"""Spellings of number formats, without prefixes and suffixes (`amp_bf16`, `fp8 rowwise`)."""
 
 SCHEDULES = {
     "1f1b": "1f1b",
@@ -100,13 +100,14 @@ def usual_choices(
 
 
 def _whole_experts(row: Mapping[str, str]) -> bool:
-    """The notes name a method by its kinds of parallelism, such as `FSDP` beside `FSDP + EP`, without EP."""
+    """Return whether the notes name a method by its kinds of parallelism, such as `FSDP` beside `FSDP + EP`,
+    without EP."""
     kinds = {kind.strip().upper() for kind in (note_value(row, "method") or "").split("+")}
     return kinds <= KINDS and "EP" not in kinds
 
 
 def _plain_pipeline(row: Mapping[str, str]) -> bool:
-    """A pipeline whose source names plain 1F1B, or none, has one chunk a device."""
+    """Return whether a row has one chunk a device: its source names plain 1F1B, or no schedule."""
     named = (note_value(row, "schedule") or "").lower()
     return number(row, "pp") == 1 or named in ("1f1b",)
 
@@ -199,7 +200,7 @@ def _degrees(row: Mapping[str, str]) -> tuple[int, int, int, int]:
 
 
 def _batch(row: Mapping[str, str], model: ModelSpec) -> int:
-    """Sequences of a step; where they are not published, as many as its tokens are."""
+    """Sequences of a step, computed from its tokens if they are not published."""
     if not row.get("gbs"):
         seconds, rate = number(row, "step_time_s"), number(row, "tokens_per_s_per_gpu")
         if seconds and rate and seconds > 0 and rate > 0:
@@ -230,7 +231,7 @@ def _modules(text: str) -> tuple[str, ...]:
 
 
 def _listed_modules(row: Mapping[str, str]) -> tuple[str, ...]:
-    """Modules of the part of the notes that is a list of nothing else, such as `moe_act+layernorm`."""
+    """Modules of the part of the notes that lists only modules, such as `moe_act+layernorm`."""
     for part in row.get("notes", "").split(";"):
         names = [name.strip() for name in part.split("+")]
         if len(names) > 1 and all(name in MODULES for name in names):
@@ -239,10 +240,11 @@ def _listed_modules(row: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _expert_tensor_parallel(row: Mapping[str, str], model: ModelSpec, tp: int, stage: int) -> int:
-    """Ranks that share an expert, which the notes of folded layouts print.
+    """Number of ranks that share an expert.
 
-    Otherwise Megatron-Core's default, the tensor-parallel group, where that is possible on the `stage`
-    devices of a pipeline stage; but the recipes of Megatron-Bridge do not split narrow experts.
+    The notes of folded layouts print it. Otherwise it is Megatron-Core's default, the tensor-parallel group,
+    if that is possible on the `stage` devices of a pipeline stage. Recipes of Megatron-Bridge do not split
+    narrow experts.
     """
     if not model.experts:
         return 1
@@ -278,7 +280,8 @@ def _precision(row: Mapping[str, str]) -> str:
 
 
 def _zero(row: Mapping[str, str], ranks: int) -> tuple[int, int]:
-    """ZeRO's stage, and the copies of what it splits, among `ranks` data- and context-parallel ranks."""
+    """ZeRO's stage, and the number of copies of its shards, among `ranks` data- and context-parallel
+    ranks."""
     text = row.get("zero_stage", "").lower()
     if not text:
         raise Unusable("zero_stage not published")
@@ -293,7 +296,7 @@ def _zero(row: Mapping[str, str], ranks: int) -> tuple[int, int]:
 
 
 def _zero_number(text: str) -> int:
-    """The stage that a cell says: `1(dist-opt)`, `fsdp_full(3)`, `fsdp(fsdp=64)`."""
+    """The ZeRO stage in a cell: `1(dist-opt)`, `fsdp_full(3)`, `fsdp(fsdp=64)`."""
     text = text.lower()
     digit = re.search(r"\d", re.sub(r"fsdp\d*(=\d+)?", "", text))
     return int(digit[0]) if digit else 3 if "fsdp" in text else 0

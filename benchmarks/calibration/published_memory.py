@@ -1,4 +1,4 @@
-"""The memory that a row of measurements publishes, and whether that is all that it tells."""
+"""The published memory of a row of measurements, and rows that publish nothing else."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def published_memory(row: Mapping[str, str], known: Mapping[str, Any], unit: flo
 
 
 def has_peak(memory: Mapping[str, Any]) -> bool:
-    """Return whether there is a peak of a whole step in what `published_memory` found."""
+    """Return whether a result of `published_memory` holds a peak of a whole step."""
     return any(memory[f"{kind}_bytes"] for kind in PEAKS)

@@ -21,20 +21,21 @@ OPTIONAL = {
     **dict.fromkeys(("kv_heads", "head_dim", "shared_expert_ffn", "dense_layers"), "sizes"),
     **dict.fromkeys(("gated", "tied"), "switches"),
 }
-"""Columns that a table of measurements need not have, whose cells replace what the name tells."""
+"""Optional columns of a table of measurements, whose cells replace sizes that follow from the model's
+name."""
 
 GUESSED_VOCAB = 50257
-"""Entries of GPT-2's tokenizer, where neither the row nor the name of its model tells a vocabulary."""
+"""Size of GPT-2's vocabulary, used if neither the row nor the name of its model gives one."""
 
 
 def published_model(row: Mapping[str, str], known: Mapping[str, Any]) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The model of a row, and what was taken for blanks.
+    """The model of a row, and the assumptions that filled its blanks.
 
-    The name may be that of a YAML file, or fields in braces. A model of the catalogue whose sizes no column
-    contradicts is that one, with the row's layers, and so is a mixture of experts whose shape the columns
-    cannot hold. The columns of other models tell the sizes, and the name tells the architecture. The name may
-    begin as one in `known` or a model of the catalogue, which also fills blanks; else the proportions of
-    sizes decide.
+    The name may be that of a YAML file, or fields in braces. A catalogue model is used, with the row's number
+    of layers, if no column contradicts its sizes. It is also used for mixtures of experts whose shape has no
+    columns. For other models, the columns give the sizes and the name gives the architecture. The name may
+    begin as one in `known` or a model of the catalogue, which also fills blanks; otherwise the architecture
+    follows from the ratios of sizes.
 
     Raises:
         Unusable: a size or the architecture is not published.
@@ -90,11 +91,12 @@ NOTED: dict[str, dict[str, Any]] = {
     "disable-bias-linear": {"linear_bias": False},
     "qk-layernorm": {"qk_norm": True},
 }
-"""Flags of Megatron-LM in the notes of rows that list them, and what they say of the model."""
+"""Flags of Megatron-LM that may appear in the notes of rows, and the fields of the model that they set."""
 
 
 def _same_shape(alike: ModelSpec, row: Mapping[str, str]) -> bool:
-    """The sizes that a row tells are those of the catalogue's model, but for its layers."""
+    """Return whether the sizes of a row equal those of the catalogue's model, except for the number of
+    layers."""
     sizes = ("hidden", "ffn", "heads", "kv_heads", "vocab")
     return all(not row.get(size) or number(row, size) == getattr(alike, size) for size in sizes)
 
@@ -197,7 +199,7 @@ OTHER_LAYERS = (
     "mimo",
     "grpo",
 )
-"""Words of the names of models whose layers are not those of a plain decoder."""
+"""Words in names of models whose layers are not those of a plain decoder."""
 
 
 def _checked(values: dict[str, Any]) -> ModelSpec:

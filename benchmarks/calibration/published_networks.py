@@ -1,4 +1,4 @@
-"""The network of a job, as the notes of its row tell it."""
+"""The network of a job, read from the notes of its row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def card_bandwidth(notes: str) -> float | None:
-    """Bytes per second of a device's InfiniBand card, where the notes print it (`IB 200 Gb/s`)."""
+    """Bytes per second of a device's InfiniBand card, if the notes give it (`IB 200 Gb/s`)."""
     said = CARD.search(notes)
     return None if said is None else float(said[1]) * 1e9 / 8
 
@@ -27,13 +27,13 @@ def card_bandwidth(notes: str) -> float | None:
 def job_collectives(
     notes: str, known: Mapping[str, Any], world: int, nodes: int
 ) -> tuple[MeasuredCollective, ...]:
-    """The collectives that a job timed on its own devices before it trained, where the notes print them.
+    """The collectives that a job timed on its own devices before training, if the notes give them.
 
     An all-reduce is printed as bus bandwidth. The others are printed as half of the message over its time,
     which 2 (n - 1) / n turns into bus bandwidth (in one node all three then agree). A message of
     `known["message_bytes"]` takes longer the more nodes there are, at 64 of them seven times as long as at
-    one. Training moves ten times as much in a fraction of the time that this rate would take. Time beyond
-    `known["bus_bandwidth"]` is therefore latency.
+    one. Training moves ten times as many bytes in less time than this rate would allow. Time beyond
+    `known["bus_bandwidth"]` is therefore counted as latency.
     """
     seen = PRINTED.search(notes)
     if seen is None or not all(map(float, seen.groups())) or world == 1:
@@ -69,10 +69,10 @@ def node_collectives(bus_bandwidth: Mapping[int, float]) -> tuple[MeasuredCollec
 
 
 def cluster_state(notes: str, known: Mapping[str, Any], nodes: int) -> Mapping[str, Any]:
-    """Constants of the engine that differ in the state that a job found its cluster in.
+    """Constants of the engine for the state of a job's cluster.
 
-    Told by the seconds that its all-gather took: longer than `first` on one node and `more` for each
-    further one. Of the `states` that match, the last one counts.
+    The state is recognised by the seconds of the job's all-gather: more than `first` on one node, and `more`
+    for each further node. The last of the matching `states` is used.
     """
     seen = PRINTED.search(notes)
     changes: Mapping[str, Any] = {}

@@ -24,11 +24,12 @@ def even_stages(model: ModelSpec, stages: int) -> tuple[int, ...]:
 
 
 def stages_by_cost(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """nanotron's split: blocks in their order, a new stage once their sum reaches its share of the whole.
+    """nanotron's split: blocks in their order, with a new stage when the cost of a stage reaches its share of
+    the total.
 
     A layer costs its weights, the head its own, the embedding nothing (`get_block_compute_costs` of
-    nanotron's llama). Stages may be left without a layer, the last one also without the head; here that
-    stage and the one with the head change places, which takes as long.
+    nanotron's llama). Stages may have no layer, and the last one may lack the head. In that case the last
+    stage and the stage with the head are exchanged here, which does not change the step time.
     """
     layer, head = model.hidden * (4 * model.q_size + 3 * model.ffn), model.vocab * model.hidden
     whole, total, stage = layer * model.layers + head, 0, 0

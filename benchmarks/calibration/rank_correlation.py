@@ -10,16 +10,16 @@ import numpy as np
 from costmodels.spec.table import Floats, Ints
 
 SHORTEST = 3
-"""Rows of a sweep, at least, for it to have an order worth comparing."""
+"""Fewest rows of a sweep whose order is compared."""
 
 TIE = 9
-"""Decimals of the logarithm of a throughput: what is equal up to here ranks equal."""
+"""Decimals to which logarithms of throughputs are rounded before ranking."""
 
 
 def kendall_tau(first: Floats | Ints, second: Floats | Ints) -> float | None:
     """Kendall's tau-b of two rankings of the same rows; None where one of them ranks all rows equal.
 
-    Concordant less discordant pairs, over the geometric mean of the pairs that either ranking tells apart
+    Concordant minus discordant pairs, over the geometric mean of the numbers of untied pairs of both rankings
     (Kendall, "The treatment of ties in ranking problems", Biometrika 33, 1945).
     """
     above = np.triu_indices(len(first), 1)
@@ -29,9 +29,10 @@ def kendall_tau(first: Floats | Ints, second: Floats | Ints) -> float | None:
 
 
 def regret(measured: Floats, predicted: Floats) -> float:
-    """Share of the best measured throughput that is lost with the row that `predicted` puts first, 0 to 1.
+    """Share of the best measured throughput that is lost by choosing the row with the highest `predicted`
+    one, 0 to 1.
 
-    Both are throughputs. Of rows that tie at the top of `predicted` the mean counts.
+    If several rows tie for the highest, their mean counts.
     """
     return float(1 - measured[predicted == predicted.max()].mean() / measured.max())
 

@@ -29,7 +29,7 @@ FITTED_SOURCES = (
     "hf_ultrascale",
     "bigscience_176b",
 )
-"""The sources that the constants of engines.yaml are fitted on; they never see another one."""
+"""The only sources to which the constants of engines.yaml are fitted."""
 
 FIT_SHARE = 0.5
 """Share of the rows of those sources that the fit may see."""
@@ -40,11 +40,11 @@ class OomScore:
     """Agreement of rows that fit into memory with rows that ran: shares of 0 to 1, None without a row."""
 
     n: int
-    """Rows that ran out of memory; without any there is nothing to tell apart, and no shares."""
+    """Number of rows that ran out of memory; if 0, the shares are None."""
     precision_fits: float | None
-    """Share of the rows that are said to fit which ran."""
+    """Share of rows that ran, among rows that are predicted to fit."""
     recall_fits: float | None
-    """Share of the rows that ran which are said to fit."""
+    """Share of rows that are predicted to fit, among rows that ran."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,19 @@ class MemoryScore(PeakError):
     """Errors over all rows, each by the first of `MEMORY_KINDS` that it published, by kind and by engine."""
 
     kinds: Mapping[str, PeakError] = field(default_factory=dict)
-    """Errors of each kind that some rows published: a row counts in all that it has."""
+    """Errors of each published kind; a row with several kinds counts in each."""
     engines: Mapping[str, PeakError] = field(default_factory=dict)
-    """Errors by engine and kind, such as `megatron, device`: a row counts once, as in the whole."""
+    """Errors by engine and kind, such as `megatron, device`: each row counts once, as in the total."""
 
 
 @dataclass(frozen=True)
 class SourceScore:
-    """Errors of one source in percent; None where no row has the figure."""
+    """Errors of one source in percent; None if no row has the figure."""
 
     n: int
-    """Rows with a step time that were priced."""
+    """Number of priced rows with a step time."""
     skipped: Mapping[str, int]
-    """The others, by reason."""
+    """Number of skipped rows, by reason."""
     median_ape: float | None
     mean_ape: float | None
     p90_ape: float | None
@@ -93,9 +93,10 @@ class SourceScore:
 
 
 def is_fit_row(measurement: Measurement) -> bool:
-    """A row's membership of the half that fits of constants may see; it stays the same wherever the row is.
+    """Return whether a row is in the half of the rows that fits may use.
 
-    The job alone decides, not where it was published: the same job in two releases is on the same side.
+    The answer depends only on the job, not on its publication or its place in a file, so that the same job in
+    two releases is in the same half.
     """
     if measurement.source not in FITTED_SOURCES:
         return False
@@ -234,7 +235,7 @@ def _peak_error(peaks: Sequence[_Peak]) -> PeakError:
 
 
 def oom_score(fits: Bools, ran: Bools) -> OomScore:
-    """Shares of rows that are told right: of those that fit, and of those that do not.
+    """Shares of rows with a correct prediction of whether they fit.
 
     Args:
         ran: rows that did not run out of memory.
@@ -246,7 +247,7 @@ def oom_score(fits: Bools, ran: Bools) -> OomScore:
 
 
 def tokens_per_s_per_device(measurement: Measurement) -> float:
-    """Throughput of a measured step; NaN where its time is not known."""
+    """Throughput of a measured step; NaN if its time is not known."""
     tokens = measurement.layouts[0].global_batch_size * measurement.model.seq
     return tokens / (measurement.step_time_s or np.nan) / measurement.cluster.world_size
 

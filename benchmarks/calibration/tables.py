@@ -12,5 +12,5 @@ from costmodels.catalogue.yaml_files import parse
 
 @cache
 def table(name: str) -> dict[str, Any]:
-    """The content of a file of this package. Shared by all callers: not to be changed."""
+    """The content of a file of this package. All callers share the returned object and must not change it."""
     return parsed_file(Path(__file__).parent / name, parse)

@@ -1,9 +1,9 @@
 """Fitting an engine's constants for one device architecture to measured step times.
 
 Few constants, each with its prior knowledge, and residuals in log space. A step that is 10 % too long counts
-as much as one that is 10 % too short, however long it takes. Rows that nothing explains must not bend the
-constants: from where a convex loss leads (soft L1), Cauchy's goes on, for which large residuals count less
-and less.
+as much as one that is 10 % too short, however long it takes. Unexplained rows must not distort the constants.
+Therefore a fit with a convex loss (soft L1) is followed by one with Cauchy's loss, in which large residuals
+count less and less.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ EVALUATIONS = 12
 """Most evaluations of all rows for one loss, those of derivatives not counted."""
 
 NEAR = 1e-3
-"""Relative change of the loss, or of the constants, at which a fit ends: far less than errors tell apart."""
+"""Relative change of the loss, or of the constants, at which a fit ends; much smaller than the errors of
+measurements."""
 
 STEP = 1e-3
 """Step of the derivatives, as a share of a constant's limits."""
@@ -47,7 +48,7 @@ class TimeFitPlan(Record):
     weights: dict[str, Positive] = Field(default_factory=dict)
     """Factor of the errors of a source's rows, so that they also count as outliers sooner; otherwise 1."""
     layers: bool = False
-    """Layers are corrected by their shape too (`benchmarks/calibration/layer_factors.py`)."""
+    """True if layers are also corrected by their shape (`benchmarks/calibration/layer_factors.py`)."""
     constants: dict[str, Prior]
 
 
@@ -110,7 +111,7 @@ def _step_times(batches: Sequence[_Batch], constants: dict[str, Any], count: int
 
 
 def is_row_of(measurement: Measurement, plan: TimeFitPlan) -> bool:
-    """A row's place among those that `plan` may fit."""
+    """Return whether `plan` may be fitted to a row."""
     return (
         measurement.source in plan.sources
         and measurement.step_time_s is not None
@@ -144,7 +145,8 @@ def fit_times(plan: TimeFitPlan, measurements: Sequence[Measurement]) -> TimeFit
     for loss in (_soft_l1, _cauchy):
 
         def robust(squares: Floats, of_rows: Any = loss) -> Floats:
-            """Value and derivatives: a robust loss of rows, the squares of what is known of constants."""
+            """Value and derivatives: a robust loss of rows, plus the squared distances of constants from
+            their priors."""
             rows, known = squares[: len(measured)], squares[len(measured) :]
             plain = np.array([known, np.ones_like(known), np.zeros_like(known)])
             return np.concatenate([of_rows(rows), plain], axis=1)

@@ -1,4 +1,4 @@
-"""Ranges by how wrong the model is on sources that its constants have not seen."""
+"""Prediction ranges, fitted to the model's errors on sources that its constants have not seen."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ COVERAGE = 0.84
 """Share of the rows which the range covers, each weighed by its recipe."""
 
 STARTS = {"base": 0.08, "narrow": 0.05, "experts": 0.2, "network": 0.03, "launch": 0.3, "bubble": 0.05}
-"""Fields of `Spread` that are found here, and where they stay unless rows speak against it."""
+"""Fitted fields of `Spread` and their values before the fit."""
 
 PULL = 1e-3
 """The penalty of a field whose square is twice its start's, relative to that of the errors."""
 
 LEAST, MOST, FEW = 0.015, 1.0, 0.15
-"""Least and largest width of a field; that of the whole step is `FEW` more for one row, half for two, ..."""
+"""Least and largest width of a field. `FEW` is added to that of the whole step for one row, half of it for
+two rows, and so on."""
 
 ROUNDS = 4
-"""Times that the regression is weighed by the widths it found."""
+"""Number of times that the regression is repeated with weights from the widths that it found."""
 
 UNSEEN_EXPERTS = 0.9
-"""Width of models with experts on an engine and architecture that was seen with dense ones alone.
+"""Width of models with experts on an engine and architecture with measurements of dense models only.
 
-Megatron-SWIFT's three fine-tuning jobs of Qwen3-30B-A3B and Moonlight on A100 and A800, whose tokens go where
-they like, took 1.6 to 2.5 times the estimate, which is 0.50 to 0.90.
+Megatron-SWIFT's three fine-tuning jobs of Qwen3-30B-A3B and Moonlight on A100 and A800, with natural routing,
+took 1.6 to 2.5 times the estimate, which is 0.50 to 0.90.
 """
 
 UNSEEN = {
@@ -44,16 +45,16 @@ UNSEEN = {
     "experts": UNSEEN_EXPERTS,
     **{name: getattr(Spread(), name) for name in ("network", "launch", "bubble")},
 }
-"""Widths on an engine and architecture that was not seen at all: for each cause what plans take there."""
+"""Widths of each cause on an engine and architecture without measurements."""
 
 POOL = 1.0
-"""Recipes that those of all other engines and architectures count for together, beside the own ones of one.
+"""Total weight of the recipes of all other engines and architectures, in recipes of the fitted one.
 
-Errors of few recipes tell little of those that nobody has run yet, which come from other clusters, releases
-and readers. So a range of few holds what holds among all, of dense models or of those with experts."""
+A few recipes show little about other clusters, releases and readers. So the range of an engine with few
+recipes is close to the range of all engines, separately for dense models and models with experts."""
 
 LARGEST = 1.5
-"""Logarithm beyond which a row speaks of something that no range should hold."""
+"""Largest logarithm of an error that a range should cover; rows beyond it are left out."""
 
 
 class _Row(NamedTuple):
@@ -62,9 +63,9 @@ class _Row(NamedTuple):
     weight: float
     experts: bool
     blanks: float
-    """Width that what the row leaves open has already."""
+    """Width that comes from blanks of the row."""
     of_one: dict[str, float]
-    """Width that each field would give, were it 1 (`costmodels.time.uncertainty.causes`)."""
+    """Width of the row for each field, if that field were 1 (`costmodels.time.uncertainty.causes`)."""
     nodes: int
     pipelined: bool
 
@@ -76,11 +77,10 @@ Key = tuple[str, str]
 def spreads(found: Sequence[UnseenSource]) -> dict[Key, dict[str, float]]:
     """Fields of `Spread` for each engine and architecture that `found` has rows of.
 
-    Rows of one recipe, the same model in the same format on the same device, are wrong together, at whatever
-    scale and in whatever layout. Such rows of a source weigh as much as one row. Rows of a stage of ZeRO that
-    the engine does not plan for tell nothing of the ranges of its plans. What is off by more for the same
-    cause tells the causes apart; the width of the whole step is then what `COVERAGE` of the rows need besides
-    (`weighted_quantile`).
+    Errors of one recipe (the same model, number format and device) are similar at all scales and in all
+    layouts. Therefore such rows of a source weigh as much as one row. Rows with a ZeRO stage that the
+    engine's plans never use are left out. A regression fits the width of each cause. Then the width of the
+    whole step is chosen so that ranges cover `COVERAGE` of the rows (`weighted_quantile`).
     """
     groups: defaultdict[Key, list[_Row]] = defaultdict(list)
     for one in found:
@@ -95,9 +95,9 @@ def _without(groups: Mapping[Key, list[_Row]], key: Key) -> list[_Row]:
 
 
 def held_left_out(found: Mapping[str, UnseenSource]) -> dict[str, float | None]:
-    """Percent of each source's rows that lie in ranges which the other sources set.
+    """Percent of each source's rows that lie in ranges fitted to the other sources.
 
-    Where no other source has run its engine on the architecture, a range is as wide as `UNSEEN`.
+    If no other source has the same engine and architecture, the range has the widths of `UNSEEN`.
     """
     rows = {name: _rows(one) for name, one in found.items()}
     held: dict[str, float | None] = {}
@@ -166,7 +166,7 @@ def _row(row: Measurement, missed: float, weight: float, blanks: float) -> _Row:
 
 
 def _shown(rows: list[_Row]) -> list[str]:
-    """Fields that the rows tell anything of; the others keep their defaults, which are wide."""
+    """Fields to which the rows can be fitted; the others keep their wide defaults."""
     missing = {
         "base": all(row.experts for row in rows),
         "experts": not any(row.experts for row in rows),
@@ -177,7 +177,7 @@ def _shown(rows: list[_Row]) -> list[str]:
 
 
 def _fields(rows: list[_Row], elsewhere: list[_Row]) -> dict[str, float]:
-    """Fields of `Spread` by the rows of one engine and architecture, and by those of all others."""
+    """Fields of `Spread`, fitted to the rows of one engine and architecture and to the pool of all others."""
     names = _shown(rows)
     weights = np.array([row.weight for row in rows])
     experts = np.array([row.experts for row in rows])
@@ -219,11 +219,11 @@ def _pool(rows: list[_Row]) -> tuple[Floats, Floats]:
 def _regression(columns: Floats, values: Floats, weights: Floats, starts: Floats) -> Floats:
     """Factors of `columns`, [n, k], whose sums lie above `COVERAGE` of `values`, [n].
 
-    Quantile regression (Koenker and Bassett 1978), as the linear program that it is: its optimum is the same
-    whoever looks for it.
+    Quantile regression (Koenker and Bassett 1978), solved as a linear program, whose optimum does not depend
+    on the solver.
 
     Args:
-        starts: factors from which only errors move them, [k].
+        starts: factors before the fit, [k].
     """
     count, kinds = columns.shape
     weights = weights / weights.sum()

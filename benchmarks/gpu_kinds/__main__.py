@@ -1,10 +1,10 @@
 """Every kind of job on one GPU, a few steps each: `python -m benchmarks.gpu_kinds [--jobs 6]`.
 
-Each kind has a process of its own, several at a time. What fails is tried again with CUDA_LAUNCH_BLOCKING=1,
-and without compilation. Losses and gradient norms are compared with those that a CPU found (expected.json,
-which `--expected` writes); peaks are those of the plan, and of the allocator. All output is kept below
-`--output`: `table.txt`, `table.json`, and a folder for each kind and attempt. Without a GPU the kinds that a
-CPU can do run on it, and the others are named.
+Each kind has a process of its own, several at a time. Failed kinds are tried again with
+CUDA_LAUNCH_BLOCKING=1, and without compilation. Losses and gradient norms are compared with those of a CPU
+(expected.json, which `--expected` writes). Peaks of memory by the plan and by the allocator are shown side by
+side. All output is kept below `--output`: `table.txt`, `table.json`, and a folder for each kind and attempt.
+Without a GPU, kinds that can run on a CPU run there, and the others are listed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from costmodels.errors import InputError
 from planner.options.flags import run
 
 GRACE_S = 20.0
-"""Seconds that what runs when the time is up has to end."""
+"""Seconds that running processes have to end after the time limit."""
 
 LEAST_S = 10.0
-"""Seconds under which nothing is begun."""
+"""Fewest remaining seconds with which a kind is still started."""
 
 
 class Clock:
-    """The seconds that are left."""
+    """The remaining time."""
 
     def __init__(self, seconds: float) -> None:
         self.ends = time.monotonic() + seconds
 
     def left_s(self) -> float:
-        """Seconds in which something may begin."""
+        """Seconds during which a kind may still be started."""
         return self.ends - time.monotonic()
 
 
@@ -105,7 +105,7 @@ def device_words(on_gpu: bool) -> str:
 
 @contextmanager
 def _output(folder: Path | None) -> Iterator[Path]:
-    """The folder of all output, a new one if none is named."""
+    """The folder of all output, a new one unless given."""
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="gpu-kinds-"))
     try:
@@ -129,7 +129,7 @@ def gpu_kinds(
         bool, typer.Option("--expected", help="Run on the CPU, and keep its losses as those to compare with.")
     ] = False,
 ) -> None:
-    """Run every kind of job on this machine's first GPU, and say which did not run."""
+    """Run every kind of job on this machine's first GPU, and list those that did not run."""
     train, kinds = read_kinds()
     kinds = chosen(kinds, only or [])
     able = None if expected else capability()
@@ -174,7 +174,7 @@ def gpu_kinds(
 
 
 def _keep(folder: Path, head: str, rows: list[Row]) -> None:
-    """Write what is known by now: whatever ends this process, the table is there."""
+    """Write the results so far, so that the table exists even if this process is killed."""
     lines = [line for row in rows if row.results or row.not_run for line in row.lines()]
     (folder / "table.txt").write_text("\n".join([head, *lines, "", summary(rows)]) + "\n", encoding="utf-8")
     content = {"device": head, "rows": [row.record() for row in rows if row.results or row.not_run]}

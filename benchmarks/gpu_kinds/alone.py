@@ -1,7 +1,7 @@
-"""One rank that splits what ranks share: `python -m benchmarks.gpu_kinds.alone FIELD=VALUE,... FLAGS`.
+"""One rank with a layout of several ranks: `python -m benchmarks.gpu_kinds.alone FIELD=VALUE,... FLAGS`.
 
-It is `runtime.pretrain` of the flags, with a layout whose fields are as said. No plan of one rank has ZeRO,
-as there is nobody to share with; hooks, collectives and shards are those of any rank that has it.
+It is `runtime.pretrain` of the flags, with the given fields of its layout. Plans of one rank never have ZeRO,
+as there are no other ranks; here a single rank runs the hooks, collectives and shards of ZeRO.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runtime.train.trainer import Trainer
 
 
 def main() -> NoReturn:
-    """Train as the command line says."""
+    """Train with the flags of the command line."""
     pairs = (pair.partition("=") for pair in sys.argv.pop(1).split(","))
     fields = {name: yaml.safe_load(value) for name, _, value in pairs}
 

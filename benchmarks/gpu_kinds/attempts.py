@@ -1,4 +1,4 @@
-"""One attempt of a kind: its commands one after the other, what they said, and what they left."""
+"""One attempt of a kind: its commands one after the other, their output and their files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runtime.processes.tether import tether
 ROOT = Path(__file__).resolve().parents[2]
 
 TRACE_S = 3.0
-"""Seconds that a process has to write where it is before it is killed."""
+"""Seconds that a process has to write its stack before it is killed."""
 
 REASONS = (
     (r".*\bAssertion\b.*\bfailed\b.*", False),
@@ -34,7 +34,8 @@ REASONS = (
     (r"(?:\S+ )?(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b.*", True),
     (r".*\S.*", True),
 )
-"""Lines that say why a process failed, the surest first; and whether the last such line counts, or the first.
+"""Patterns of lines that give the reason of a failure, the most reliable first; and whether the last such
+line counts, or the first.
 
 The device writes its assertion before anything else fails of it, once for each thread.
 """
@@ -42,12 +43,12 @@ The device writes its assertion before anything else fails of it, once for each 
 
 @dataclass(frozen=True)
 class Form:
-    """The difference of an attempt from the job as it is."""
+    """The differences of an attempt from the original job."""
 
     name: str
     variables: Mapping[str, str] = field(default_factory=dict)
     flags: str = ""
-    """Arguments of the training commands."""
+    """Additional arguments of the training commands."""
 
 
 AS_IT_IS = Form("as it is")
@@ -56,7 +57,7 @@ SECOND_TRIES = (
     Form("CUDA_LAUNCH_BLOCKING=1", {"CUDA_LAUNCH_BLOCKING": "1"}),
     Form("not compiled", flags="--no-compile"),
 )
-"""Second tries, which tell where a failure is from: waiting for each kernel, and with no compiled kernels."""
+"""Second tries, which show the origin of a failure: waiting for each kernel, and without compiled kernels."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,15 @@ class Machine:
     output: Path
     """Folder of logs, metrics and plans."""
     work: Path
-    """Folder of checkpoints and compiled kernels, which nobody keeps."""
+    """Folder of checkpoints and compiled kernels, which are deleted afterwards."""
     places: Mapping[str, Path]
     train: str
     """Flags of every training command."""
     on_gpu: bool
     threads: int
-    """Threads of each process: to compute on a CPU, and to compile."""
+    """Number of threads of each process for computing on a CPU, and for compiling."""
     compiles: bool = False
-    """True if layers are compiled on a CPU, too."""
+    """True if layers are compiled on a CPU too."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,15 @@ class Result:
     said: str = ""
     """The reason why the attempt failed."""
     refused: bool = False
-    """True if a command would not begin: with what it was given, or on this device."""
+    """True if a command refused to run with its arguments or on this device."""
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     """Norms of the gradients."""
     predicted: float | None = None
-    """Bytes at the peak, by the plan; None where nothing was planned, or the device is no GPU."""
+    """Peak bytes by the plan; None without a plan, or if the device is no GPU."""
     allocated: int | None = None
     reserved: int | None = None
-    """Bytes at the peak; None where they were not measured."""
+    """Peak bytes reserved by the allocator; None if they were not measured."""
 
 
 TRAINING = {"train": "runtime.pretrain", "alone": "benchmarks.gpu_kinds.alone"}
@@ -126,7 +127,7 @@ def commands(kind: Kind, form: Form, machine: Machine) -> list[list[str]]:
 
 
 def _without(given: list[str], own: list[str]) -> list[str]:
-    """Flags with one value each, but for those that a command gives itself."""
+    """Flags with one value each, without those that a command sets itself."""
     rest, at = [], 0
     while at < len(given):
         end = at + 1
@@ -139,7 +140,7 @@ def _without(given: list[str], own: list[str]) -> list[str]:
 
 
 def attempt(kind: Kind, form: Form, machine: Machine, limit_s: float) -> Result:
-    """Run the commands of a kind, which have `limit_s` seconds together."""
+    """Run the commands of a kind within `limit_s` seconds in total."""
     logs = machine.output / kind.folder / _folder(form)
     work = machine.work / kind.folder / _folder(form)
     for folder in (logs, work):
@@ -168,12 +169,12 @@ TIMED_OUT = -1000
 
 
 def process_command(peaks: Path, words: list[str]) -> list[str]:
-    """The command that runs a module with its arguments, and writes the most bytes of its GPU to `peaks`."""
+    """The command that runs a module with its arguments, and writes the peak bytes of its GPU to `peaks`."""
     return [sys.executable, "-m", "benchmarks.gpu_kinds.process", str(peaks), *words]
 
 
 def _run(words: list[str], folder: Path, environment: dict[str, str], limit_s: float) -> int:
-    """Run a module in a process and session of its own, which ends with this one; its exit code."""
+    """Run a module in a process and session of its own, which ends with this one; returns its exit code."""
     with (folder / "output.txt").open("wb") as output:
         output.write(f"$ {shlex.join(words)}\n".encode())
         output.flush()
@@ -219,7 +220,7 @@ def _environment(form: Form, machine: Machine) -> dict[str, str]:
 
 
 def reason(text: str) -> str:
-    """The line of a process's output that says best why it failed."""
+    """The line of a process's output that best explains its failure."""
     lines = [line.strip() for line in text.splitlines()]
     for pattern, last in REASONS:
         found = [line for line in lines if re.fullmatch(pattern, line)]
@@ -229,7 +230,7 @@ def reason(text: str) -> str:
 
 
 def hung(text: str) -> str:
-    """The last words of a process, and where its threads were when it was ended."""
+    """The last line of a hanging process, and the stacks of its threads when it was ended."""
     before, _, trace = text.partition("Fatal Python error: Aborted")
     lines = [line.strip() for line in before.splitlines() if line.strip()]
     own = re.search(r"^Current thread .*\n\s*(File .*)", trace, re.MULTILINE)
@@ -238,7 +239,7 @@ def hung(text: str) -> str:
 
 
 def left_by(logs: Path, on_gpu: bool, is_of_plan: bool) -> dict[str, Any]:
-    """Losses, norms and peaks in the folders of an attempt's commands."""
+    """Losses, norms and peaks, read from the folders of an attempt's commands."""
     losses: dict[int, float] = {}
     norms: dict[int, float] = {}
     found: dict[str, Any] = {}

@@ -18,13 +18,13 @@ from runtime.data.record import record_of
 SEED = 20261127
 
 DOCUMENTS, ANSWERS = 40, 160
-"""Numbers of documents and answers: more than all steps read."""
+"""Numbers of documents and answers, more than all steps together read."""
 
 TOKENS_OF_A_DOCUMENT = 1000
 
 
 def write_inputs(folder: Path) -> dict[str, Path]:
-    """Write all inputs below `folder`; the places that commands name."""
+    """Write all inputs below `folder`; returns their paths by the names that commands use."""
     places = {name: folder / name for name in ("models", "data", "base")}
     for place in places.values():
         place.mkdir(parents=True)
@@ -38,9 +38,10 @@ def write_inputs(folder: Path) -> dict[str, Path]:
 
 
 def _write_tokens(folder: Path, vocab: int) -> None:
-    """Tokens of which few are common, so that losses fall within a few steps; and prompts with answers.
+    """Write documents with a few frequent tokens, so that losses fall within a few steps, and prompts with
+    answers.
 
-    Tokens of a prompt are complements: they are read and not predicted.
+    Tokens of a prompt are stored as complements: the model reads them but does not predict them.
     """
     # This generator's stream changes with no version of numpy.
     random = np.random.RandomState(SEED)
@@ -60,7 +61,7 @@ def _write_tokens(folder: Path, vocab: int) -> None:
 
 
 def _write_base(folder: Path, config: dict[str, Any]) -> None:
-    """A Hugging Face folder of a Llama with drawn weights."""
+    """Write a Hugging Face folder of a Llama with random weights."""
     from safetensors.numpy import save_file
 
     random = np.random.RandomState(SEED)

@@ -1,4 +1,4 @@
-"""The kinds of jobs, the models that they train, and the losses that a CPU found for them."""
+"""The kinds of jobs, their models, and their losses on a CPU."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Kind(Record):
         return not any(command.startswith("alone ") for command in self.do)
 
     def missing(self, capability: tuple[int, int] | None) -> str:
-        """The ability that a device lacks for this kind; '' if none.
+        """The feature that a device lacks for this kind; '' if none.
 
         Args:
-            capability: compute capability of the GPU; None of a CPU.
+            capability: compute capability of the GPU; None for a CPU.
         """
         if capability is None:
             return f"needs a GPU ({self.gpu})" if self.gpu else ""
@@ -56,7 +56,7 @@ def read_kinds() -> tuple[str, list[Kind]]:
 
 
 def chosen(kinds: list[Kind], only: list[str]) -> list[Kind]:
-    """The kinds whose names have one of the texts in them; all if there is no text."""
+    """The kinds whose names contain one of the texts; all without a text."""
     for text in only:
         if not any(text in kind.name for kind in kinds):
             names = ", ".join(kind.name for kind in kinds)
@@ -73,7 +73,7 @@ def read_expected() -> dict[str, dict[str, list[float]]]:
 
 
 def write_expected(found: dict[str, dict[str, list[float]]], torch_version: str) -> None:
-    """Keep what a CPU found; kinds that did not run now stay as they were."""
+    """Write the losses and norms of a CPU; those of kinds that did not run now are kept."""
     kinds = read_expected() | {
         name: {key: [round(value, 5) for value in values] for key, values in one.items()}
         for name, one in found.items()

@@ -20,7 +20,7 @@ from tests.support.gpu_lowering import lowered_products
 
 
 def main() -> int:
-    """Check the kinds whose names have an argument in them, or all."""
+    """Check the kinds whose names contain an argument, or all."""
     train, kinds = read_kinds()
     seen, faults = set(), 0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The plans of the kinds of jobs on a GPU, which need none."""
+"""The plans of the kinds of jobs for a GPU, made without one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOPPER, BLACKWELL = "h100", "b200"
 
 
 def plans(kind: Kind, machine: Machine) -> Iterator[Plan]:
-    """The plans of the training commands of a kind, checked as those of a rank are."""
+    """The plans of the training commands of a kind, checked like the plan of a rank."""
     jobs: list[Job] = []
 
     def keep(job: Job) -> int:

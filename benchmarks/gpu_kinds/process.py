@@ -1,7 +1,7 @@
 """One command of a kind: `python -m benchmarks.gpu_kinds.process FILE MODULE ARGUMENTS`.
 
-Runs MODULE as `python -m` does. When it ends, whether it failed or not, FILE has the most bytes that the
-GPU's allocator has handed out and reserved; there is none without a GPU.
+Runs MODULE as `python -m` does. When the module ends or fails, the peak bytes that the GPU's allocator
+allocated and reserved are written to FILE. Without a GPU no file is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _keep_peaks(file: Path) -> None:
 
 
 def main() -> None:
-    """Become the module that the command line names."""
+    """Run the module of the command line in this process."""
     file, module, *words = sys.argv[1:]
     atexit.register(_keep_peaks, Path(file))
     sys.argv = [module, *words]

@@ -20,20 +20,20 @@ class Row:
     results: dict[str, Result] = field(default_factory=dict)
     """Results of the row's attempts, by the name of their form."""
     not_run: str = ""
-    """The reason why there was no attempt."""
+    """The reason why the kind was not run."""
     left_out: list[str] = field(default_factory=list)
-    """Second tries that did not begin."""
+    """Second tries that were not started."""
     expected: Mapping[str, Sequence[float]] | None = None
-    """Losses and norms that a CPU found."""
+    """Losses and norms on a CPU."""
 
     @property
     def first(self) -> Result | None:
-        """The result of the job as it is."""
+        """The result of the original job."""
         return self.results.get(AS_IT_IS.name)
 
     @property
     def is_right(self) -> bool:
-        """True if the job ran, with the losses that it is to have; what this device cannot do counts too."""
+        """True if the job ran with the expected losses, or if this device cannot run it."""
         if self.first is None:
             return self.not_run.startswith("needs")
         return self.first.ran and not self.differs
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """True if losses or norms are further off than rounding explains."""
+        """True if losses or norms differ by more than rounding errors."""
         found = self.difference
         # A loss that is not a number is within no tolerance.
         return found is not None and not (found[0] <= self.kind.loss and found[1] <= self.kind.norm)
@@ -88,7 +88,7 @@ class Row:
 
 
 def memory_words(result: Result) -> list[str]:
-    """Bytes at the peak: predicted and measured."""
+    """Predicted and measured peak bytes as text."""
     parts = []
     if result.predicted is not None:
         parts.append(f"predicted {result.predicted / GIB:.3f}")
@@ -101,7 +101,7 @@ def memory_words(result: Result) -> list[str]:
 
 
 def largest(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference of steps that both have; infinite where something is not a number."""
+    """The largest relative difference over steps that both have; infinite if a value is NaN."""
     ratios = [abs(own / other - 1) for own, other in zip(found, expected, strict=False)]
     return max((math.inf if math.isnan(ratio) else ratio for ratio in ratios), default=math.inf)
 

@@ -23,14 +23,14 @@ class BatchOptions:
     objective: str = flag(
         DEFAULT_OBJECTIVE,
         "Figure that the best layout optimises: throughput (tokens per second), step-time (seconds of a "
-        "step; under a maximum, of the largest batch that each layout can run), cost (device-hours per "
-        "token), or memory (lowest peak, then throughput).",
+        "step; with --max-global-batch-size, of the largest batch that each layout can run), cost "
+        "(device-hours per token), or memory (lowest peak, then throughput).",
         metavar="NAME",
     )
     prefer: str = flag(
         PREFERENCES[0],
         "Choice among the plans within the estimate's error of the fastest: the simplest one, or the "
-        "fastest; or a YAML file of points for what counts as simple.",
+        "fastest; or a YAML file with points of complexity.",
         metavar="simple|fastest|FILE",
         values=lambda: PREFERENCES,
     )

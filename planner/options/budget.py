@@ -29,14 +29,14 @@ class BudgetOptions:
     )
     deadline_days: float | None = flag(
         None,
-        "With --tokens: days that the run may take. Of several world sizes the cheapest that is in time is "
-        "recommended.",
+        "With --tokens: days that the run may take. Of several world sizes, the cheapest one that meets "
+        "the deadline is recommended.",
     )
     budget: str | None = flag(
         None,
         "With --tokens and --price-per-hour: money that the run may cost, such as 200000 or '$200k'. Of "
-        "several world sizes the fastest that the budget pays for is recommended; with --deadline-days "
-        "the cheapest.",
+        "several world sizes, the fastest one within the budget is recommended; with --deadline-days the "
+        "cheapest.",
         metavar="MONEY",
     )
     mtbf_hours: float | None = flag(
@@ -57,7 +57,8 @@ class BudgetOptions:
         None, "Steps between two checkpoints of the run; the best number unless given."
     )
     async_save: bool = flag(
-        False, "Checkpoints of the run are written beside training, which waits for a copy in host memory."
+        False,
+        "Checkpoints are written while training continues; a step waits only for the copy to host memory.",
     )
     eval_interval: int | None = flag(
         None, "Steps between two evaluations of the run; no evaluation is counted unless given."
@@ -67,7 +68,7 @@ class BudgetOptions:
     )
     data_gbps: float | None = flag(
         None,
-        "Gigabits per second at which the whole job reads its tokens; no step waits for them unless given.",
+        "Gigabits per second at which the whole job reads its tokens; reading costs no time unless given.",
     )
 
     @property

@@ -30,19 +30,22 @@ class ExpertFlags:
     moe_shared_expert_intermediate_size: int | None = flag(None, "Inner width of all shared experts.")
     moe_shared_expert_gate: bool = flag(False, "A sigmoid of each token scales its shared experts.")
     moe_layer_freq: str | None = flag(
-        None, "Layers with experts: 1 for all, or a list whose first ones are dense, as ([0]*3+[1]*58)."
+        None, "Layers with experts: 1 for all, or a list with 0 for each dense layer, such as ([0]*3+[1]*58)."
     )
     moe_router_score_function: str | None = flag(None, "softmax or sigmoid; softmax unless given.")
     moe_router_pre_softmax: bool = flag(False, "Softmax over all experts, not over the chosen ones.")
     moe_router_topk_scaling_factor: float | None = flag(
         None, "Factor of the weights of experts.", within=POSITIVE
     )
-    moe_router_num_groups: int | None = flag(None, "Groups of experts, of which a token uses a few.")
-    moe_router_group_topk: int | None = flag(None, "Groups of experts that a token uses.")
+    moe_router_num_groups: int | None = flag(
+        None, "Number of groups into which experts are divided; a token uses a few of them."
+    )
+    moe_router_group_topk: int | None = flag(None, "Number of groups of experts that a token uses.")
     moe_router_enable_expert_bias: bool = flag(False, "Biases that balance the load without a loss.")
     moe_expert_capacity_factor: float | None = flag(
         None,
-        "Tokens that an expert takes in, as a multiple of an even load; all unless given, or if negative.",
+        "Most tokens that an expert takes, as a multiple of an even load; no limit unless given, or if "
+        "negative.",
         within=Bounds("a number such as 1.25", -MOST),
     )
     moe_load_imbalance: str | None = flag(

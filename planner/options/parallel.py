@@ -195,15 +195,14 @@ class ParallelOptions(AcceptedFlags):
     )
     cuda_graphs: bool = flag(
         False,
-        "Launch forward and backward of a microbatch as one CUDA graph: small layers wait for the host no "
-        "longer. Without pipeline stages, ZeRO, exchanges of experts or rings. Where no graph holds a "
-        "collective the search decides, unless a pin does (cuda_graphs=false).",
+        "Launch forward and backward of a microbatch as one CUDA graph, so that small layers no longer "
+        "wait for the host. Not with pipeline stages, ZeRO, expert parallelism or rings. For layouts "
+        "whose graphs hold no collective, the search decides unless a pin does (cuda_graphs=false).",
     )
     engine: str | None = flag(
         None,
-        "Software that executes the layout, which decides the legal layouts: a name of `engines`, or a "
-        "YAML file; "
-        f"{DEFAULT_ENGINE} unless given, or on NPUs mindspeed.",
+        "Software that executes the layout, and whose rules decide which layouts are legal: a name of "
+        f"`engines`, or a YAML file; {DEFAULT_ENGINE} unless given, or on NPUs mindspeed.",
         values=engine_names,
     )
     task_type: str | None = flag(None, f"Accepted for compatibility: {TASK_TYPE}.")

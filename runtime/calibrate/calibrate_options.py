@@ -30,7 +30,7 @@ class CalibrateOptions:
     )
     seconds: float = flag(
         75.0,
-        "Seconds of measuring, of all numbers of ranks together.",
+        "Seconds of measuring in total, over all numbers of ranks.",
         within=Bounds("from 1 to 3600 seconds", 1, 3600),
     )
     save: str | None = flag(

@@ -36,18 +36,20 @@ class FaultOptions:
     )
     hang_timeout_seconds: float | None = flag(
         None,
-        "End the job, and name the rank, its host and what it was doing, when a rank has been in one "
-        f"operation for so long; {SHARE_OF_TIMEOUT:.0%} of --distributed-timeout-minutes if none; 0: never.",
+        "End the job when a rank has been in one operation for this long, and name the rank, its host "
+        f"and the operation; {SHARE_OF_TIMEOUT:.0%} of --distributed-timeout-minutes unless given; 0 for "
+        "never.",
         within=OFF_OR_POSITIVE,
     )
     straggler_factor: float = flag(
         2.0,
-        "Name the slowest rank beside a log line when its own work takes this many times the median of the "
+        "Name the slowest rank in the log if its own work takes this many times the median of the "
         "others; 0 for never.",
         within=OFF_OR_POSITIVE,
     )
     log_samples: bool = flag(
-        False, "Write which samples each step consumed into --log-dir, one file for each data-parallel rank."
+        False,
+        "Write the indices of the samples of each step into --log-dir, one file for each data-parallel rank.",
     )
 
     def check(self, log_dir: str | None, timeout_minutes: float) -> None:

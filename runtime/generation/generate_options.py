@@ -31,7 +31,7 @@ class GenerateOptions:
         "Iteration of the checkpoint; the newest when not given.",
         within=Bounds("the iteration of a checkpoint", 0),
     )
-    prompt: list[str] = flag([], "Text to continue; may be repeated: all are continued together.")
+    prompt: list[str] = flag([], "Text to continue; repeatable, and all texts are continued together.")
     prompt_file: str | None = flag(None, "File with one prompt a line.", metavar="FILE")
     max_new_tokens: int = flag(
         100,
@@ -42,7 +42,8 @@ class GenerateOptions:
     )
     temperature: float | None = flag(
         None,
-        "Divides logits before a token is drawn; 0, or none of the next two either: the likeliest token.",
+        "Divisor of the logits before a token is drawn; with 0, or without --temperature, --top-k and "
+        "--top-p, the likeliest token is taken.",
         within=Bounds("0 (the likeliest token) or positive", 0),
     )
     top_k: int | None = flag(None, "Draw among the K likeliest tokens.", within=AT_LEAST_1)
@@ -56,10 +57,11 @@ class GenerateOptions:
         "Seed of the draws; each prompt has its own.",
         within=Bounds(f"a whole number from 0 to {2**63 - 1}", 0, 2**63 - 1),
     )
-    ignore_eos: bool = flag(False, "Go on after the end of the text.")
+    ignore_eos: bool = flag(False, "Continue after the token that ends a text.")
     no_cache: bool = flag(False, "Compute all tokens anew for each one: slow, for comparisons.")
     no_special_tokens: bool = flag(
-        False, "Leave out what a tokenizer.json puts before a text, such as Llama's <|begin_of_text|>."
+        False,
+        "Leave out the tokens that a tokenizer.json puts before a text, such as Llama's <|begin_of_text|>.",
     )
     json: bool = flag(False, "Print one JSON object a prompt: prompt, text, tokens and why it ended.")
     tokenizer_type: str | None = flag(
@@ -90,7 +92,8 @@ class GenerateOptions:
         within=AT_LEAST_1,
     )
     expert_model_parallel_size: int = flag(
-        1, "Tensor-parallel ranks over which experts are spread whole; the others split each expert.",
+        1, "Number of groups among which whole experts are distributed; the ranks of a group split each "
+        "expert.",
         "--expert-model-parallel-size", "--ep", within=AT_LEAST_1,
     )  # fmt: skip
     context_parallel_size: int = flag(1, "Only 1.", "--context-parallel-size", hidden=True)

@@ -31,18 +31,19 @@ class LaunchOptions(RunOptions):
     config: list[str] = flag(
         [],
         "Train the job of a script or configuration that `planner check` reads, or of a page with one; "
-        "repeatable, for the file of its model. What is not done here is listed first.",
+        "repeatable, for the file of its model. Settings that this package cannot follow are listed "
+        "first.",
         metavar="FILE",
     )
     define: list[str] = flag(
         [],
-        "With --config: a variable that a script gets from outside, or a key's value; repeatable.",
+        "With --config: environment variable of the script, or the value of a key; repeatable.",
         metavar="NAME=VALUE",
     )
     scale_down: int | None = flag(
         None,
-        "With --config: train it in small, on so many ranks at most. Layers, widths, sequences and degrees "
-        "shrink, the form of the layout stays.",
+        "With --config: train a small version of the job on at most this many ranks. Layers, widths, "
+        "sequences and degrees shrink; the form of the layout stays.",
         metavar="RANKS",
         within=Bounds("a number of ranks of at least 1", 1, 1024),
     )
@@ -59,28 +60,35 @@ class LaunchOptions(RunOptions):
     print_command: bool = flag(False, "Print the torchrun command and stop.")
     dry_run: bool = flag(
         False,
-        "Trace the memory of the plan before its ranks start, whatever its estimate; the default where that "
-        "is above 80 % of a device.",
+        "Trace the memory of the plan before its ranks start; the default if the estimate is above 80 % "
+        "of a device's memory.",
     )
-    no_dry_run: bool = flag(False, "Start without tracing memory before.")
+    no_dry_run: bool = flag(False, "Start the ranks without tracing memory first.")
     max_restarts: int = flag(
         0,
-        "Start the job again from its last checkpoint after so many failures, such as a killed rank.",
+        "Restart the job from its last checkpoint after a failure, such as a killed rank, at most this "
+        "many times.",
         within=RESTARTS,
     )
     nnodes: str | None = flag(
         None,
-        "Nodes of the job, on each of which this command is started; a range such as 1:4 lets them come and "
-        "go. Not needed where Slurm, mpirun, Kubernetes or PAI DLC says it.",
+        "Nodes of the job, on each of which this command is started; a range such as 1:4 lets nodes join "
+        "and leave. Not needed under Slurm, mpirun, Kubernetes or PAI DLC.",
         metavar="N",
     )
     node_rank: int | None = flag(
-        None, "Number of this node, from 0 on; without it ranks are numbered as nodes meet.", within=NODE_RANK
+        None,
+        "Number of this node, from 0; unless given, nodes are numbered in the order in which they join.",
+        within=NODE_RANK,
     )
     rdzv_endpoint: str | None = flag(
-        None, "Where the nodes meet: the first one, the same on every node.", metavar="HOST:PORT"
+        None,
+        "Address at which the nodes meet: a port of the first node, the same on every node.",
+        metavar="HOST:PORT",
     )
-    rdzv_id: str | None = flag(None, "Name of the job, for several that meet at one place.", metavar="NAME")
+    rdzv_id: str | None = flag(
+        None, "Name of the job, which tells several jobs at one endpoint apart.", metavar="NAME"
+    )
     rdzv_conf: str | None = flag(
         None, "Settings of torchrun's rendezvous, such as last_call_timeout=5.", metavar="KEY=VALUE,..."
     )
@@ -123,15 +131,15 @@ class TrialOptions:
 
     plans_to_try: int | None = flag(
         None,
-        "Measure up to N plans for a few steps each on this machine, next whichever may be the best by what "
-        "was measured, and train with the one that --objective likes best.",
+        "Measure up to N plans for a few steps each on this machine, then train with the best one by "
+        "--objective. The measurements so far decide which plan is measured next.",
         "--try",
         metavar="N",
         within=Bounds("a number of plans of at least 1", 1),
     )
     try_iters: int | None = flag(
         None,
-        f"With --try: steps of each plan, of which the first warms up; {DEFAULT_ITERS}.",
+        f"With --try: steps of each plan, the first of which is a warm-up; {DEFAULT_ITERS}.",
         within=Bounds(f"at least {FEWEST_ITERS} steps", FEWEST_ITERS, MOST_STEPS),
     )
 

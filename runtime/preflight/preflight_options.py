@@ -25,7 +25,7 @@ class PreflightOptions:
         metavar="|".join(LEVELS),
     )
     replan: bool = flag(
-        False, "Plan with the links that --preflight measure has measured, where the ranks plan themselves."
+        False, "Plan with the bandwidths that --preflight measure found, when the job plans its own layout."
     )
 
     def check(self, plan: str | None) -> None:

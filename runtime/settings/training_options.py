@@ -70,8 +70,8 @@ class TrainingOptions:
     train_iters: int = flag(100, "Optimizer steps to run.", within=STEPS)
     rampup_batch_size: tuple[int, int, int] | None = flag(
         None,
-        "Start the global batch at START sequences and add INCREMENT at even distances, until the plan's is "
-        "reached after SAMPLES sequences; schedules go on counting iterations.",
+        "Start the global batch at START sequences and add INCREMENT at even distances, until the plan's "
+        "is reached after SAMPLES sequences; schedules still count iterations.",
         metavar="START INCREMENT SAMPLES",
     )
     lr: float = flag(6.0e-4, "Peak learning rate.", within=POSITIVE)
@@ -111,8 +111,8 @@ class TrainingOptions:
     )
     muon_scale_mode: str = flag(
         "spectral",
-        f"What Muon scales its update with: {', '.join(MUON_SCALE_MODES)}. PyTorch's match_rms_adamw is "
-        "spectral, its original shape_scaling with a factor of 1.",
+        f"Scale of Muon's update: {', '.join(MUON_SCALE_MODES)}. PyTorch calls spectral match_rms_adamw, "
+        "and shape_scaling with a factor of 1 original.",
     )
     muon_extra_scale_factor: float = flag(
         0.2,
@@ -134,8 +134,8 @@ class TrainingOptions:
     )
     loss_reduction: str = flag(
         "mean",
-        f"What is optimised over the tokens of a batch: {', '.join(LOSS_REDUCTIONS)}. The loss that is "
-        "reported is the mean all the same; the gradient norm is that of what is optimised.",
+        f"Objective over the tokens of a batch: {', '.join(LOSS_REDUCTIONS)}. The reported loss is always "
+        "the mean; the gradient norm is that of the objective.",
     )
     clip_grad: float | None = flag(
         None,
@@ -154,7 +154,9 @@ class TrainingOptions:
         0.0, "Weight of the loss that keeps router logits small.", within=OFF_OR_POSITIVE
     )
     moe_router_load_balancing_type: str = flag(
-        "aux_loss", f"What the balancing loss looks at: {', '.join(LOAD_BALANCING)}."
+        "aux_loss",
+        "Scope of the balancing loss (a microbatch, each sequence, or no such loss): "
+        f"{', '.join(LOAD_BALANCING)}.",
     )
     moe_router_bias_update_rate: float = flag(
         1e-3, "Step of expert biases towards an even load.", within=OFF_OR_POSITIVE
@@ -180,7 +182,9 @@ class TrainingOptions:
     hysteresis: int = flag(2, "Overflows until the loss scale halves.", within=AT_LEAST_1)
     compile: bool = flag(False, "Compile the layers with torch.compile; the default on GPUs.")
     no_compile: bool = flag(False, "Do not compile the layers; the default on CPUs.")
-    attention_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.", within=SHARE)
+    attention_dropout: float = flag(
+        0.0, "Only 0 is allowed, so that a layout does not change the loss.", within=SHARE
+    )
     hidden_dropout: float = flag(0.0, "Only 0: a layout must not change the loss.", within=SHARE)
 
     def check(self) -> None:
@@ -333,7 +337,8 @@ class DataOptions:
     test_data_path: list[str] = flag([], "Data of a test at the end of the run, like --data-path.")
     split: str = flag("969,30,1", "Shares of training, validation and test.")
     allow_data_change: bool = flag(
-        False, "Go on with --load on other data, seed or split than before: at the same count of samples."
+        False,
+        "Let --load continue with other data, another seed or another split, at the same count of samples.",
     )
     tokenizer_type: str | None = flag(
         None, "GPT2BPETokenizer, HuggingFaceTokenizer or ByteTokenizer; used for the default corpus."
@@ -345,10 +350,10 @@ class DataOptions:
     )
     reset_attention_mask: bool = flag(
         False,
-        "Attend within documents only; in a stream of them the end-of-document token ends one.",
+        "Attend within documents only; an end-of-document token ends each document of a stream.",
     )
     reset_position_ids: bool = flag(False, "Count positions from the start of each document.")
-    eod_mask_loss: bool = flag(False, "Do not predict what follows an end-of-document token.")
+    eod_mask_loss: bool = flag(False, "Do not predict the token after an end-of-document token.")
     pack_documents: bool = flag(
         False,
         "Fill samples with whole documents and pad the rest; attention, positions and loss stay within them.",
@@ -404,7 +409,8 @@ class OutputOptions:
         within=AT_LEAST_1,
     )
     exit_on_missing_checkpoint: bool = flag(
-        False, "Do not begin anew where the folder of --load and --save holds no checkpoint."
+        False,
+        "Stop if --load and --save name one folder and it holds no checkpoint, instead of beginning anew.",
     )
     ckpt_step: int | None = flag(
         None,
@@ -418,13 +424,14 @@ class OutputOptions:
     )
     no_load_optim: bool = flag(
         False,
-        "Go on at the iteration of --load with a new optimizer, perhaps another, whose schedules begin anew.",
+        "Continue at the iteration of --load with a new optimizer, perhaps of another kind, whose "
+        "schedules begin anew.",
     )
     no_save_optim: bool = flag(
-        False, "Save weights alone: small checkpoints, that go on with --no-load-optim only."
+        False, "Save only the weights: a small checkpoint, which can be loaded with --no-load-optim only."
     )
     exit_interval: int | None = flag(
-        None, "Stop after the first iteration that this divides.", within=AT_LEAST_1
+        None, "Stop after the first iteration that is a multiple of this number.", within=AT_LEAST_1
     )
     exit_duration_in_mins: float | None = flag(
         None,
@@ -436,10 +443,11 @@ class OutputOptions:
         None, "Folder for metrics.jsonl, the plan, and a folder rank_N of each rank.", metavar="FOLDER"
     )
     no_profile: bool = flag(
-        False, "Do not profile two steps after the warm-up, which tell what a step's time went to."
+        False, "Do not profile the two steps after the warm-up, which show the parts of a step's time."
     )
     no_history: bool = flag(
-        False, "Do not keep what was measured in this user's history, from which `planner calibrate` learns."
+        False,
+        "Do not keep this run's measurements in the user's history, from which `planner calibrate` learns.",
     )
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard event files.", metavar="FOLDER")
     wandb_project: str | None = flag(None, "Project of Weights & Biases that keeps the run.", metavar="NAME")
