@@ -389,7 +389,7 @@ def fp8_conflict(precision: str, recipe: str, gathers: bool) -> str | None:
     """The contradiction between a layout's fp8 fields, in words, or None."""
     if recipe != "default" and precision != "fp8":
         return f"fp8_recipe {recipe} needs precision fp8, not {precision}"
-    if gathers and recipe not in GATHERS_FP8:
+    if gathers and recipe not in ("default", *GATHERS_FP8):
         return f"fp8_param_gather needs fp8_recipe {' or '.join(GATHERS_FP8)}, not {recipe}"
     return None
 

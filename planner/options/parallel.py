@@ -185,7 +185,7 @@ class ParallelOptions(AcceptedFlags):
         "mxfp8 is --mxfp8.",
         values=lambda: (*get_args(Fp8Recipe)[1:], "mxfp8"),
     )
-    fp8_param_gather: bool = flag(False, "ZeRO gathers weights in fp8; of --fp8-recipe tensorwise.")
+    fp8_param_gather: bool = flag(False, "ZeRO gathers weights in fp8, if their scales are tensorwise.")
     mxfp8: bool = flag(False, "GEMMs of the layers in MXFP8 (one scale per 32 values); Blackwell only.")
     nvfp4: bool = flag(False, "GEMMs of the layers in NVFP4 (one scale per 16 values); Blackwell only.")
     expert_halves: bool = flag(

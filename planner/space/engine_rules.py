@@ -11,7 +11,7 @@ from costmodels.errors import InputError
 from costmodels.spec.abilities import ZERO_STAGES
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Precision
-from costmodels.spec.layout import fp8_conflict
+from costmodels.spec.layout import GATHERS_FP8, fp8_conflict
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import ALL_TO_ALL, BLOCK, RING, Bools, Ints, LayoutTable, code_of, value_of
 from planner.inputs.choice import Choice
@@ -94,6 +94,9 @@ def check_formats(engine: Engine, precision: Precision, pins: Pins) -> None:
             raise InputError(
                 f"pin {name}: engine {engine.name} is priced without it; leave it out ({COMMAND})"
             )
+    usual = next(iter(able), "default") if recipe == "default" else recipe
+    if gathers and usual not in GATHERS_FP8:
+        raise InputError(f"pin fp8_param_gather needs fp8_recipe {' or '.join(GATHERS_FP8)}, not {usual}")
 
 
 def engine_rules(engine: Engine, precision: str) -> tuple[Rule, ...]:

@@ -47,7 +47,12 @@ def estimate(text: str, engine: str = "bundled") -> Estimate:
         ),
         ("bundled", "fp8", {"fp8_recipe": "delayed"}, "bundled has tensorwise, rowwise, rowwise_with_gw_hp"),
         ("megatron", "fp8", {"fp8_recipe": "rowwise"}, "megatron has delayed, tensorwise, blockwise"),
-        ("bundled", "fp8", {"fp8_param_gather": True}, "needs fp8_recipe tensorwise, not default"),
+        (
+            "bundled",
+            "fp8",
+            {"fp8_recipe": "rowwise", "fp8_param_gather": True},
+            "needs fp8_recipe tensorwise, not rowwise",
+        ),
         (
             "megatron",
             "fp8",
@@ -73,6 +78,8 @@ def test_layouts_hold_what_is_asked_for() -> None:
     found = plan(fp8_recipe="tensorwise", fp8_param_gather=True).layout
     assert (found.precision, found.fp8_recipe, found.gathers_fp8) == ("fp8", "tensorwise", True)
     assert "fp8_recipe=tensorwise fp8_param_gather" in found.describe()
+    usual = plan(fp8_param_gather=True).layout
+    assert (usual.fp8_recipe, usual.gathers_fp8) == ("default", True)
     with pytest.raises(ValueError, match="needs precision fp8"):
         Layout(layers_per_stage=(2,), global_batch_size=1, fp8_recipe="tensorwise")
 
