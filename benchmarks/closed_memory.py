@@ -9,7 +9,7 @@ what is not there.
 Legal layouts are drawn from the searches of some jobs, whether they fit or not. Compared are bytes of tensors
 on the fullest pipeline rank, of the two that are the fullest by closed forms.
 
-Decisions are those at limits between 80 and 120 % of what a layout takes, all of them equally likely.
+Decisions are counted at memory limits between 80 and 120 % of the bytes of a layout, all equally likely.
 Admitted are layouts whose upper end fits and whose dry run does not; rejected are those the other way round.
 """
 

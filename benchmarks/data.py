@@ -145,7 +145,7 @@ def _one_thread() -> None:
 
 
 def main() -> None:
-    """Measure and print; the exit code tells whether preparing is fast enough."""
+    """Measure and print; exit code 1 if preparing is too slow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=1000.0, help="text to prepare")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, os.cpu_count() or 1])

@@ -233,7 +233,7 @@ def main() -> None:
         f"{split} split backward"
     )
     top = sum(one.near_the_top for one in found)
-    out.print(f"{top} of {len(found)} are in the top {100 * NEAR_THE_TOP:.0f} % of what fits")
+    out.print(f"{top} of {len(found)} are in the top {100 * NEAR_THE_TOP:.0f} % of the layouts that fit")
 
 
 def _points_text(one: Ranked) -> str:

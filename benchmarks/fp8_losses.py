@@ -29,7 +29,7 @@ JOBS = {
     "fp8 ZeRO 3": "precision=fp8,dp=2,zero=3",
     "rowwise": "precision=fp8,fp8_recipe=rowwise",
 }
-"""Layouts by what the columns are called; the first one is what the others are compared with."""
+"""Layouts by the names of columns; the others are compared with the first one."""
 
 EVERY = 10
 """Steps from one row to the next."""
@@ -41,7 +41,7 @@ app = typer.Typer(add_completion=False)
 def fp8_losses(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
 ) -> None:
-    """Train in each format; print losses and how far they are from those in bf16."""
+    """Train in each format; print losses and their differences from those in bf16."""
     found: dict[str, Training] = {}
     pool = WorkerPool(2)
     for name, text in JOBS.items():

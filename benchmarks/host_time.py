@@ -5,9 +5,9 @@ fast GPU, small models wait for the host. Models of two depths train the same mi
 their times is the time of the additional layers. Only processor time of the training thread counts, without
 waiting for other ranks and without other programs.
 
-Beside each layout stands plain PyTorch around the same layers: a loop with autocast on one rank, DDP for ZeRO
-0, and FSDP2 for ZeRO 1 to 3. Tensor parallelism is PyTorch's own. Compiled, the loop and DDP have one graph
-for the whole model, FSDP2 and tensor parallelism one for each layer, as usual for each of them.
+Each layout is compared with plain PyTorch around the same layers: a loop with autocast on one rank, DDP for
+ZeRO 0, and FSDP2 for ZeRO 1 to 3. Tensor parallelism is PyTorch's own. Compiled, the loop and DDP have one
+graph for the whole model, FSDP2 and tensor parallelism one for each layer, as usual for each of them.
 """
 
 from __future__ import annotations

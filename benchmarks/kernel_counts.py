@@ -78,7 +78,7 @@ CAST = ("element-wise and sums", "casts to 8 bits")
 """Kinds of which casts make more than bf16 has: a kernel that casts often does element-wise work besides."""
 
 BEYOND = "the two beyond bf16"
-"""The row of what `CAST` have more than in bf16."""
+"""The row of additional kernels of `CAST` compared with bf16."""
 
 FREE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "resize", "set_"}
 """Operators, besides views, that start no kernel."""

@@ -194,7 +194,7 @@ def main() -> int:
     told = [one for one in taken if one.published is not None]
     right = sum(one.is_right for one in taken)
     print(
-        f"\n{len(found)} models: {right} of {len(taken)} read within 0.1 %, {len(told)} of them by what is "
+        f"\n{len(found)} models: {right} of {len(taken)} read within 0.1 %, {len(told)} of them as "
         f"published, {len(found) - len(taken)} refused"
     )
     return int(right < len(taken))

@@ -123,7 +123,7 @@ def _process(command: list[str]) -> tuple[float, float, float, float]:
 
 
 def _run(command: list[str], environment: dict[str, str]) -> tuple[float, float, str]:
-    """Seconds of a command by the clock and on the processor, and what it prints."""
+    """Seconds of a command by the clock and on the processor, and its output."""
     started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         command,

@@ -189,7 +189,7 @@ def _print_command(plan: Plan, job: Job) -> None:
 
 
 def _tries(plans: Sequence[Plan], trial: TrialOptions, job: Job, warm: WarmRanks | None) -> TrialSeries:
-    """The trials that say which of `plans` is best on this machine."""
+    """The trials that find the best of `plans` on this machine."""
     try:
         return best_plan(plans, trial.iterations, job, warm, trial.plans_to_try)
     except JobStopped as stop:

@@ -50,7 +50,7 @@ class Line:
 
 
 class Screen:
-    """Standard output, as Rich knows it."""
+    """Standard output as a console of the library Rich."""
 
     @cached_property
     def console(self) -> Console:

@@ -51,7 +51,7 @@ def main() -> None:
     first = gc.isenabled() and not gc.get_freeze_count()
     if first:
         gc.disable()
-    # Of what is installed beside it nothing has a say in its records, and to look for that takes a while.
+    # No other installed package changes its records, and a search for plugins takes a while.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     plans = bool(sys.argv[1:]) and sys.argv[1] in PLANNING
     if plans:

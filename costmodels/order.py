@@ -127,5 +127,5 @@ def chance_of(apart: Floats) -> Floats:
 
 
 def apart_at(chance: float) -> float:
-    """The distance in widths at which `chance_of` is `chance`."""
+    """The distance, in widths, for which `chance_of` returns `chance`."""
     return math.tan(math.pi * (0.5 - chance))

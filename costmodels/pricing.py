@@ -174,8 +174,8 @@ def step_time(
     """Seconds of one step of each row, as `price` has them, in about half of its time.
 
     Args:
-        rows: those that are asked for; all unless given.
-        without: a function that says for which rows of a table the data-parallel exchange is left out.
+        rows: rows to price; all unless given.
+        without: a function that returns the mask of rows whose data-parallel exchange is left out.
     """
     if not cluster.parts:
         engine = engine.for_device(cluster.device)

@@ -126,7 +126,8 @@ def _found(problem: Problem) -> _Found:
 
 
 def _wordless(model: ModelSpec) -> str | None:
-    """The first part of a model that Megatron-LM does not support, and why; None where it has all."""
+    """The first part of a model that Megatron-LM does not support, with the reason; None if it supports
+    all."""
     # Only questions that fit here come so far: others do without the reader of Megatron-LM's flags.
     from planner.formats.megatron.layers import BECAUSE
     from planner.formats.writing.model_words import usual_part

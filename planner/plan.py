@@ -72,7 +72,7 @@ class Plan(Record):
     reason: str
     """The reason for the place of this layout in the ranking, against its nearest rival."""
     objective: Objective = "throughput"
-    """The objective of the ranking; `throughput` in files from before plans named it."""
+    """The objective of the ranking; `throughput` for old files without this field."""
     preference: Preference = FASTEST
     """The choice among plans within the estimate's error of each other; empty in files without it."""
     considered: CountOrZero

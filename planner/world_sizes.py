@@ -113,7 +113,7 @@ class Sizes:
 
     @cached_property
     def recommendation(self) -> Recommendation | None:
-        """The size to take, and why; None where nothing fits.
+        """The recommended size, with the reason; None if nothing fits.
 
         With a deadline it is the cheapest size in time; with a budget the fastest affordable size; without
         either the knee of days against cost; an objective other than throughput decides in their place.

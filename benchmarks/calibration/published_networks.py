@@ -10,10 +10,11 @@ from costmodels.spec.hardware import Collective, MeasuredCollective
 
 NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
 PRINTED = re.compile(f"AR/AG/RS={NUMBER}/{NUMBER}/{NUMBER}")
-"""GB/s of an all-reduce, an all-gather and a reduce-scatter among all devices of the job."""
+"""Pattern of notes with the GB/s of an all-reduce, an all-gather and a reduce-scatter among all devices of
+the job."""
 
 CARD = re.compile(rf"\bIB {NUMBER} Gb/s")
-"""Gigabits per second of a device's network card."""
+"""Pattern of notes with the gigabits per second of a device's network card."""
 
 KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 

@@ -18,7 +18,7 @@ from costmodels.spec.table import Floats, LayoutTable
 from costmodels.time.uncertainty import causes
 
 COVERAGE = 0.84
-"""Share of the rows which the range covers, each weighed by its recipe."""
+"""Share of the rows that the range must cover; rows are weighted by their recipe."""
 
 STARTS = {"base": 0.08, "narrow": 0.05, "experts": 0.2, "network": 0.03, "launch": 0.3, "bubble": 0.05}
 """Fitted fields of `Spread` and their values before the fit."""

@@ -491,7 +491,7 @@ def output_gradient_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
     dense = (inputs * model.ffn / tp + model.hidden) * t * (model.moe_layers < model.layers)
     shared = inputs * model.shared_expert_ffn / tp + model.hidden * bool(model.shared_expert_ffn)
     experts = (inputs * model.expert_ffn / table.expert_tensor_parallel + model.hidden) * rows
-    # The gradients of both sums of the residual stream and of what they add wait too.
+    # The gradients of both sums of the residual stream and of their addends wait too.
     residual = 2 * t * model.hidden / np.where(table.sequence_parallel, tp, 1)
     width = t * (queries / tp + key_value_width(model, table) + model.hidden) + residual
     result: Floats = e * (width + np.maximum(dense, experts + shared * t))

@@ -109,7 +109,7 @@ def model_states(
         for state, per in zip(states, every, strict=True):
             state += per[:, None] * experts
     if table.fp8_param_gather:
-        # One byte less of what is gathered of layers, and stays.
+        # Gathered layers take one byte less, and stay.
         narrow = table.gathers_fp8 & ~sharded_parameter_rows(table)
         states[0] = states[0] - narrow[:, None] * (shared - end_parameters(sizes, ranks))
     if casts := engine.memory_policy(table.precision).layer_casts:

@@ -89,8 +89,8 @@ class Placement:
 
     @cached_property
     def outside(self) -> Floats | float:
-        """Bytes per second of a ring on the network: the ring leaves a block through the network shares of
-        its ranks there."""
+        """Bytes per second of a ring on the network: a ring leaves a block through the network shares of its
+        ranks in the block."""
         result: Floats | float = np.inf
         for tier in range(self.home + 1, len(self.tiers)):
             local, blocks = self.spans[tier - 1]

@@ -91,11 +91,11 @@ class SendOrder:
                 todo.append(((rank, number - 1), (rank, number)))
 
     def first_done(self, receives: Iterable[Place], before: Place) -> Place | None:
-        """The receive that completes first, among the sends under way, where a rank waits for one of them
-        `before` its next send.
+        """The receive that completes first when a rank waits, `before` its next send, for one of its
+        outstanding sends.
 
-        It is the first one that already comes before that send, else the first one that can; None where none
-        can. The send follows it from now on. This is `_add_wait_send_budget` of
+        It is the first receive that is already ordered before the next send, else the first one that can be;
+        None if none can. From then on the next send is ordered after it. This is `_add_wait_send_budget` of
         `torch.distributed.pipelining.schedules`.
         """
         able = None

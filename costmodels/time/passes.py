@@ -262,8 +262,8 @@ class _Unit:
         if not tp.placement.tells_calls:
             gather = gather + step
             return _Pair(work.gathers_forward * gather, work.gathers_backward * gather)
-        # Calls that were measured each have a rate and a latency of their own. Half of what sequence
-        # parallelism does in a pass gathers, half scatters, and layer inputs are gathered once more.
+        # Calls that were measured each have a rate and a latency of their own. Half of sequence
+        # parallelism's work in a pass gathers, half scatters, and layer inputs are gathered once more.
         scatter = shown * reduce_scatter(tp, work.sequence_bytes) + step
         half_sum = shown * all_reduce(tp, work.sequence_bytes) / 2 + step
         gather, split = gather + step, self.table.sequence_parallel

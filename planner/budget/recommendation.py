@@ -29,7 +29,7 @@ Best = Callable[[Collection[int]], int]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The size to take, and why."""
+    """The recommended size, with the reason."""
 
     world_size: int
     rule: Rule

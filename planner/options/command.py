@@ -75,7 +75,7 @@ def add(
     kind: type[TyperCommand] = Command,
     examples: Sequence[str] = (),
 ) -> None:
-    """Make a command of a function; its help ends with `examples` and with what `flag_groups` noted."""
+    """Make a command of a function; its help ends with `examples` and with the notes of `flag_groups`."""
     shown = epilog_section("Examples", "\n".join(examples)) if examples else ""
     epilog = "\n\n".join(filter(None, [getattr(function, "epilog", ""), shown]))
     # Its first sentence, whole: a list of commands would cut it.

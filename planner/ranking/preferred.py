@@ -75,7 +75,7 @@ def preferred_first(problem: Problem, space: Space, found: Fit, floor: Floor, ra
 
 
 def _simplest_of_all(choice: _Choice, ranked: Ranked) -> tuple[Ranked, int, float]:
-    """The simplest layout of a ranking, of its tail, and of what is solved: its place and its points."""
+    """Place and points of the simplest layout among the ranking, its tail, and the solved rows."""
     ranked, place, points = _simplest(choice, ranked)
     solved = choice.solved(points)
     if solved is not None:

@@ -76,7 +76,7 @@ class Worth:
 def in_rounds(
     pace: Floats, worth: Worth, first: int, solve: Callable[[Ints, Worth], Prices | None]
 ) -> list[Prices]:
-    """Prices of what is solved for rows in the order of their pace, as long as they could be worth it.
+    """Prices of the solved variants of rows, in the order of their pace, as long as they could be worth it.
 
     Args:
         pace: the slowness of each row at least, [n].

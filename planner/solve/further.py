@@ -153,7 +153,7 @@ def _largest(problem: Problem, space: Space, found: Fit, usual: Ints) -> int:
             *where, with_most_recompute(problem.model, problem.engine, table.take(rows), kinds)
         )
         if not (held <= problem.cluster.memory_bytes).any():
-            # The fewest microbatches hold no less than half of what the most do.
+            # The fewest microbatches hold no less than half of the bytes of the most.
             return min(most, 2 * int(size))
     return most
 

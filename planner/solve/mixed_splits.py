@@ -257,10 +257,10 @@ def _evened(some: Pipelines, count: Ints, limit: Ints, front: bool) -> Ints:
 
 
 def with_layers(table: LayoutTable, row: Ints, layers: Ints) -> LayoutTable:
-    """Rows of a table with other layers on their ranks.
+    """Rows of a table with changed numbers of layers on their ranks.
 
     Args:
-        row: row of each result.
+        row: index in the table of each row of the result.
         layers: layers of each rank, [results, ranks]; 0 for ranks that a row does not have.
     """
     part = table.take(row)

@@ -30,7 +30,7 @@ def least_pace(problem: Problem, space: Space, floor: Floor, worth: Worth) -> Fl
     pace = np.full(len(table), np.inf)
     rows = floor.rows_below(np.flatnonzero(within), worth.last)
     if len(rows):
-        # Copies of what ZeRO splits change the exchange alone.
+        # Copies of ZeRO's shards change the exchange alone.
         seconds = step_time(*where, table, rows, may_have_copies)
         # Layers that recompute move fewer bytes to the host.
         offloads = table.column("offload_activations", rows)

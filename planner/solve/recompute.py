@@ -89,7 +89,7 @@ def least_recompute(
         fewer: a step may have fewer microbatches.
     """
     table = space.table
-    # Of what moves activations to the host, layouts that fit may be faster where they recompute instead.
+    # With activations moved to the host, layouts that fit may be faster where they recompute instead.
     bases = np.flatnonzero(found.states & (~found.rows | table.offload_activations))
     bases = bases[table.column("recompute", bases) == NONE]
     if not len(bases) or not {"selective", "full"} & set(kinds):

@@ -37,7 +37,8 @@ def hybrid_candidates(prices: Prices, worth: Worth) -> Ints:
 
 
 def may_have_copies(table: LayoutTable) -> Bools:
-    """Rows with something that ZeRO splits among ranks enough for two copies of two ranks each, [n]."""
+    """Mask of rows in which ZeRO splits states among at least four ranks, enough for two copies of two ranks
+    each, [n]."""
     result: Bools = (table.zero_stage > 0) & (table.zero_replicas == 1) & (table.replicas >= 4)
     return result
 

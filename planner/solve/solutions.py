@@ -99,14 +99,14 @@ def _worth_beside(objective: Objective, others: Sequence[Prices], parts: Sequenc
 
 
 def worth_among(objective: Objective, parts: Sequence[Prices], places: int = FIRST) -> Worth:
-    """A test if rows with given seconds would be among the first of all `parts`."""
+    """A function that tests whether rows with given seconds would be among the first rows of all `parts`."""
     each = (slowness(objective, some.table.global_batch_size, some.step_time_s) for some in parts)
     return Worth.among(objective, np.concatenate([*each, np.zeros(0)]), places)
 
 
 def worth_of_further(objective: Objective, parts: Sequence[Prices]) -> Worth:
-    """A test if rows would be among the first `FURTHER` of all `parts`, or before the last if there are
-    fewer."""
+    """A function that tests whether rows would be among the first `FURTHER` rows of all `parts`, or before
+    the last one if there are fewer."""
     count = sum(len(some) for some in parts)
     return worth_among(objective, parts, max(1, min(FURTHER, count)))
 

@@ -1,5 +1,5 @@
-"""Layers of stages that an engine divides itself, given how many fewer the first and the last stage have.
-torchtitan divides layers in this way (`pipeline_parallel_layers_per_stage`,
+"""Layers of stages for an engine that divides layers itself, given the reduction in the first and the last
+stage. torchtitan divides layers in this way (`pipeline_parallel_layers_per_stage`,
 `pipeline_parallel_first_stage_less_layers` and `pipeline_parallel_last_stage_less_layers`, release 0.3.0).
 """
 

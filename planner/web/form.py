@@ -11,7 +11,7 @@ from planner.service.commands import targets
 from planner.service.fields import PRECISIONS, Field, fields
 
 SCRIPT = "script"
-"""Name of the field that only the page has: the form in which the plan is written."""
+"""Name of a field that only the page has: the file format in which the plan is written."""
 
 MAIN = {
     "Model": {

@@ -1,4 +1,4 @@
-"""The layouts that show most of the differences between a model's layouts, and models small enough to run."""
+"""Choice of the layouts to measure, which differ most from each other, and of models small enough to run."""
 
 from __future__ import annotations
 

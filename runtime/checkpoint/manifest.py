@@ -130,7 +130,7 @@ def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def verify(folder: str | Path) -> Manifest:
-    """Read all files of the checkpoint in `folder` and compare them with what was saved.
+    """Read all files of the checkpoint in `folder` and compare them with the saved checksums.
 
     It needs no process group, and none of the files is unpickled.
 

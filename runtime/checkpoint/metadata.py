@@ -256,7 +256,7 @@ class _Parser:
     def _make(self) -> None:
         of, arguments = self._popped(2)
         if type(of) is not _Name or type(arguments) is not tuple:
-            raise _Malformed("it makes something of what is no class")
+            raise _Malformed("it makes an object of something that is no class")
         self.stack.append(_Object(of, arguments))
 
     def _build(self) -> None:

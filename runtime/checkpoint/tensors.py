@@ -38,7 +38,7 @@ def run_contents(
 
 
 def stored_tensors(trainer: Trainer, spec: ModelSpec, with_optimizer: bool = True) -> dict[str, Tensor]:
-    """This rank's part of what a checkpoint stores, sharing memory with the state where it can."""
+    """This rank's part of the state in a checkpoint, sharing memory with the live state if possible."""
     tensors = _weights(trainer) | (trainer.optimizer.rule.states() if with_optimizer else {})
     return {name: tensor for name, tensor in tensors.items() if _stored_name(name, spec) == name}
 

@@ -82,7 +82,7 @@ class PackedDataset:
         return row
 
     def starts(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Position in its sample at which the document of each token begins, int64[len(positions), seq + 1].
+        """Start of the document of each token, as a position in the sample, int64[len(positions), seq + 1].
 
         Padding belongs to no document: each of its tokens stands alone.
         """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Summary:
-    """The prefix of the files (the first of several), and counts of what has been written.
+    """The prefix of the files (the first of several), and counts of written documents and tokens.
 
     `documents` and `tokens` count all files. `bytes_read` are bytes of text, and `bytes_taken` bytes of their
     files, which may be compressed.

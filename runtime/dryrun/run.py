@@ -159,7 +159,7 @@ def dry_rank(
             return tracker.course()
 
         def run(model: ModelSpec, split: Layout) -> Course:
-            # Copies in host memory come and go by what microbatches before have left there.
+            # Copies in host memory depend on those that earlier microbatches left there.
             repeats = split.pipeline_parallel > 1 and split.schedule not in SPLIT_BACKWARD
             if repeats and not (whole or split.offload_activations):
                 with suppress(UnlikePassesError):

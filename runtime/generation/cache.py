@@ -110,7 +110,7 @@ class _States:
         self.tails, self.state = {}, None
 
     def mix(self, name: str, projected_BSI: Tensor) -> Tensor:
-        """Replacement of `DeltaInputs.mixed`: [B, S, I]."""
+        """The result of `DeltaInputs.mixed`, computed with the cache: [B, S, I]."""
         before = self.inputs.weight(f"{name}_conv").shape[1] - 1
         if self.cache.at is None:
             seen_BSI = F.pad(projected_BSI, (0, 0, before, 0))

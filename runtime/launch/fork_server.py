@@ -76,7 +76,7 @@ def main() -> NoReturn:
     gc.enable()
     code = run(job.ranks, job.arguments)
     flush()
-    # Extensions below PyTorch complain of what is never freed, and to free all takes a while.
+    # Extensions below PyTorch complain of memory that is never freed, and to free all takes a while.
     os._exit(code)
 
 

@@ -78,8 +78,9 @@ def _chunks_apart(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, chunk: int) ->
 
 
 class _Reaching(torch.autograd.Function):
-    """Attention with a window and sinks. A sink is a further column of scores with a zero value. So backward
-    uses the kernels' backward with the log-sum-exp and the result of all columns."""
+    """Attention with a window and sinks. A sink is an additional column of scores whose value is zero.
+    Backward therefore calls the kernels' backward with the log-sum-exp and the result of all columns,
+    including sinks."""
 
     @staticmethod
     def forward(

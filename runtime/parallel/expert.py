@@ -8,7 +8,7 @@ load; backward sends the same:
 
     ep    etp   forward
     > 1   1     2 k T D (ep - 1) / ep: tokens to experts, and results back
-    > 1   > 1   besides, (etp - 1) of what arrives, k T D, to each other rank of an expert: 2 (etp - 1) k T D
+    > 1   > 1   besides, (etp - 1) of the arrivals, k T D, to each other rank of an expert: 2 (etp - 1) k T D
     1     > 1   2 (etp - 1) T D: tokens before they are sorted, and summed results back
 """
 

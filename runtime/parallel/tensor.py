@@ -219,7 +219,7 @@ def _split_columns(linear: nn.Linear, region: _Region, sharers: dist.ProcessGrou
     _distribute(linear, "bias", Shard(0), region)
     linear.sharers = 1 if sharers is None else sharers.size()  # type: ignore[assignment]
     if isinstance(linear, AdaptedLinear):
-        # Each rank's gradient of what all hold is that of its outputs, or of its inputs.
+        # Each rank's gradient of a shared tensor is that of its outputs, or of its inputs.
         _distribute(linear, DOWN, Replicate(), region)
         _distribute(linear, UP, Shard(0), region)
 

@@ -187,7 +187,7 @@ def _on_host(step: Event, events: Sequence[Event]) -> Iterator[tuple[str, float]
     # Of two events that begin together the longer one calls the other.
     own.sort(key=lambda e: (e.start_ns, -e.end_ns))
     open_events: list[tuple[int, str]] = []
-    """Ends and kinds of what encloses the present moment; the kind is empty where it is Python."""
+    """Ends and kinds of the intervals around the present moment; the kind of Python code is empty."""
     now = step.start_ns
     for event in [*own, Event("", step.end_ns, step.end_ns)]:
         while open_events and open_events[-1][0] <= event.start_ns:

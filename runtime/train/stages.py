@@ -70,7 +70,7 @@ def build_stage(spec: ModelSpec, layout: Layout, grid: Grid, index: int, compile
             if isinstance(block.mlp, MixtureOfExperts):
                 block.mlp.is_whole = _is_whole(block.mlp, spec, number, layout, grid)
     in_two = compiles_in_two(layout)
-    # torch.compile takes checkpoints into its graphs, but none of what cannot be one graph.
+    # torch.compile takes checkpoints into its graphs, but none of code that cannot be one graph.
     around = [
         block
         for block in stage.blocks

@@ -105,7 +105,8 @@ def network_variables(environment: Environment, address: str) -> dict[str, str]:
 
 
 def _is_joined(environment: Environment) -> bool:
-    """Return whether the ranks in the variables of torchrun, or of the user, are the whole job.
+    """Return whether the ranks given by the environment variables of torchrun, or of the user, are the whole
+    job.
 
     Several torchruns that found each other are one job. A torchrun that found no others may have lost them,
     but only if it had to look for others.

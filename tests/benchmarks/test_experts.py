@@ -49,6 +49,6 @@ def test_it_prints_a_table_and_json(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["experts", "--rows", "korthikanti-530b", *words])
         experts.main()
     text, _, rest = capsys.readouterr().out.partition("[\n")
-    assert "1 of 1 are in the top 5 % of what fits" in text
+    assert "1 of 1 are in the top 5 % of the layouts that fit" in text
     (row,) = json.loads("[" + rest)
     assert row["model"] == "korthikanti-530b" and row["place"] == 1

@@ -101,7 +101,7 @@ def test_who_waits_for_more_than_a_second_is_told_for_what(
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """All commands by what is typed for them."""
+    """All commands by the words that are typed for them."""
     if not hasattr(group, "commands"):
         return {" ".join(path): group}
     found: dict[str, Any] = {}

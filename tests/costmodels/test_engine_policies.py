@@ -71,7 +71,7 @@ def test_an_fp8_recipe_keeps_inputs_of_products_in_8_bits(
         return float(unit_sizes(llama, engine("megatron"), table).dense_activations[0])
 
     # A byte less of the inputs of queries, keys and values, of the MLP's first half and of its second; one
-    # more of what attention gives, which attention keeps in 16 bits.
+    # more of the result of attention, which attention keeps in 16 bits.
     saved = llama.seq * (llama.hidden + llama.hidden + llama.ffn - llama.q_size)
     assert kept("bf16") - kept("fp8") == pytest.approx(saved)
 

@@ -207,7 +207,7 @@ def test_context_parallel_forms_move_what_their_papers_say(llama, prompt, engine
 
 
 def test_copies_of_shards_gather_among_neighbours(gpt, prompt, engine, layout):
-    """Shards in a node, and a sum over the eight nodes of what each device holds of the gradients."""
+    """Shards in a node, and a sum over the eight nodes of each device's part of the gradients."""
     plain = engine("megatron", overlap_data_parallel=0.0, network_efficiency=1.0)
     one = layout(gpt, dp=64, zero=3, zero_replicas=8)
     found = seconds(gpt, prompt, plain, one).data_parallel

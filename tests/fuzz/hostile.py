@@ -168,7 +168,7 @@ def _changed(name: str, files: Mapping[str, bytes], change: Mapping[str, bytes |
 
 
 def _metadata(valid: bytes, canary: Path) -> Iterator[tuple[str, bytes]]:
-    """Files of metadata by what is wrong with them."""
+    """Files of metadata by their fault."""
     for module, name in CALLS:
         made = call(module, name, canary)
         for protocol in (0, 2, 4, 5):

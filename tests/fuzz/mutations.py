@@ -88,7 +88,7 @@ def huge_field(data: bytes, source: random.Random) -> bytes:
 
 
 def text_number(data: bytes, source: random.Random) -> bytes:
-    """A number in a text replaced by what is none, or is too large."""
+    """A number in a text replaced by a text that is none, or is too large."""
     found = list(_NUMBER.finditer(data))
     if not found:
         return flip_bits(data, source)

@@ -173,7 +173,7 @@ def with_one_turn(table: LayoutTable) -> LayoutTable:
 
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
-# Memory is short by what the last layer recomputes beside the loss.
+# Memory is short by the bytes that the last layer recomputes beside the loss.
 @example(layers=2, heads=(3, 1), seq=64, vocab=100, job=(4, {}), size=3, maximum=True, share=0.0)
 @given(
     layers=st.integers(1, 4),
@@ -197,7 +197,7 @@ def test_the_search_finds_what_brute_force_finds(
 ) -> None:
     """Brute force and the search count the same layouts, and find the same speed on a device of any size.
 
-    Of recomputation every alternative is tried. Unequal stages, CUDA graphs and copies of what ZeRO splits,
+    Of recomputation every alternative is tried. Unequal stages, CUDA graphs and copies of ZeRO's shards,
     which the search may find to be faster, are left to tests of their own.
     """
     world, experts = job

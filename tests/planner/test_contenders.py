@@ -37,7 +37,7 @@ def test_no_layout_beats_the_floor_of_its_space(model, job):
     where, space = (problem.model, problem.cluster, problem.engine), problem.space()
     prices = price(*where, space.table)
     least = floor_of(*where, space, problem.objective).of(np.arange(len(prices)))
-    # Copies of what ZeRO splits may spare the exchange.
+    # Copies of ZeRO's shards may spare the exchange.
     seconds = prices.step_time_s - prices.time["data_parallel"]
     paces = slowness(problem.objective, space.table.global_batch_size, seconds)
     assert (least <= paces).all()

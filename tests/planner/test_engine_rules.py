@@ -227,7 +227,7 @@ RECOMPUTATIONS = {
     for name in engine_names()
     for runs in [load_engine(name).runs]
 }
-"""An engine for each set of what engines recompute."""
+"""An engine for each set of modules that engines recompute."""
 
 
 @pytest.mark.parametrize("name", RECOMPUTATIONS.values())

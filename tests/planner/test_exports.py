@@ -252,7 +252,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "indexer": {"heads": 8, "head_dim": 64, "top_k": 256},
     },
 }
-"""Forms of models, by what is unusual about them."""
+"""Forms of models, by their unusual feature."""
 
 EXPERT_FEATURES: dict[str, dict[str, Any]] = {
     "dense layers": {"dense_layers": 3},

@@ -516,7 +516,7 @@ def listed(text: str) -> list[int]:
 
 
 def test_windows_sinks_and_layers_without_positions_are_megatrons() -> None:
-    """Flags by what Megatron-LM does with them (core/transformer/utils.py, `is_layer_window_attention`)."""
+    """Flags by Megatron-LM's use of them (core/transformer/utils.py, `is_layer_window_attention`)."""
     flags = megatrons(WINDOWS)
     left, right = map(int, flags["--window-size"].split(","))
     seen = [position for position in range(2048) if 1000 - left <= position <= 1000 + right]

@@ -62,7 +62,7 @@ def said(message: str, typed: str) -> str:
             "pin recompute=full, but the closest has recompute=none",
             "--recompute-granularity full, but the closest has recompute=none",
         ),
-        # Plans and rules name degrees by what stands before an equals sign, and files name their own fields.
+        # Plans and rules name degrees by the word before an equals sign, and files name their own fields.
         ("--tp 2", "the closest, tp=2 pp=1, needs 9 GiB", "the closest, tp=2 pp=1, needs 9 GiB"),
         (
             "--world-size 8",

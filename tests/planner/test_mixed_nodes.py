@@ -44,7 +44,7 @@ PLAIN: Pins = {
     "recompute_num_layers": 1,
     "zero_replicas": 1,
 }
-"""Pins of what brute force leaves out."""
+"""Pins of the fields that brute force leaves out."""
 
 KINDS = [("a100-80g", "v100-32g"), ("v100-32g", "a100-80g"), ("h100", "v100-32g"), ("h100", "a100-80g")]
 

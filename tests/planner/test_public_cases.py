@@ -182,7 +182,7 @@ CASES: Mapping[str, tuple[dict[str, Any], Callable[[Read], object]]] = {
         lambda r: r.legal is None and set(r.unknown) == {"--deepspeed", "--sequence_parallel_size"},
     ),
 }  # fmt: skip
-"""Cases by the name of a file: what is given besides it, and what holds of what is read."""
+"""Cases by the name of a file: the other inputs, and conditions on the result."""
 
 
 @pytest.mark.parametrize("name", CASES)

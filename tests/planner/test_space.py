@@ -1,4 +1,4 @@
-"""The space of layouts against plain loops, and the account of what was removed."""
+"""The space of layouts against plain loops, and the account of removed layouts."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_an_asynchronous_save_holds_what_was_when_it_began(pool: WorkerPool, tmp
     for went_on, resumed, _, said in ranks:
         assert resumed == went_on
         assert said == [f"saved checkpoint {tmp_path / 'iter_0000002'}"]
-    # The ranks share the work also of what both hold: nothing is copied twice.
+    # The ranks share the work also of tensors that both hold: nothing is copied twice.
     copied = sum(copied for _, _, copied, _ in ranks)
     numbers = 3 * (SMALL.parameters + (SMALL.padded_vocab(1) - SMALL.vocab) * 2 * SMALL.hidden)
     assert 4 * numbers <= copied < 4 * numbers + 2 * 30 * ALIGNMENT

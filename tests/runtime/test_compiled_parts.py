@@ -36,7 +36,7 @@ def last_block(name: str, is_whole: bool = False) -> Block:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Functions that are given to a compiler, or kept from it, by the class and name of what they were."""
+    """Functions that are given to a compiler, or kept from it, by their original class and name."""
     found: dict[str, list[str]] = {"compile": [], "disable": []}
 
     def noting(what: str) -> Any:

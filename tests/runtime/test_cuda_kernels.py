@@ -155,7 +155,7 @@ def matrix(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def assert_products_are_those_of_a_cpu(function: Any, *more: Any) -> None:
-    """Results of a GEMM in 8 bits and both gradients, of rows that are no multiple of what is needed."""
+    """Results of a GEMM in 8 bits and both gradients, of rows that are no multiple of the needed number."""
     given, pull = (matrix(37, 160, 0), matrix(192, 160, 1)), matrix(37, 192, 2)
     here, there = Called(function), Called(function)
     results = [here.forward(*given, *more), *here.backward(pull)]

@@ -35,7 +35,7 @@ NAMES = (
 
 @pytest.fixture
 def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory whose files have the names of what is imported."""
+    """A working directory whose files have the names of imported modules."""
     (tmp_path / "runtime").mkdir()
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('imported {name}.py of the user')\n")

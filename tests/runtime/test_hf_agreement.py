@@ -21,7 +21,7 @@ from tests.support.hugging_face import (
 )
 
 LOGITS, GRADIENTS = 1e-5, 1e-4
-"""Largest norms of a difference, relative to the norm of what is compared."""
+"""Largest norms of a difference, relative to the norm of the compared tensor."""
 
 NOISE = 1e-7
 """Added to that for a gradient, relative to the norm of all: some are zero but for rounding (key biases)."""

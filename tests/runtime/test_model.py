@@ -169,7 +169,7 @@ def test_every_activation_and_norm_is_the_formula(activation: Any, norm: Any, ga
 def test_norms_from_one_lose_nothing_of_a_weight_in_16_bits() -> None:
     norm = NormFromOne(64, eps=1e-6, dtype=torch.bfloat16)
     with torch.no_grad():
-        # Beside one, a third of what 16 bits tell apart.
+        # Beside one, a third of the resolution of 16 bits.
         norm.weight.fill_(0.0025)
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     wide = x.double()

@@ -138,7 +138,7 @@ def test_weights_go_to_hugging_faces_names_and_back(tmp_path: Path) -> None:
     assert (config["model_type"], config["num_nextn_predict_layers"]) == ("deepseek_v3", 2)
     theirs = load_file(tmp_path / "hf" / "model.safetensors")
     own = model.state_dict()
-    # DeepSeek-V3's README_WEIGHTS.md: enorm is of the embedding, hnorm of what the layers before made.
+    # DeepSeek-V3's README_WEIGHTS.md: enorm is of the embedding, hnorm of the output of the layers before.
     for theirs_name, name in (
         ("enorm", "token_norm"),
         ("hnorm", "hidden_norm"),

@@ -60,7 +60,7 @@ def test_a_checkpoint_goes_on_with_or_without_offloading(
 
 
 def moments_on_a_mesh_of_another_device() -> tuple[str, bool]:
-    """Device of what stands for a host tensor that is split like a parameter of another device."""
+    """Device of the stand-in for a host tensor that is split like a parameter of another device."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 

@@ -239,7 +239,7 @@ class Launch(NamedTuple):
 
     kind: str
     bytes: int
-    """Bytes of what it reads and writes."""
+    """Bytes that it reads and writes."""
     name: str
     """The operators that it computes."""
 

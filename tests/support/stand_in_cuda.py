@@ -102,7 +102,7 @@ class Called:
         return self.function.forward(self, *args)
 
     def backward(self, *grads: Any) -> tuple[Any, ...]:
-        """The gradients of what `forward` was given."""
+        """The gradients of the arguments of `forward`."""
         return tuple(self.function.backward(self, *grads))
 
 

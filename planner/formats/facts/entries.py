@@ -140,7 +140,7 @@ def _json_text(value: Any) -> str:
 def _json_lines(text: str) -> dict[str, int]:
     """The line of each key of a valid JSON text."""
     lines: dict[str, int] = {}
-    stack: list[list[Any]] = []  # Each the path of what is open, and the index of the next item of a list.
+    stack: list[list[Any]] = []  # Each the path of an open value, and the index of the next item of a list.
     key, line, last = "", 1, ""
     for token in _JSON_TOKEN.findall(text):
         if token == "\n":

@@ -36,7 +36,7 @@ def last_of_each(flags: tuple[GivenFlag, ...], problems: Problems) -> dict[str, 
 
 
 def option_values(given: Given, role: Role, group: type, problems: Problems) -> dict[str, Any]:
-    """The fields of `group` from flags of a role, converted; a value of another kind adds a problem."""
+    """The fields of `group`, converted from flags of a role; a value of a wrong type adds a problem."""
     hints = typing.get_type_hints(group)
     values: dict[str, Any] = {}
     for flag in given.values():

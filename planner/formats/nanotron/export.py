@@ -98,7 +98,7 @@ def _name_missing(layout: Layout, missing: list[str]) -> None:
         lacks(missing, layout, "schedule", "its pipelines are 1f1b")
         lacks(missing, layout, "virtual_pipeline_parallel", "a rank has one chunk")
     if layout.pipeline_parallel > 1:
-        lacks(missing, layout, "layers_per_stage", "it shares out layers by what they cost")
+        lacks(missing, layout, "layers_per_stage", "it shares out layers by their cost")
     if layout.context_parallel > 1 and layout.context_parallel_form != "all_gather":
         lacks(missing, layout, "context_parallel_form", "its ranks gather keys and values")
     if layout.expert_parallel > 1:

@@ -1,4 +1,4 @@
-"""Keys of other software as flags of Megatron-LM, and a reading of flags translated back to keys."""
+"""Translation of other software's keys to flags of Megatron-LM, and of the read facts back to these keys."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def deepseek_v4(config: Config) -> Config:
         },
         "mtp_layers": whole(config, "num_nextn_predict_layers", 0),
         "residual_streams": streams,
-        # Projection, offsets and three scales of what mixes, twice; and of what adds up at the end.
+        # Projection, offsets and three scales of mixing, twice; and those of the sum at the end.
         "other_layer_parameters": 2 * (weights * (streams * hidden + 1) + 3),
         "other_parameters": streams * (streams * hidden + 1) + 1,
     }

@@ -91,7 +91,7 @@ def test_few_recipes_are_as_uncertain_as_those_of_other_engines(measurement, gpt
     )
     assert few["megatron", "ampere"]["base"] > 0.25
     assert many["megatron", "ampere"]["base"] < 0.1
-    # Nothing becomes narrower by what others did.
+    # Nothing becomes narrower by the rows of others.
     assert few["nemo", "ampere"]["base"] > 0.25
 
 

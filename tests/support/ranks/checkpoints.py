@@ -225,7 +225,7 @@ def job(data: str, folder: str, asked: dict[int, tuple[int, signal.Signals]], ou
 
     Args:
         asked: by iteration, a rank and the signal that reaches it during that step.
-        output: further options of what is loaded and saved.
+        output: further options of loading and saving.
     """
     steps = Loop.step
 

@@ -108,7 +108,7 @@ def core_of(form: str, heads: Heads) -> tuple[Callable[..., Tensor], Tensor]:
 
 
 def tokens_of(heads: Heads, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Whole q, k and v, in memory as projections leave them, and a gradient of what attention returns."""
+    """Whole q, k and v, in memory as projections leave them, and a gradient of attention's result."""
     random = torch.Generator().manual_seed(7)
     sizes = (heads.queries, heads.keys, heads.keys, heads.queries)
     *inputs, gradient = (

@@ -92,7 +92,7 @@ def moved(spec: ModelSpec, layouts: list[Layout], folder: str, steps: int) -> li
 
 
 def expert_shapes(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Shapes of what this rank keeps of the parameters of the last layer's experts."""
+    """Shapes of this rank's part of the parameters of the last layer's experts."""
     trainer, _ = _built(spec, layout, {})
     start = f"layers.{spec.layers - 1}.mlp.experts."
     return {

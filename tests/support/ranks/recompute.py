@@ -48,7 +48,7 @@ class Storages(TorchDispatchMode):
 def kept(model: Transformer, x: Tensor, patience: float = 0.0, expected: float = 0.0) -> tuple[float, float]:
     """Bytes per token after the layers' forward pass, their output included; then after backward.
 
-    Gradients of `x` and of the weights are made outside of what is counted. What is more than `expected`
+    Gradients of `x` and of the weights are made outside of the count. What is more than `expected`
     gets `patience` seconds to go away.
     """
     tokens = BATCH * x.shape[1]
@@ -81,7 +81,7 @@ def kept_on_rank(spec: ModelSpec, layout: Layout, expected: float) -> float:
 
 
 def bytes_that_leave(spec: ModelSpec, layout: Layout) -> list[int]:
-    """Sizes of what one microbatch of one sequence sends to host memory on this rank."""
+    """Sizes of tensors that one microbatch of one sequence sends to host memory on this rank."""
     left: list[int] = []
 
     class Counted(offload._Copy):

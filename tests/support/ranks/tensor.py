@@ -84,7 +84,7 @@ def watched_passes(spec: ModelSpec, layout: Layout) -> dict[str, Any]:
 
 
 def compiled_and_not(spec: ModelSpec, layout: Layout) -> float:
-    """Largest difference of what one block and its compiled form compute: output and all gradients."""
+    """Largest difference of the results of one block and of its compiled form: output and all gradients."""
     block = stage_of(spec, layout).blocks[1]
     split = layout.tensor_parallel if layout.sequence_parallel else 1
     x = torch.randn(2, spec.seq // split, spec.hidden, generator=torch.Generator().manual_seed(1))
