@@ -42,7 +42,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print the median seconds of both for each question, and their ratio."""
+    """Print the median seconds of the page and of the command for each question, and their ratio."""
     rounds = int(sys.argv[1]) if sys.argv[1:] else 3
     names = ("model", "device", "world_size", "global_batch_size", "engine")
     print(f"{'question':<42}{'page s':>8}{'command s':>11}{'ratio':>7}")

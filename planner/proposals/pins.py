@@ -20,7 +20,7 @@ BYTES_FIRST = (
 """Pins whose removal saves bytes and needs no more devices, in the order of trial."""
 
 MOST_PINS = 3
-"""Most pins that are priced among those whose removal alone is enough."""
+"""Largest number of proposals that each remove a single pin."""
 
 SHORT = {name: short for short, name in SHORT_NAMES.items()}
 """Short names of degrees."""

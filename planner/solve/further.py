@@ -76,9 +76,9 @@ RESERVE = [rule for rule in RULES if rule.reserve]
 
 
 Which = Literal["small", "usual", "fewest", "other"]
-"""Microbatches to examine: the smallest only (where nothing fits, larger ones do not fit either); the
-enumerated sizes, with layouts that break rules in reserve; any size in steps of the fewest microbatches;
-other sizes."""
+"""Sizes of microbatches to examine. One choice is the smallest only, because larger ones do not fit if it
+does not. Others are the enumerated sizes with layouts that break rules in reserve, any size in steps of the
+fewest microbatches, and other sizes."""
 
 
 def further_space(problem: Problem, space: Space, found: Fit, worth: Worth, which: Which) -> Space | None:

@@ -237,7 +237,8 @@ class Tracker(TorchDispatchMode):
             self.category, self.layer, self.phase = before
 
     def mark(self) -> None:
-        """Restart the highest moments from here, except that of the build."""
+        """Forget the highest moments so far, except that of the build, and search for new ones from now
+        on."""
         self.first = len(self.numbers)
 
     def moments(self) -> dict[str, Moment]:

@@ -11,10 +11,10 @@ HEAD = """\
 # Keys of other software
 
 These tables list the keys that `planner check` reads and `planner export` writes. Each is named by its
-field of `Layout` or `ModelSpec`, or by the flag of Megatron-LM that says the same. A few words are the
-reader's own, such as `split_points`. Files of every release are read: earlier names stand beside those of
-today. The tables are `planner/formats/keys/*.yaml`, which also say what all other keys do. Further software
-is one such table and a reader beside it. Flags of Megatron-LM and MindSpeed are in
+field of `Layout` or `ModelSpec`, or by the equivalent flag of Megatron-LM. A few names are the reader's
+own, such as `split_points`. Files of every release are read: earlier names are listed beside present
+ones. The tables are in `planner/formats/keys/*.yaml`, which also describe all other keys. To add
+software, write such a table and a reader. Flags of Megatron-LM and MindSpeed are in
 `planner/formats/facts/megatron_flags.yaml`.
 """
 

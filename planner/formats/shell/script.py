@@ -183,8 +183,8 @@ class _Reader:
             self._simple(raw, before, depth, negated)
 
     def _is_pattern(self, raw: list[Chars], before: str) -> bool:
-        """Return whether words are patterns of a `case`; at the end of the patterns, decide whether the
-        branch runs."""
+        """Return whether words belong to the patterns of a `case`. The last pattern of a branch also decides
+        whether the branch runs."""
         frame = self._frames[-1] if self._frames else None
         if frame is None or frame.kind != "case":
             return False
