@@ -310,7 +310,7 @@ def _groups(measurements: Sequence[Measurement], candidates: Sequence[_Candidate
 
 
 def _prices(rows: Sequence[Measurement], alike: Sequence[_Candidate]) -> Prices:
-    """The prices of candidates; the pipelines of rows that ran and have few of them are simulated."""
+    """The prices of candidates. Pipelines are simulated for rows that ran and have few candidates."""
     table = LayoutTable.of([candidate.layout for candidate in alike])
     prices = price(rows[0].model, rows[0].cluster, alike[0].engine, table)
     ran = np.array([row.step_time_s is not None and len(row.layouts) <= FEW for row in rows])

@@ -26,9 +26,9 @@ class StoredBytes(NamedTuple):
     weights: float
     """Bytes of the weight, and of its master copy if it is stored separately."""
     layers: float
-    """Bytes of weight and optimizer state of a parameter in a layer."""
+    """Bytes of weight and optimizer state for each parameter of a layer."""
     ends: float
-    """Bytes of weight and optimizer state of a parameter in embedding or head."""
+    """Bytes of weight and optimizer state for each parameter of the embedding or the head."""
 
 
 def stored_bytes(cluster: Cluster, engine: Engine, layout: Layout) -> StoredBytes:

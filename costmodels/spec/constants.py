@@ -362,8 +362,8 @@ class ShardingConstants(Constants):
     eager_reduction_stage: CountOrZero = 2
     """Lowest ZeRO stage that reduces gradients after every microbatch and so keeps shards only."""
     single_reduction_stage: CountOrZero = 2
-    """Lowest stage that keeps only shards where a step has a single microbatch, so that nothing
-    accumulates."""
+    """Lowest ZeRO stage that keeps only shards if a step has a single microbatch and so does not
+    accumulate."""
     fully_sharded: bool = False
     """True for FSDP2's data parallelism: tensors are copied out of and into the buffers of the collectives,
     gradients are freed as they are reduced, and fp32 shards are offloaded. Otherwise parameters and gradients

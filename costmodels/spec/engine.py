@@ -69,7 +69,7 @@ class Spread(Record):
     narrow: NonNegative = 0.0
     """Further width of the whole step at a hidden size of 1024; proportionally less for wider models."""
     measured: NonNegative = 0.02
-    """Width of the whole step that replaces all others where layers of its shape were measured often."""
+    """Width of a whole step whose layer shape was measured often; it replaces all other widths."""
     network: NonNegative = 0.15
     """Width of the share of exposed communication, for the first node and for each doubling of nodes."""
     launch: NonNegative = 0.3

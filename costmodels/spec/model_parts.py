@@ -87,8 +87,8 @@ class CompressedAttention(Record):
         return {"compressed": self.rate, "sparse": self.sparse_rate}.get(kind, 0)
 
     def projected_width(self, kind: AttentionKind, head_dim: int, indexer: "Indexer") -> int:
-        """Width of the projections from which entries are made: values and weights, twice in sparse layers,
-        and those of the indexer's keys."""
+        """Total width of the projections that make compressed entries: their values and weights (twice in
+        sparse layers), and those of the indexer's keys."""
         return {"compressed": 2 * head_dim, "sparse": 4 * (head_dim + indexer.head_dim)}.get(kind, 0)
 
     def parameters(self, kind: AttentionKind, hidden: int, head_dim: int, indexer: "Indexer") -> int:

@@ -70,7 +70,8 @@ MOST_SHOWN = 32
 
 
 def allowed_values(pins: Mapping[str, Any], name: str, values: Sequence[Any]) -> Sequence[Any]:
-    """The ones of `values` that a pin of degree `name` allows: the pinned value, those of a `Choice`, or all.
+    """The members of `values` that a pin of degree `name` allows: the pinned value, those of a `Choice`, or
+    all.
 
     Raises `InputError` when a `Choice` leaves none.
     """

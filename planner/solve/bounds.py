@@ -59,7 +59,7 @@ class Worth:
         return result
 
     def beside(self, found: Sequence[Prices]) -> Worth:
-        """The test for the first places of the ranking with these plans in it.
+        """The test for the first places of the ranking after the plans of `found` are added to it.
 
         Plans that offload do not count: the host may not hold what they keep there.
         """
@@ -106,7 +106,7 @@ class Floor:
     replicas."""
 
     work: Places
-    """Number of the group of equal work of each row of the space (`planner.space.grid.Space.work`)."""
+    """Index of each row's group; rows of a group have equal work (`planner.space.grid.Space.work`)."""
     slowness: Floats
     """The least slowness of each group of equal work."""
 

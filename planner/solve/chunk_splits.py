@@ -99,10 +99,10 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
 
 
 def _starts(problem: Problem, first: Prices) -> tuple[Prices, Floats, Floats]:
-    """Plans whose layers are moved, the time that a move must beat (`_rated`), and the time that a result
-    must beat.
+    """Plans from which moves of layers start.
 
-    The plans are `first`, and the same with other chunks or without recomputation, which need not fit.
+    Each plan has two upper limits of seconds: for a move (`_rated`), and for a result. The plans are `first`,
+    and its variants with other chunks or without recomputation, which need not fit.
     """
     known = first.step_time_s
     if problem.engine.runs.stages_alike:

@@ -26,7 +26,7 @@ from costmodels.spec.table import Bools, Floats, Ints, LayoutTable, distinct_num
 from planner.solve.bisection import fewest_enough, least_number
 
 NEXT = 3
-"""Bounds beyond the least one that are tried for each kind of rank."""
+"""Number of bounds above the least one that are tried for each kind of rank."""
 
 BEST = 3
 """Most bounds, with one way to fill each, whose layers are kept."""

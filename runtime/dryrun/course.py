@@ -40,7 +40,7 @@ class Course(NamedTuple):
     changes: Ints
     """Bytes that are allocated, or freed if negative, without rounding."""
     places: Ints
-    """The number of the kind of each change."""
+    """Index in `kinds` of each change."""
     kinds: tuple[Kind, ...]
     allocated: Ints
     """Held bytes with the allocator's rounding, [kinds, changes]."""

@@ -214,7 +214,7 @@ def short_layout(layout: Layout, pipeline_rank: int) -> Layout:
 
 @contextmanager
 def _rows_of(trainer: training.Trainer, micro_batches: int) -> Iterator[None]:
-    """Let a step run only the first microbatches of a batch that is whole on the device."""
+    """Let a step run only the first microbatches, while the device holds the whole batch."""
     rows = micro_batches * trainer.layout.micro_batch_size
     inputs = type(trainer)._inputs
 

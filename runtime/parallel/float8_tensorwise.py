@@ -216,9 +216,10 @@ def tensorwise_linear(
 
 
 def fuse_long_chains() -> None:
-    """Let Inductor compute a gradient and the largest magnitude of it in one kernel, and so its cast.
+    """Let Inductor compute a gradient, its largest magnitude and its cast in one kernel.
 
-    It puts results of many operations into memory: of gelu's backward the magnitudes, of no use to the cast.
+    By default Inductor writes results of many operations to memory. In gelu's backward these are the
+    magnitudes, which the cast does not need.
     """
     from torch._inductor import config
 

@@ -70,8 +70,8 @@ class TrainingOptions:
     train_iters: int = flag(100, "Optimizer steps to run.", within=STEPS)
     rampup_batch_size: tuple[int, int, int] | None = flag(
         None,
-        "Start the global batch at START sequences and add INCREMENT at even distances, until the plan's "
-        "is reached after SAMPLES sequences; schedules still count iterations.",
+        "Start the global batch at START sequences and add INCREMENT in even steps, until the plan's "
+        "batch is reached after SAMPLES sequences. Schedules still count iterations.",
         metavar="START INCREMENT SAMPLES",
     )
     lr: float = flag(6.0e-4, "Peak learning rate.", within=POSITIVE)
