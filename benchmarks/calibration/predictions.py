@@ -79,7 +79,7 @@ class Predictions:
     """Predictions of the model for measurements. Arrays of shape [n]."""
 
     step_time_s: Floats
-    """NaN where the row cannot be priced."""
+    """Predicted seconds of a step; NaN if the row cannot be priced."""
     spread: Floats
     """Half the width of the 80 % range as a natural logarithm (`costmodels.time.uncertainty`)."""
     blanks: Floats

@@ -146,7 +146,7 @@ def _asked(plan: Plan, result: SearchResult) -> RunQuestion:
 
 
 def _other_sizes(problem: Problem) -> Iterator[Problem]:
-    """The question on half and on twice as many devices, of at most its batch."""
+    """This question for half and for twice as many devices, with at most the same global batch."""
     most = replace(problem, batch=Batch(problem.batch.size, maximum=True))
     world = problem.cluster.world_size
     for size in (world // 2, 2 * world):
