@@ -38,8 +38,7 @@ WARM = "warm"
 caches."""
 
 WARM_LAYERS, WARM_VOCAB, WARM_S = 2, 512, 120.0
-"""Layers and vocabulary of that part, which do not change the graph of a layer; and its time limit in
-seconds."""
+"""Layers and vocabulary of the small part, and its time limit in seconds. A layer has the same graph."""
 
 
 @dataclass(frozen=True)

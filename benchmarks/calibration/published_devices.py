@@ -20,8 +20,7 @@ WITHOUT_MEANING = {"nvidia", "amd", "huawei", "intel", "instinct", "tesla", "dgx
 """Words of device names that catalogue names leave out."""
 
 OTHER_MEMORY = 0.08
-"""Least relative difference between the memory in a name and that of the catalogue's device for which the
-name's memory is used."""
+"""Relative difference from which on the memory in a device's name replaces the memory in the catalogue."""
 
 
 def published_device(cell: str, known: Mapping[str, Any]) -> Device:

@@ -56,7 +56,7 @@ class LatentAttention(Record):
         return queries + self.kv_lora_rank * both + values * hidden
 
     def whole_parameters(self, hidden: int, compressed: "CompressedAttention | None" = None) -> int:
-        """Parameters that every rank holds: those of compression of inputs, with norms."""
+        """Parameters that every rank holds: the matrices that compress inputs, and their norms."""
         norm = self.kv_lora_rank if compressed is None else self.latent_width
         return self.q_lora_rank * (hidden + 1) + hidden * self.latent_width + norm
 

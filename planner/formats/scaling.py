@@ -30,7 +30,7 @@ class SmallJob:
 
 
 def scaled_down(model: ModelSpec, layout: Layout, ranks: int) -> SmallJob:
-    """A job of the same form on at most `ranks` ranks, with the same splits in two.
+    """A job of the same form on at most `ranks` ranks, with degrees of at most 2.
 
     Degrees above 1 become 2, in the order tensor, pipeline, context, data, as far as ranks suffice.
     Recomputation, offload, ZeRO, schedule, and the choice of larger stages are unchanged.

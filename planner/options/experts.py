@@ -50,9 +50,9 @@ class ExpertFlags:
     )
     moe_load_imbalance: str | None = flag(
         None,
-        "Tokens of the fullest expert-parallel rank over the mean: 1 for forced balance, a number such as "
-        "1.2, the metrics.jsonl of a run (priced in memory too), or early for a router that has not "
-        "learned to balance; that of natural routing unless given.",
+        "Load of the fullest expert-parallel rank as a multiple of the mean, such as 1.2; 1 is forced "
+        "balance. Or the metrics.jsonl of a run (also used for memory), or early for a router that has not "
+        "learned to balance. Natural routing is assumed unless given.",
         metavar="X",
     )
 

@@ -73,7 +73,7 @@ def _on_devices(problem: Problem, size: int) -> Changed:
 
 
 def larger_devices(problem: Problem) -> Iterator[Changed]:
-    """Devices of the same kind with more memory: of the same maker first, and of them that with the least."""
+    """Devices of the same kind with more memory: those of the same maker first, small ones first."""
     cluster = problem.cluster
     own = cluster.device
     # A user who gives the memory of a device would have as much on another device.
