@@ -335,6 +335,46 @@ class _Units:
         return _Units(np.arange(len(pairs)), **each, freed=freed, again=again, rank=rank)
 
 
+@dataclass(frozen=True)
+class _PricedSizes:
+    """The sizes of microbatches that are priced, for each shape; the other sizes follow from them."""
+
+    size: Ints
+    """All sizes, [sizes]."""
+    knots: Ints
+    """Places of the priced sizes among all of them."""
+    places: tuple[Ints, ...]
+    """Places of what is priced: along the axes of shapes, knots and sequence parallelism."""
+    shape: tuple[int, ...]
+    """Lengths of these axes."""
+
+    @classmethod
+    def of(cls, size: Ints, largest: Ints, splits: int) -> _PricedSizes:
+        """The priced sizes up to the one from which the largest size of each shape follows.
+
+        Args:
+            largest: the largest size of each shape, [shapes].
+            splits: length of the axis of sequence parallelism.
+        """
+        knots = np.flatnonzero(_knots(size))
+        after = np.minimum(np.searchsorted(size[knots], largest, side="left"), len(knots) - 1)
+        shape = (len(largest), len(knots), splits)
+        able = (np.arange(len(knots)) <= after[:, None])[:, :, None]
+        return cls(size, knots, np.nonzero(np.broadcast_to(able, shape)), shape)
+
+    def whole(self, found: Floats) -> Floats:
+        """Values of every size, [shapes, sizes, splits], from the least one of a sequence at the neighbouring
+        priced sizes."""
+        size, priced = self.size, self.size[self.knots]
+        before = np.searchsorted(priced, size, side="right") - 1
+        behind = np.minimum(before + (priced[before] < size), len(priced) - 1)
+        each = np.full(self.shape, np.inf)
+        each[self.places] = found
+        each /= priced[:, None]
+        array: Floats = np.minimum(each[:, before], each[:, behind]) * size[:, None]
+        return np.minimum(array, NEVER)
+
+
 def _has_near_chunks(problem: Problem, degrees: OpenGrid) -> Bools:
     """Pairs whose pipeline also runs equal chunks, in half to twice the number.
 
@@ -369,35 +409,18 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
         table = table if pinned else with_recompute(table, NONE, 0)
         return replace(table, global_batch_size=table.micro_batch_size * table.data_parallel)
 
-    dimensions, size = (len(first), sizes, splits), degrees.micro_batch_size.ravel()
-    knots = np.flatnonzero(_knots(size))
     # All pairs of a shape have as many devices for the same sequences, and some of them a full pipeline.
     largest = np.zeros(len(first), dtype=np.int64)
     np.maximum.at(largest, shape, most)
-    after = np.minimum(np.searchsorted(size[knots], largest, side="left"), len(knots) - 1)
-    able = np.broadcast_to(
-        (np.arange(len(knots)) <= after[:, None])[:, :, None], (len(first), len(knots), splits)
-    )
-    inner = np.nonzero(able)
-    every = (first[inner[0]], knots[inner[1]], inner[2])
-    before = np.searchsorted(size[knots], size, side="right") - 1
-    behind = np.minimum(before + (size[knots][before] < size), len(knots) - 1)
-
-    def whole_of(found: Floats) -> Floats:
-        """Values of every size, from the least time of a sequence at the neighbouring priced sizes."""
-        each = np.full(able.shape, np.inf)
-        each[inner] = found
-        each /= size[knots][:, None]
-        array: Floats = np.minimum(each[:, before], each[:, behind]) * size[:, None]
-        return np.minimum(array, NEVER)
-
+    priced = _PricedSizes.of(degrees.micro_batch_size.ravel(), largest, splits)
+    every = (first[priced.places[0]], priced.knots[priced.places[1]], priced.places[2])
     # Ranks that hold all of their parameters may launch in another way.
     stages = {0, zero - 1} if problem.constants.sharding.plain_whole else {0}
     found = [least_units(*where, at(every, stage)) for stage in sorted(stages)]
-    whole, layer = (whole_of(reduce(np.minimum, each)) for each in zip(*found, strict=True))
+    whole, layer = (priced.whole(reduce(np.minimum, each)) for each in zip(*found, strict=True))
     free = problem.cluster.parts or "layers_per_stage" in problem.pins
     kept, freed, again = (
-        np.zeros(dimensions),
+        np.zeros((len(first), sizes, splits)),
         np.zeros((len(first), splits)),
         np.zeros((len(first), splits, 1 + STEPS)),
     )
@@ -405,7 +428,7 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
     rank = FullestRank(nothing, nothing, nothing, nothing, np.zeros(pairs, dtype=np.bool_))
     if not free and (kinds or pinned):
         own = problem.constants.for_device(problem.cluster.device)
-        kept = whole_of(kept_bytes(problem.model, own, at(every)))
+        kept = priced.whole(kept_bytes(problem.model, own, at(every)))
         kept = np.where(kept < NEVER, kept, 0.0)
         # GEMMs take the least for each sequence in large microbatches, hosts in small ones.
         ends = np.array(

@@ -35,29 +35,12 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
     entries = with_definitions(plain, around.define, NEOX)
     problems = Problems(source.file)
     keys = Keyed(entries, "gpt-neox", source.file, problems)
-    pairs = [(flag, entries[path]) for path, flag in NEOX.items() if path in entries]
-    made: list[tuple[str, Entry]] = [("--deepspeed", Entry("", "true", 0))]
-    if (keys.text("precision") or "") == "bfloat16":
-        made.append(("--bf16", entries["precision"]))
-    if (keys.text("activation") or "").lower() in ("swiglu", "geglu"):
-        made.append(("--swiglu", entries["activation"]))
-        pairs = [(flag, entry) for flag, entry in pairs if flag != "--ffn-hidden-size"]
-        made += _gated_width(keys)
-    if "bfloat" in (keys.text("fp16.type") or "").lower():
-        pairs = [("--bf16" if flag == "--fp16" else flag, entry) for flag, entry in pairs]
-    if "num_kv_heads" in entries:
-        made.append(("--group-query-attention", entries["num_kv_heads"]))
-    if (keys.count("moe_num_experts") or 1) > 1:
-        # neox_arguments/neox_args.py: one expert a token, and experts in every layer, where no key says else.
-        defaults = {"moe_top_k": "--moe-router-topk", "moe_expert_interval": "--expert-interval"}
-        made += [(flag, Entry("", "1", 0)) for key, flag in defaults.items() if key not in entries]
-    if "zero_optimization.stage" not in entries:
-        made.append(("--zero-stage", Entry("", "0", 0)))
+    pairs = _flags_of_keys(keys)
     flags = [
         dataclasses.replace(flag, values=(Word("1", flag.line),))
         if flag.text == "0" and flag.name == DEGREE_FLAGS["pipeline_parallel"]
         else flag
-        for flag in as_flags([*pairs, *made])
+        for flag in as_flags(pairs)
     ]
     micro = "train_micro_batch_size_per_gpu"
     if micro not in entries and "train_batch_size" not in entries:
@@ -97,6 +80,29 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
         for one in reading.problems
     )
     return dataclasses.replace(reading, problems=tuple(placed), files=elsewhere)
+
+
+def _flags_of_keys(keys: Keyed) -> list[tuple[str, Entry]]:
+    """Flags of Megatron-DeepSpeed with the values of keys, and flags that follow from the values."""
+    pairs = [(flag, keys.entries[path]) for path, flag in NEOX.items() if path in keys.entries]
+    made: list[tuple[str, Entry]] = [("--deepspeed", Entry("", "true", 0))]
+    if (keys.text("precision") or "") == "bfloat16":
+        made.append(("--bf16", keys.entries["precision"]))
+    if (keys.text("activation") or "").lower() in ("swiglu", "geglu"):
+        made.append(("--swiglu", keys.entries["activation"]))
+        pairs = [(flag, entry) for flag, entry in pairs if flag != "--ffn-hidden-size"]
+        made += _gated_width(keys)
+    if "bfloat" in (keys.text("fp16.type") or "").lower():
+        pairs = [("--bf16" if flag == "--fp16" else flag, entry) for flag, entry in pairs]
+    if "num_kv_heads" in keys.entries:
+        made.append(("--group-query-attention", keys.entries["num_kv_heads"]))
+    if (keys.count("moe_num_experts") or 1) > 1:
+        # neox_arguments/neox_args.py: one expert a token, and experts in every layer, where no key says else.
+        defaults = {"moe_top_k": "--moe-router-topk", "moe_expert_interval": "--expert-interval"}
+        made += [(flag, Entry("", "1", 0)) for key, flag in defaults.items() if key not in keys.entries]
+    if "zero_optimization.stage" not in keys.entries:
+        made.append(("--zero-stage", Entry("", "0", 0)))
+    return [*pairs, *made]
 
 
 def _of_all_files(source: Source) -> tuple[Entries, dict[str, str]]:
