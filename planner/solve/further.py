@@ -344,7 +344,7 @@ class _PricedSizes:
     knots: Ints
     """Places of the priced sizes among all of them."""
     places: tuple[Ints, ...]
-    """Places of what is priced: along the axes of shapes, knots and sequence parallelism."""
+    """Places of the priced layouts: along the axes of shapes, knots and sequence parallelism."""
     shape: tuple[int, ...]
     """Lengths of these axes."""
 
