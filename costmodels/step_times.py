@@ -32,6 +32,7 @@ from costmodels.time.data_parallel import (
     exchange_seconds,
     optimizer_seconds,
     orthogonal_seconds,
+    weight_cast_seconds,
 )
 from costmodels.time.passes import PARTS
 
@@ -131,6 +132,8 @@ def _after_backward(
         update = optimizer_seconds(site.engine, device, table, most, most_experts)
         update += orthogonal_seconds(costs.model, site.cluster, site.engine, table, inner, most_experts)
         update += site.engine.host.step
+        if costs.model.lora is None:
+            update += inner * weight_cast_seconds(site.engine, device, table)
         copies = (most + most_experts) * costs.accumulation[code][1][some]
         if unchanged is not None:
             copies = copies + sum(unchanged) * copy_seconds(site.engine, device, table)

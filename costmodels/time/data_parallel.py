@@ -22,7 +22,7 @@ from costmodels.layers.optimizer import (
     orthogonal_rows,
     update_traffic,
 )
-from costmodels.layers.shapes import element_bytes
+from costmodels.layers.shapes import casts_weights_once, element_bytes
 from costmodels.memory.states import MASTER, copied_rows, reduction_element_bytes, sharded_gradient_rows
 from costmodels.network.collectives import Group, all_gather, all_reduce, group, reduce_scatter
 from costmodels.spec.engine import Engine
@@ -98,6 +98,13 @@ def copy_seconds(engine: Engine, device: Device, table: LayoutTable) -> Floats:
     rate = device.memory_bandwidth * engine.elementwise.efficiency
     result: Floats = times * 2 * element_bytes(table.precision) / rate
     return result
+
+
+def weight_cast_seconds(engine: Engine, device: Device, table: LayoutTable) -> Floats:
+    """Seconds of a step for casting one weight to fp8 in both orientations, [n]; 0 where passes cast it."""
+    rate = device.memory_bandwidth * engine.elementwise.efficiency
+    cast = engine.gemm.of_recipe(table.fp8_recipe).fp8_cast_bytes / rate
+    return np.where(casts_weights_once(engine, table), cast, 0.0)
 
 
 def overlap_seconds(communication: Floats, window: Floats, sharpness: float) -> Floats:

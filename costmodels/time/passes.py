@@ -180,13 +180,12 @@ class _Unit:
     def weight_casts(self) -> tuple[Floats, Floats]:
         """Shares of the weights that each forward and each backward pass casts to 8 bits.
 
-        Weights that are gathered in 8 bits are made anew in the backward pass alone, which wants them on
-        their side. Once a step they are cast in both orientations. Frozen weights are cast in each pass.
+        Weights that are gathered in 8 bits are transposed in the backward pass. Frozen weights are cast in
+        each pass. Casts once a step are priced with the step (`weight_cast_seconds`): layouts of one shape
+        share the prices of a pass, and differ in their microbatches.
         """
-        table = self.table
-        once = casts_weights_once(self.engine, table) & ~np.bool_(self.work.is_frozen)
-        share = np.where(once, 1.0 / np.maximum(table.micro_batches, 1), 1.0)
-        return np.where(table.gathers_fp8, 0.0, share), np.where(once, 0.0, 1.0)
+        once = casts_weights_once(self.engine, self.table) & ~np.bool_(self.work.is_frozen)
+        return np.where(once | self.table.gathers_fp8, 0.0, 1.0), np.where(once, 0.0, 1.0)
 
     @cached_property
     def stream(self) -> Floats:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -115,25 +114,14 @@ def least_recompute(
         # Layers that recompute move fewer bytes to the host.
         least = np.where(solved.offload_activations, 0.0, seconds)
         pace = slowness(worth.objective, solved.global_batch_size, least)
-        solve = partial(_fastest_of_rows, model, cluster, engine, solved, kinds, usual)
+
+        def solve(rows: Ints, _: Worth, plain: LayoutTable = solved, usual: bool = usual) -> Prices:
+            return fastest_that_fit(model, cluster, engine, plain.take(rows), kinds, usual)[1]
+
         found_now = in_rounds(pace, worth, ROUND, solve)
         priced += found_now
         worth = worth.beside(found_now)
     return concatenate_prices(priced) if priced else None
-
-
-def _fastest_of_rows(
-    model: ModelSpec,
-    cluster: Cluster,
-    engine: Engine,
-    plain: LayoutTable,
-    kinds: Collection[Recompute],
-    usual: bool,
-    rows: Ints,
-    _: Worth,
-) -> Prices:
-    """`fastest_that_fit` of some rows of `plain`."""
-    return fastest_that_fit(model, cluster, engine, plain.take(rows), kinds, usual)[1]
 
 
 def _could_fit(

@@ -144,15 +144,14 @@ def balanced(
         other = other.take(~((other.recompute == FULL) & other.offload_activations))
         even, fits = concatenate_tables([even, other]), np.append(fits, np.zeros(len(other), dtype=np.bool_))
     listed = np.arange(len(even)) < len(rows)
-    some = (
-        np.flatnonzero(worth(even, least_seconds(*where, even))) if len(even) else np.zeros(0, dtype=np.int64)
-    )
-    even, fits, listed = even.take(some), fits[some], listed[some]
+    seconds = least_seconds(*where, even) if len(even) else np.zeros(0)
+    some = np.flatnonzero(worth(even, seconds))
+    even, fits, listed, seconds = even.take(some), fits[some], listed[some], seconds[some]
     if len(even):
         fits[~listed] = peak_memory(*where, even.take(~listed)) <= problem.cluster.memory_bytes
         possible = fits | (least_peak(*where, even) <= problem.cluster.memory_bytes)
-        even, fits = even.take(possible), fits[possible]
-    pace = slowness(problem.objective, even.global_batch_size, least_seconds(*where, even))
+        even, fits, seconds = even.take(possible), fits[possible], seconds[possible]
+    pace = slowness(problem.objective, even.global_batch_size, seconds)
     solved = in_rounds(pace, worth, ROUND, partial(_balanced_rows, problem, even, fits))
     return concatenate_prices(solved) if solved else None
 

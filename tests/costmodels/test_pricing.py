@@ -10,6 +10,7 @@ import pytest
 from costmodels import Cluster, ModelSpec, StageMemory, StepTime, estimate, price
 from costmodels.errors import InputError
 from costmodels.spec.table import LayoutTable
+from planner.problem import resolve_problem
 
 MEASURED = Path(__file__).parents[3] / "shared" / "measured" / "korthikanti22.csv"
 
@@ -457,3 +458,35 @@ def test_published_steps_of_megatron_are_met_without_fitting(cluster, engine, la
         )
         found = estimate(model, cluster(int(row["gpus"])), megatron, one)
         assert found.step_time_s == pytest.approx(float(row["step_time_s"]), rel=0.25), row["model_name"]
+
+
+def test_a_layout_costs_the_same_beside_any_others() -> None:
+    """Rows of one shape share the prices of a pass, whatever their numbers of microbatches."""
+    problem = resolve_problem(
+        "llama3-8b", 16, device="h100", global_batch_size=64, precision="fp8", pin="zero=0"
+    )
+    table = problem.space().table
+    where = problem.model, problem.cluster, problem.constants
+    every = price(*where, table).step_time_s
+    rows = np.arange(0, len(table), max(1, len(table) // 60))
+    alone = [price(*where, table.take(rows[at : at + 1])).step_time_s[0] for at in range(len(rows))]
+    assert len(rows) > 50 and every[rows] == pytest.approx(np.array(alone), rel=1e-9)
+
+
+def test_casts_of_weights_once_a_step_cost_one_cast_of_each_layer_parameter() -> None:
+    pins = ["zero=0", "tp=1", "pp=1", "cp=1"]
+    problem = resolve_problem("llama3-8b", 8, device="h100", global_batch_size=32, precision="fp8", pin=pins)
+    engine, table = problem.constants, problem.space().table
+    gemm = engine.gemm
+    seconds = [
+        price(problem.model, problem.cluster, replaced, table).time["optimizer"]
+        for replaced in (
+            engine.model_copy(update={"gemm": gemm.model_copy(update={"fp8_weights_once": once})})
+            for once in (False, True)
+        )
+    ]
+    bytes_ = (
+        problem.model.layers * problem.model.dense_layer_parameters * gemm.of_recipe("default").fp8_cast_bytes
+    )
+    rate = problem.cluster.device.memory_bandwidth * engine.elementwise.efficiency
+    assert len(table) > 3 and seconds[1] - seconds[0] == pytest.approx(bytes_ / rate, rel=1e-6)
