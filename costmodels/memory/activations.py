@@ -491,8 +491,12 @@ def output_gradient_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
     dense = (inputs * model.ffn / tp + model.hidden) * t * (model.moe_layers < model.layers)
     shared = inputs * model.shared_expert_ffn / tp + model.hidden * bool(model.shared_expert_ffn)
     experts = (inputs * model.expert_ffn / table.expert_tensor_parallel + model.hidden) * rows
-    # The gradients of both sums of the residual stream and of their addends wait too.
-    residual = 2 * t * model.hidden / np.where(table.sequence_parallel, tp, 1)
-    width = t * (queries / tp + key_value_width(model, table) + model.hidden) + residual
-    result: Floats = e * (width + np.maximum(dense, experts + shared * t))
+    width = t * (queries / tp + key_value_width(model, table) + model.hidden)
+    norms = norm_count(model, "experts" if model.experts else "dense") * t * model.hidden
+    norms = norms / np.where(table.sequence_parallel, tp, 1)
+    if model.qk_norm:
+        norms = norms + t * (queries / tp + key_value_width(model, table) / 2)
+    # Weights of norms wait for the gradients of what the norms put out, in the format they compute in.
+    waiting = (4.0 if model.norm_from_one else e) * norms
+    result: Floats = e * (width + np.maximum(dense, experts + shared * t)) + waiting
     return result
