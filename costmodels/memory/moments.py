@@ -123,7 +123,7 @@ def least_gradient_share(table: LayoutTable) -> Floats:
 def lets_go(table: LayoutTable) -> Bools:
     """Rows whose layers free their copies of parameters one by one, in a step with one backward pass."""
     single = (table.pipeline_parallel == 1) & (table.micro_batches == 1)
-    result: Bools = single & table.keeps_whole & (table.replicas > 1)
+    result: Bools = single & (table.keeps_whole | (table.zero_stage < 3)) & (table.replicas > 1)
     return result
 
 

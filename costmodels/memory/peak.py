@@ -630,7 +630,7 @@ def _sharded_moment(
         at_end = np.maximum(again, _first_recomputation(sizes, ranks))
     held = Held(activations - again, again, at_end, logits, late, whole, one)
     activations, logits, gradients = find(table, flight, held)
-    gone = copies * (gradients > 0)
+    gone = copies * (gradients != 0)
     found = activations, logits, gradients + gone, parameters - gone
     played = schedule_moments.played(table, ranks) if moment is None else np.zeros(1, dtype=np.bool_)
     if not played.any():
