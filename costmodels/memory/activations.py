@@ -271,6 +271,9 @@ def _attention(layer: _Layer) -> tuple[Floats, Floats]:
         made = compressed * (1 / layer.part + 1 / layer.gathered) + compressor_width(model) / layer.part
         kept = kept + e * t * made
         inputs = e * t * model.hidden / (layer.part if mla.q_lora_rank else layer.gathered)
+        if engine.activations.joins_latents and not mla.q_lora_rank:
+            # Next to the copy, the input of the compression is kept.
+            inputs = inputs + e * t * model.hidden / layer.part * (tp > 1)
     return inputs, kept
 
 

@@ -273,6 +273,9 @@ class ActivationConstants(Constants):
     plain_delta_rule: bool = False
     """True if linear attention runs in plain fp32 operators, which keep their chunks' products for
     backward."""
+    joins_latents: bool = False
+    """True if tensor-parallel ranks copy what latent attention compresses into one tensor, with the input of
+    queries that are not compressed."""
     inner_gradients: bool = False
     """True if the gradients of an MLP's inner tensors and matrices count during its layer's backward."""
     compiled: bool = False
