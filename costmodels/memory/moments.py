@@ -68,6 +68,8 @@ def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floa
     )
     steady = np.maximum(table.micro_batches[:, None] * chunks - flight, 0.0)
     have = np.minimum(np.ceil(steady / turn - 1e-9), most)
+    # Sums of gradients that a CUDA graph writes to keep their places.
+    have = np.where(table.cuda_graphs[:, None], most, have)
     each = held.activations / flight
     rest = np.maximum(held.at_end - held.layer_gradients, 0.0)
     draining = each * np.minimum(np.where(chunks > 1, turn, flight) - 1, flight - 1)
@@ -123,7 +125,8 @@ def least_gradient_share(table: LayoutTable) -> Floats:
 def lets_go(table: LayoutTable) -> Bools:
     """Rows whose layers free their copies of parameters one by one, in a step with one backward pass."""
     single = (table.pipeline_parallel == 1) & (table.micro_batches == 1)
-    result: Bools = single & (table.keeps_whole | (table.zero_stage < 3)) & (table.replicas > 1)
+    single = single & ~table.cuda_graphs & (table.replicas > 1)
+    result: Bools = single & (table.keeps_whole | (table.zero_stage < 3))
     return result
 
 
