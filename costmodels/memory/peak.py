@@ -384,7 +384,11 @@ def end_reduction_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ra
     shards = np.where(table.offload_optimizer & (table.zero_stage == 0), table.replicas, table.zero_shards)
     out = np.where(frees, 0.0, each / shards)[:, None] * ends
     absent = _gathered_layers(engine, table, sizes, ranks)
-    result: Floats = wraps[:, None] * np.maximum(each * ends + out - absent, 0.0)
+    reduced = np.maximum(each * ends + out - absent, 0.0)
+    # Without a pipeline the sums of layers are gone by then. Before, 16-bit gradients come beside all sums.
+    gone = (table.pipeline_parallel == 1) & ~sharded_gradient_rows(engine, table)
+    fresh = element_bytes(table.precision) * ends
+    result: Floats = wraps[:, None] * np.where(gone[:, None], fresh, reduced)
     return result
 
 
