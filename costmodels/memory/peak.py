@@ -500,7 +500,10 @@ def _played_bytes(
         at * size[:, None] / own * gradients
         for at, size in ((ranks.first, sizes.embedding), (ranks.last, sizes.head))
     )
-    fresh = element_bytes(table.precision) / chunks * _layer_parameters(sizes, ranks)
+    element = element_bytes(table.precision)
+    fresh = element / chunks * _layer_parameters(sizes, ranks)
+    # FSDP2 adds up the gradients of experts before that of the stage's last matrix has come.
+    left = element * np.minimum(ranks.all_moe, 1) * (~table.keeps_whole * sizes.last_matrices)[:, None]
     each = schedule_moments.Alive(
         flights=kept / chunks + output,
         waits=ranks.layers / chunks * sizes.output_gradients[:, None],
@@ -509,6 +512,7 @@ def _played_bytes(
         head_sums=last,
         first_sums=first,
         fresh=fresh,
+        left=left,
         added=np.maximum(fresh - again, 0.0),
         whole=stage_copy_bytes(engine, table, sizes, ranks),
     )
@@ -520,7 +524,7 @@ def _played_bytes(
     logits = alive.head_flights * head + chunk - np.minimum(passing_logits(engine, sizes, ranks), again)
     logits = np.maximum(logits, 0.0)
     summed = alive.sums * each.sums + alive.head_sums * last + alive.first_sums * first
-    gradients = summed + (alive.fresh + alive.added) * fresh
+    gradients = summed + (alive.fresh + alive.added) * fresh + alive.left * left
     return activations, logits, gradients, parameters - (chunks - alive.whole) * each.whole
 
 

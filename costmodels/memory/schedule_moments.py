@@ -47,6 +47,8 @@ class Alive(NamedTuple):
     """`sums` of the model's first stage."""
     fresh: Floats
     """Number of stages with 16-bit gradients beside their sums."""
+    left: Floats
+    """Number of stages whose weight gradients of a separate pass wait for the stage's next backward pass."""
     added: Floats
     """1 where a stage is about to add weight gradients that were computed in a separate pass."""
     whole: Floats
@@ -134,7 +136,9 @@ def moments(
     adds = whole | (inputs if later else weights)
     time = np.arange(1, len(kind) + 1)[:, None]
     last_add = np.maximum.accumulate(np.where(adds, time, 0), axis=0)
-    fresh = np.maximum.accumulate(np.where(weights, time, 0), axis=0) > last_add
+    last_weights = np.maximum.accumulate(np.where(weights, time, 0), axis=0)
+    fresh = last_weights > last_add
+    left = last_weights > np.maximum.accumulate(np.where(whole | inputs, time, 0), axis=0)
     before = np.vstack([np.zeros((1, len(stages)), np.int64), done[:-1]])
     sums = np.maximum.accumulate(whole | (adds & ((before > 0) | (not later))), axis=0)
     finished, was_finished = done == micro_batches, before == micro_batches
@@ -143,6 +147,7 @@ def moments(
     else:
         # While a stage reduces, it has what it had just before.
         sums, fresh = (sums & ~finished) | (finished & ~was_finished), fresh & ~finished
+        left = left & ~finished
         present = np.minimum((~was_finished).sum(axis=1), GATHERED_STAGES)
     head = stages == pipeline * chunks - 1
     every = (
@@ -153,6 +158,7 @@ def moments(
         sums[:, head],
         sums[:, first],
         fresh,
+        left,
         np.zeros_like(fresh),
     )
     every_moment = np.column_stack([*(each.sum(axis=1) for each in every), present])

@@ -36,6 +36,8 @@ class UnitSizes:
     """Parameters of a layer with experts, without the routed experts."""
     experts: Floats
     """Parameters of the routed experts of a layer."""
+    last_matrices: Floats
+    """The part of `experts` in the last matrix of each."""
     embedding: Floats
     head: Floats
     """Parameters of final norm and output matrix; the matrix of a tied head is included for pp > 1 only. MTP
@@ -284,6 +286,7 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         dense_layer=dense[0],
         moe_layer=moe[0],
         experts=moe[1],
+        last_matrices=moe[1] / (2 + model.gated),
         embedding=ends[0],
         head=ends[1],
         mtp_experts=mtp.experts,
