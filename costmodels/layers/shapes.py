@@ -164,7 +164,7 @@ def _spread_rows(model: ModelSpec, table: LayoutTable, loads: Floats) -> Floats:
     by a limited capacity."""
     kept = np.where(table.expert_parallel > 1, loads, 1.0)
     limit = model.router.capacity_factor
-    result: Floats = _even_rows(model, table) * (np.minimum(kept, limit) if limit else kept)
+    result: Floats = even_rows(model, table) * (np.minimum(kept, limit) if limit else kept)
     return result
 
 
@@ -233,7 +233,8 @@ def filled_share(model: ModelSpec, table: LayoutTable) -> Floats:
     return found
 
 
-def _even_rows(model: ModelSpec, table: LayoutTable) -> Floats:
+def even_rows(model: ModelSpec, table: LayoutTable) -> Floats:
+    """The rows of `routed_rows` if all experts get the same number of tokens."""
     spread = table.expert_tensor_parallel / table.tensor_parallel
     result: Floats = tokens(model, table) * model.top_k * spread
     return result

@@ -14,6 +14,7 @@ from costmodels.layers.shapes import (
     casts_weights_once,
     compressor_width,
     element_bytes,
+    even_rows,
     filled_share,
     key_value_width,
     norm_count,
@@ -315,8 +316,10 @@ def _experts(layer: _Layer) -> tuple[Floats, Floats, Floats, Floats]:
     # The router's input, and that of the shared experts where they gather it and keep it.
     own = (tp > 1) & (np.asarray(layer.gathered) == 1) & (model.shared_expert_ffn > 0)
     inputs = e * t * h * (1 / tp + layer.keeps.up * own)
-    # The rows that experts take in, those that are summed up, and the router's fp32 scores.
-    summed = rows / np.where(table.expert_parallel > 1, etp, 1) * constants.expert_outputs
+    # The rows that experts take in, those of the rank's own tokens that are summed up, and the router's fp32
+    # scores.
+    own_rows = np.minimum(rows, even_rows(model, table)) / np.where(table.expert_parallel > 1, etp, 1)
+    summed = own_rows * constants.expert_outputs
     routing = e * h * (rows * (model.lora is None) + summed) + 4 * t * model.experts / tp
     return inputs, width, routing, rows
 
