@@ -474,14 +474,17 @@ def _context_copies(model: ModelSpec, table: LayoutTable) -> Floats:
 
     With all_gather, these are the keys and values of the whole sequence, and the outputs of the two chunks of
     queries beside the concatenated one. With all_to_all, these are attention's output before and after the
-    exchange, and the repeats of key/value heads.
+    exchange, and the repeats of key/value heads. With a ring, values and outputs are as wide as keys, and
+    narrower outputs are copies of these.
     """
     e, t = element_bytes(table.precision), tokens(model, table)
     kv = key_value_width(model, table)
-    values = attention_widths(model)[1] / table.tensor_parallel
+    queries, values = (width / table.tensor_parallel for width in attention_widths(model))
     gathered = kv * (table.context_parallel - 1) + values
     exchanged = values + whole_heads_width(model, table) - kv
-    kept = by_context_form(table, gathered, exchanged, 0.0)
+    latent = model.latent_attention is not None and model.attention_pattern[0] not in ("linear", "none")
+    padded = (2 * (queries - values) + values) * (latent & (queries > values))
+    kept = by_context_form(table, gathered, exchanged, padded)
     result: Floats = e * t * np.where(table.context_parallel > 1, kept, 0.0)
     return result
 
