@@ -34,7 +34,7 @@ from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
-from costmodels.spec.table import FULL, UNIFORM, Floats, LayoutTable
+from costmodels.spec.table import FULL, UNIFORM, Bools, Floats, LayoutTable
 
 Moment = Callable[[LayoutTable, Floats, Held], tuple[Floats, Floats, Floats]]
 """A function of a table, its microbatches in flight and its temporary bytes that returns the bytes of
@@ -238,16 +238,25 @@ def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
         return ZERO
     shared, experts = frozen_parameters(sizes, ranks)
     element, frees = element_bytes(table.precision), sharded_parameter_rows(table)[:, None]
-    wraps = (table.replicas > 1) | (bool(sizes.frozen_experts.any()) & (table.expert_replicas > 1))
-    wraps = wraps & ~table.keeps_whole
-    copies = (wraps & engine.sharding.fully_sharded)[:, None]
+    copies = (_copies_frozen(table, sizes) & engine.sharding.fully_sharded)[:, None]
     layer = np.maximum(sizes.frozen_dense_layer, sizes.frozen_moe_layer + sizes.frozen_experts)[:, None]
-    ends = ranks.first * sizes.frozen_embedding[:, None] + ranks.last * sizes.frozen_head[:, None]
-    gathered = GATHERED_LAYERS * layer * (ranks.layers > 0) + ends
+    gathered = GATHERED_LAYERS * layer * (ranks.layers > 0) + _frozen_ends(sizes, ranks)
     parts = shared / table.zero_shards[:, None] + experts / table.expert_shards[:, None]
     held: Floats = np.where(frees, parts + gathered, shared + experts + copies * parts)
     packed = ranks.all_dense * sizes.quantised_dense_layer[:, None]
     return element * held + packed + ranks.all_moe * sizes.quantised_moe_layer[:, None]
+
+
+def _frozen_ends(sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Frozen parameters of embedding and head on one device of each pipeline rank, [n, k]."""
+    return ranks.first * sizes.frozen_embedding[:, None] + ranks.last * sizes.frozen_head[:, None]
+
+
+def _copies_frozen(table: LayoutTable, sizes: UnitSizes) -> Bools:
+    """Rows in which FSDP2 copies frozen parameters, [n]."""
+    several = (table.replicas > 1) | (bool(sizes.frozen_experts.any()) & (table.expert_replicas > 1))
+    result: Bools = several & ~table.keeps_whole
+    return result
 
 
 def recomputation_bytes(table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
@@ -464,7 +473,12 @@ def whole_parameter_bytes(
 def stage_copy_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Bytes of the copies of one stage's layers that FSDP2 computes with, [n, k]."""
     each = copied_rows(table) * engine.memory_policy(table.precision).gathered
-    return (each / table.virtual_pipeline_parallel)[:, None] * _layer_parameters(sizes, ranks)
+    copies = each[:, None] * _layer_parameters(sizes, ranks)
+    if sizes.frozen_dense_layer.any() or sizes.frozen_moe_layer.any():
+        layers = sum(frozen_parameters(sizes, ranks), np.zeros(())) - _frozen_ends(sizes, ranks)
+        copies = copies + element_bytes(table.precision) * _copies_frozen(table, sizes)[:, None] * layers
+    result: Floats = copies / table.virtual_pipeline_parallel[:, None]
+    return result
 
 
 def _played_bytes(
