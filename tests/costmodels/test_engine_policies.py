@@ -109,14 +109,15 @@ def test_rows_of_experts_count_once_kept_and_as_copies_on_their_way(
     mixture: ModelSpec, engine: Make, layout: MakeLayout
 ) -> None:
     table = LayoutTable.of([layout(mixture, dp=8, ep=8, zero=1)])
-    rows = 2 * mixture.seq * mixture.top_k * peak_load(mixture, 8) * mixture.hidden
+    own = 2 * mixture.seq * mixture.top_k * mixture.hidden
+    rows = own * peak_load(mixture, 8)
 
     def sizes(**constants: object) -> tuple[float, float]:
         found = unit_sizes(mixture, engine("megatron", **constants), table)
         return float(found.moe_activations[0]), float(found.moe_recomputation[0])
 
     kept, working = sizes(activations_row_copies=0.0)
-    assert sizes(activations_row_copies=0.0, activations_expert_outputs=True)[0] - kept == pytest.approx(rows)
+    assert sizes(activations_row_copies=0.0, activations_expert_outputs=True)[0] - kept == pytest.approx(own)
     assert sizes(activations_row_copies=3.0)[1] - working == pytest.approx(3 * rows)
 
 

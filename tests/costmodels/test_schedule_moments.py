@@ -39,13 +39,15 @@ def run_one_by_one(
     order = orders(schedule, pipeline, chunks, micro_batches)[rank]
     stages = sorted(set(order.stage.tolist()))
     flying, waiting, done = (dict.fromkeys(stages, 0) for _ in range(3))
-    sums, fresh, found = set[int](), set[int](), set[tuple[int, ...]]()
+    sums, fresh, left = set[int](), set[int](), set[int]()
+    found = set[tuple[int, ...]]()
     for kind, stage in zip(order.kind.tolist(), order.stage.tolist(), strict=True):
         before = [one for one in stages if done[one] < micro_batches]
         if kind == FORWARD:
             flying[stage] += 1
         elif kind == INPUTS and stage > 0:
             waiting[stage] += 1
+            left.discard(stage)
             if stage in fresh:
                 fresh.remove(stage)
             if done[stage] and not whole:
@@ -55,9 +57,11 @@ def run_one_by_one(
             done[stage] += 1
             if kind == BACKWARD or stage == 0:
                 fresh.discard(stage)
+                left.discard(stage)
                 sums.add(stage)
             else:
                 waiting[stage] -= 1
+                left.add(stage)
                 (sums if whole else fresh).add(stage)
         reducing = set() if whole else {one for one in before if done[one] == micro_batches}
         gone = set() if whole else {one for one in stages if done[one] == micro_batches}
@@ -74,6 +78,7 @@ def run_one_by_one(
                 int(head in held),
                 int(0 in held),
                 len(fresh - gone),
+                len(left - gone),
                 added,
                 len(before) if whole else min(len(before), 3),
             )
@@ -142,6 +147,90 @@ TRACED: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
     ),
     # Layers that let go of their copies one by one.
     ("qwen3-8b", "h100", 66.44, {"tp": 2, "dp": 16, "mbs": 8, "batch": 128, "recompute": "full"}),
+    (
+        "deepseek-v2-lite",
+        "h100",
+        22.21,
+        {"ep": 8, "dp": 16, "zero": 1, "mbs": 4, "recompute": "full"},
+    ),
+    # Norms that wait for gradients of what they put out, in fp32.
+    (
+        "gemma-3-12b",
+        "h100",
+        168.81,
+        {
+            "pp": 4,
+            "vpp": 2,
+            "dp": 2,
+            "zero": 1,
+            "schedule": "zbv",
+            "mbs": 2,
+            "batch": 32,
+            "recompute": "selective",
+        },
+    ),
+    # Latent attention with values as wide as keys in a ring, and with its input copied beside latents.
+    (
+        "deepseek-v2-lite",
+        "h100",
+        61.48,
+        {"cp": 8, "form": "ring", "ep": 16, "dp": 2, "zero": 1, "mbs": 16},
+    ),
+    (
+        "deepseek-v2-lite",
+        "h100",
+        54.27,
+        {"tp": 8, "cp": 2, "form": "all_to_all", "ep": 16, "mbs": 16, "recompute": "selective"},
+    ),
+    # Rows of experts that come back to the tokens of a rank.
+    (
+        "qwen3-30b-a3b",
+        "h100",
+        59.54,
+        {"cp": 2, "ep": 16, "dp": 8, "zero": 3, "mbs": 2, "recompute": "selective"},
+    ),
+    # Gradients of the embedding beside the sums of all layers.
+    (
+        "gpt-oss-20b",
+        "h100",
+        54.85,
+        {"cp": 2, "ep": 8, "dp": 4, "zero": 2, "batch": 32, "recompute": "full"},
+    ),
+    # Gradients of experts that FSDP2 adds up in the next pass.
+    (
+        "mixtral-8x7b",
+        "h100",
+        107.36,
+        {
+            "pp": 2,
+            "vpp": 4,
+            "cp": 2,
+            "form": "ring",
+            "ep": 2,
+            "dp": 8,
+            "zero": 1,
+            "schedule": "interleaved_zb",
+            "batch": 128,
+        },
+    ),
+    # Capped attention, whose output stays.
+    ("gemma-2-9b", "h100", 313.03, {"cp": 2, "dp": 4, "mbs": 8, "batch": 32, "recompute": "selective"}),
+    # Sums of gradients that a CUDA graph keeps in place.
+    (
+        "qwen3-0.6b",
+        "h100",
+        7.09,
+        {
+            "tp": 2,
+            "sp": True,
+            "cp": 4,
+            "form": "all_to_all",
+            "mbs": 32,
+            "batch": 32,
+            "recompute": "full",
+            "cuda_graphs": True,
+        },
+    ),
 )
 """GiB of the fullest rank by dry runs under PyTorch 2.14, and degrees; the batch is 64 unless it is given."""
 
@@ -149,6 +238,8 @@ NAMES = {
     "tp": "tensor_parallel",
     "sp": "sequence_parallel",
     "cp": "context_parallel",
+    "form": "context_parallel_form",
+    "ep": "expert_parallel",
     "pp": "pipeline_parallel",
     "vpp": "virtual_pipeline_parallel",
     "dp": "data_parallel",
