@@ -265,6 +265,7 @@ OVERLOOKED: dict[str, tuple[str, dict[str, Any], str]] = {
             "local_world_size": 8,
             "device": "a100-40g",
             "max_global_batch_size": 1000,
+            "memory_margin_gib": 2.0,
             "pin": ["schedule=zbv"],
         },
         "tp=4+sp pp=2 vpp=2 schedule=zbv dp=1 mbs=2 x 500 layers_per_stage=8,10,10,8",
