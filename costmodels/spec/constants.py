@@ -18,7 +18,7 @@ class RecipeConstants(Record):
     efficiency: Fraction | None = None
     """Value of `fp8_efficiency` for the recipe."""
     cast_bytes: NonNegative | None = None
-    """Value of `fp8_cast_bytes` for the recipe."""
+    """Value of `fp8_cast_bytes` for the recipe, of activations, too."""
     weights_once: bool = False
     """Value of `fp8_weights_once` for the recipe."""
 
@@ -45,6 +45,8 @@ class GemmConstants(Constants):
     """Inner width k at which an 8-bit GEMM runs at half of its rate: k / (k + half)."""
     fp8_cast_bytes: NonNegative = 0.0
     """Traffic of casting one element of an operand of an 8-bit GEMM, for each GEMM that reads it."""
+    fp8_activation_cast_bytes: NonNegative | None = None
+    """The same of activations and their gradients; `fp8_cast_bytes` if None."""
     fp8_weights_once: bool = False
     """Weights that no rank shards are cast once a step to fp8, for all microbatches and GEMMs."""
     fp8_recipes: dict[Fp8Recipe, RecipeConstants] = Field(default_factory=dict)
@@ -62,6 +64,7 @@ class GemmConstants(Constants):
         own_values = {
             "fp8_efficiency": efficiency,
             "fp8_cast_bytes": cast_bytes,
+            "fp8_activation_cast_bytes": self.fp8_activation_cast_bytes if own.cast_bytes is None else None,
             "fp8_weights_once": own.weights_once,
         }
         return self.model_copy(update=own_values)

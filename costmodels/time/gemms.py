@@ -7,6 +7,7 @@ import numpy as np
 from costmodels.errors import InputError
 from costmodels.layers.operators import Gemm
 from costmodels.layers.shapes import element_bytes
+from costmodels.spec.constants import GemmConstants
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import NARROW, Device, Precision
 from costmodels.spec.layout import WIDE_WEIGHT_GRADIENTS, Fp8Recipe
@@ -83,23 +84,29 @@ def gemm_seconds(gemms: tuple[Gemm, ...], rates: GemmRates) -> Floats | float:
     return total
 
 
-def cast_elements(
+def cast_bytes(
     gemms: tuple[Gemm, ...],
+    constants: GemmConstants,
     recipe: Fp8Recipe = "default",
     weights: tuple[Floats | float, Floats | float] = (1.0, 1.0),
 ) -> tuple[Floats | float, Floats | float]:
-    """Elements of GEMM operands: of forward GEMMs, and of the two backward GEMMs of each, or of the single
-    one in 8 bits.
+    """Bytes of casts of GEMM operands: of forward GEMMs, and of the two backward GEMMs of each, or of the
+    single one in 8 bits.
 
     Args:
+        constants: those of the recipe.
         weights: share of the weights that each forward pass casts, and each backward pass.
     """
+    of_weight = constants.fp8_cast_bytes
+    own = constants.fp8_activation_cast_bytes
+    of_activation = of_weight if own is None else own
     twice = recipe not in WIDE_WEIGHT_GRADIENTS
     forward: Floats | float = 0.0
     backward: Floats | float = 0.0
     for m, k, n, times in (gemm[:4] for gemm in gemms if not (gemm.wide or gemm.cast)):
-        forward = forward + times * (m * k + weights[0] * k * n)
-        backward = backward + times * (m * n + weights[1] * k * n + twice * (m * n + m * k))
+        forward = forward + times * (of_activation * m * k + of_weight * weights[0] * k * n)
+        activations = m * n + twice * (m * n + m * k)
+        backward = backward + times * (of_activation * activations + of_weight * weights[1] * k * n)
     return forward, backward
 
 

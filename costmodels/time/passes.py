@@ -16,7 +16,7 @@ from costmodels.spec.table import FULL, SELECTIVE, UNIFORM, Bools, Floats, Layou
 from costmodels.time.core_attention import attention_seconds, context_seconds
 from costmodels.time.gemms import (
     GemmRates,
-    cast_elements,
+    cast_bytes,
     gemm_rates,
     gemm_seconds,
     wide_peak_flops,
@@ -170,11 +170,17 @@ class _Unit:
         return gemm_rates(self.device, self.engine, self.table.precision, self.wide, recipe)
 
     @property
-    def cast(self) -> float:
-        """Seconds to cast one element of an operand for an 8-bit GEMM."""
-        casts = self.table.precision in NARROW and not self.wide
-        constants = self.engine.gemm.of_recipe(self.table.fp8_recipe)
-        return constants.fp8_cast_bytes / self.rates.bandwidth if casts else 0.0
+    def casts(self) -> bool:
+        """GEMMs are in 8 bits, whose operands are cast."""
+        return self.table.precision in NARROW and not self.wide
+
+    def cast(self, gemms: tuple[Gemm, ...]) -> _Pair:
+        """Seconds to cast the operands of some of the unit's GEMMs."""
+        if not self.casts:
+            return _Pair(*np.zeros((2, len(self.table))))
+        recipe = self.table.fp8_recipe
+        bytes_ = cast_bytes(gemms, self.engine.gemm.of_recipe(recipe), recipe, self.weight_casts)
+        return _Pair(*(np.asarray(each / self.rates.bandwidth) for each in bytes_))
 
     @cached_property
     def weight_casts(self) -> tuple[Floats, Floats]:
@@ -234,9 +240,8 @@ class _Unit:
         """Seconds of bandwidth-bound work: norms, activations, casts, and copies of context parallelism."""
         work = self.work
         forward, backward = work.elementwise_forward * self.stream, work.elementwise_backward * self.stream
-        if self.cast:
-            cast_forward, cast_backward = cast_elements(work.gemms, self.table.fp8_recipe, self.weight_casts)
-            forward, backward = forward + self.cast * cast_forward, backward + self.cast * cast_backward
+        casts = self.cast(work.gemms)
+        forward, backward = forward + casts.forward, backward + casts.backward
         # Each rank adds its attention to that of the ranks before it, in fp32.
         merges = (self.groups["cp"].size - 1) * work.merge_bytes * self.stream
         # Gathered keys and values are put in the order of the sequence, and their gradients back in that of
@@ -403,7 +408,7 @@ class _Repetition(NamedTuple):
 def _repetition(unit: _Unit) -> _Repetition:
     """The recomputed work: all of it for layers that are recomputed as a whole, else that of the named
     modules."""
-    work, engine, table, apart, cast = unit.work, unit.engine, unit.table, unit.apart, unit.cast
+    work, engine, table, apart = unit.work, unit.engine, unit.table, unit.apart
     attention, elementwise = unit.attention.forward, unit.elementwise.forward
     full = (table.recompute == FULL) & unit.repeats
     mlp = table.recomputes("mlp") & unit.repeats
@@ -413,21 +418,18 @@ def _repetition(unit: _Unit) -> _Repetition:
     last_gemm = last_cast = 0.0 * np.zeros(len(table))
     if stops:
         last_gemm = last_gemm + unit.products(work.last_gemms)
-        last_cast = last_cast + cast * cast_elements(work.last_gemms, weights=unit.weight_casts)[0]
+        last_cast = last_cast + unit.cast(work.last_gemms).forward
     whole = unit.gemm + attention + elementwise - ends * (last_gemm + last_cast)
     again = np.where(full, whole, table.recomputes("core_attention") * attention)
     mlp_gemm = unit.products(work.mlp_gemms) - last_gemm
-    mlp_gemm = mlp_gemm + cast * cast_elements(work.mlp_gemms, weights=unit.weight_casts)[0] - last_cast
+    mlp_gemm = mlp_gemm + unit.cast(work.mlp_gemms).forward - last_cast
     activation = mlp | table.recomputes("activation")
     lighter = mlp * mlp_gemm + activation * work.activation_bytes * unit.stream
     lighter = lighter + table.recomputes("norm") * work.norm_bytes * unit.stream
     again = again + lighter * unit.repeats
     alternates = _alternates(unit)
     if alternates.any():
-        second = (
-            unit.products(work.alternate_gemms)
-            + cast * cast_elements(work.alternate_gemms, weights=unit.weight_casts)[0]
-        )
+        second = unit.products(work.alternate_gemms) + unit.cast(work.alternate_gemms).forward
         again = np.where(alternates, second + work.elementwise_forward * unit.stream, again)
     # Operators with weights are computed again for input gradients, and once more for weight gradients.
     again = again + apart * np.where(full | alternates, again, lighter * unit.repeats)

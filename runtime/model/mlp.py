@@ -53,9 +53,11 @@ class MLP(nn.Module):
         self.down = nn.Linear(width, spec.hidden, bias=spec.linear_bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        if self.gate is None:
-            inner_BSF = self.activation(self.up(x_BSD))
-        else:
-            inner_BSF = self.activation(self.up(x_BSD), self.gate(x_BSD))
-        result_BSD: Tensor = self.down(inner_BSF)
+        result_BSD: Tensor = self.down(self.inner(x_BSD))
         return result_BSD
+
+    def inner(self, x_BSD: Tensor) -> Tensor:
+        """The input [B, S, F] of the last matrix."""
+        gate = () if self.gate is None else (self.gate(x_BSD),)
+        result_BSF: Tensor = self.activation(self.up(x_BSD), *gate)
+        return result_BSF

@@ -73,6 +73,10 @@ def float8(stage: Transformer, recipe: Fp8Recipe | Literal["mxfp8"] = "default")
                 module.product = product  # type: ignore[assignment]
                 if "forward" not in module.__dict__:
                     module.forward = _forward(module)  # type: ignore[assignment,method-assign]
+        if recipe in TENSORWISE:
+            from runtime.parallel.float8_bounds import bound_operands
+
+            bound_operands(block)
 
 
 def _fits(linear: nn.Linear, multiple: int) -> bool:

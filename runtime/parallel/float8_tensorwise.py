@@ -6,6 +6,7 @@ makes the matrix. Numbers are those of torchao's recipe "tensorwise".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,19 @@ def formats() -> Formats:
     from torchao.float8.config import e4m3_dtype, e5m2_dtype
 
     return Formats(e4m3_dtype, e5m2_dtype)
+
+
+class Options(NamedTuple):
+    """Properties of a linear layer."""
+
+    by_rows: bool = False
+    """What makes the gradient of the result, such as the backward pass of a norm, goes through its rows."""
+    slotted: bool = False
+    """A slot comes with the result: a zero whose gradient is an upper bound of the magnitudes of the result's
+    gradient (`runtime.parallel.float8_bounds`)."""
+
+
+PLAIN = Options()
 
 
 class Narrow(NamedTuple):
@@ -71,9 +85,13 @@ def cast(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (matrix * scale.view(1)).to(dtype)
 
 
-def narrow(matrix: Tensor, dtype: torch.dtype) -> Narrow:
-    """A matrix in 8 bits, with its own scale."""
-    scale = scale_for(matrix.abs().amax(), dtype)
+def narrow(matrix: Tensor, dtype: torch.dtype, bound: Tensor | None = None) -> Narrow:
+    """A matrix in 8 bits, with its own scale.
+
+    Args:
+        bound: upper bound of magnitudes, which replaces the largest one.
+    """
+    scale = scale_for(matrix.abs().amax() if bound is None else bound, dtype)
     return Narrow(cast(matrix, scale, dtype), scale, scale.reciprocal())
 
 
@@ -136,20 +154,23 @@ def _narrow_weight(weight: Tensor, dtype: torch.dtype) -> Narrow:
     return narrow(weight, dtype)
 
 
-def _multiply(left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool) -> Tensor:
-    """left [I, K] times the transpose of right [J, K]: [I, J].
+def _multiply(
+    left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool, bias: Tensor | None = None
+) -> Tensor:
+    """left [I, K] times the transpose of right [J, K], plus the bias [J]: [I, J].
 
     Args:
         fast: True if sums over K may be less accurate.
     """
     if left.elements.device.type != "cuda":
-        product = left.elements.float() @ right.elements.float().t()
-        return (product / (left.scale * right.scale)).to(dtype)
+        product = left.elements.float() @ right.elements.float().t() / (left.scale * right.scale)
+        return (product if bias is None else product + bias).to(dtype)
     result: Tensor = torch._scaled_mm(
         left.elements,
         right.elements.t(),
         scale_a=left.inverse,
         scale_b=right.inverse,
+        bias=bias,
         out_dtype=dtype,
         use_fast_accum=fast,
     )
@@ -166,53 +187,89 @@ def _filled(matrix: Narrow) -> Narrow:
     return matrix._replace(elements=bits.view(matrix.elements.dtype))
 
 
+class Bounded(NamedTuple):
+    """The input of a linear layer, and an upper bound of its magnitudes that may be far above them."""
+
+    rows: Tensor
+    bound: Tensor
+
+
 @torch._dynamo.allow_in_graph
 class _Product(torch.autograd.Function):
-    """The differentiable GEMM: x [M, K], weight [N, K] -> [M, N]."""
+    """The differentiable GEMM: x [M, K], weight [N, K], bias [N] -> [M, N]."""
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, kinds: Formats, *cast: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        kinds: Formats,
+        bias_N: Tensor | None = None,
+        bound: Tensor | None = None,
+        options: Options = PLAIN,
+        *cast: Tensor,
+    ) -> Any:
         # Not in 8 bits: other layers keep the same activations, and compilers choose what is kept.
-        ctx.kinds, ctx.given = kinds, len(cast)
+        ctx.kinds, ctx.options, ctx.given = kinds, options, len(cast)
+        x = narrow(x_MK, kinds.operand, bound)
         if cast:
             rows_NK, *rest = cast
-            ctx.save_for_backward(x_MK, *rest)
+            ctx.save_for_backward(x_MK, x.scale, *rest)
             weight = Narrow(rows_NK, *rest[1:])
         else:
-            ctx.save_for_backward(x_MK, weight_NK)
+            ctx.save_for_backward(x_MK, x.scale, weight_NK)
             weight = _narrow_weight(weight_NK, kinds.operand)
-        return _multiply(narrow(x_MK, kinds.operand).shared(), weight, x_MK.dtype, fast=True)
+        ctx.set_materialize_grads(False)
+        rows_MN = _multiply(x.shared(), weight, x_MK.dtype, True, bias_N)
+        return (rows_MN, x.scale.new_zeros(())) if options.slotted else rows_MN
 
     @staticmethod
-    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_MK, *parts = ctx.saved_tensors
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_MN: Tensor, bound: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        x_MK, x_scale, *parts = ctx.saved_tensors
         kinds, dtype = ctx.kinds, grad_MN.dtype
-        gradient, of_x, of_weight = narrow(grad_MN, kinds.gradient), None, None
-        if ctx.needs_input_grad[0]:
+        needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
+        if bound is None and needs_bias:
+            # Sums and largest elements of columns share one read.
+            bound = grad_MN.abs().amax(0).amax()
+        elif bound is None and ctx.options.by_rows:
+            bound = grad_MN.abs().amax(-1).amax()
+        gradient, of_x, of_weight = narrow(grad_MN, kinds.gradient, bound), None, None
+        if needs_x:
             weight = Narrow(*parts) if ctx.given else _narrow_weight(parts[0], kinds.operand).transposed()
             of_x = _multiply(gradient, weight, dtype, fast=False)
-        if ctx.needs_input_grad[1]:
-            x = _filled(narrow(x_MK, kinds.operand)).transposed()
-            of_weight = _multiply(_filled(gradient).transposed(), x, dtype, fast=False)
-        return of_x, of_weight, None, *(None for _ in range(ctx.given))
+        if needs_weight:
+            x = Narrow(cast(x_MK, x_scale, kinds.operand), x_scale, x_scale.reciprocal())
+            of_weight = _multiply(_filled(gradient).transposed(), _filled(x).transposed(), dtype, fast=False)
+        of_bias = grad_MN.sum(0) if needs_bias else None
+        return of_x, of_weight, None, of_bias, None, None, *(None for _ in range(ctx.given))
 
 
 def tensorwise_linear(
-    x: Tensor,
+    x: Tensor | Bounded,
     weight: Tensor,
     bias: Tensor | None = None,
     narrow: tuple[Tensor, ...] = (),
-) -> Tensor:
+    above: Callable[[], Tensor] | None = None,
+    options: Options = PLAIN,
+) -> Any:
     """A linear layer in fp8 with one scale per tensor; arguments are those of torch.nn.functional.linear.
 
     Args:
         weight: gets a gradient; its elements are not read where `narrow` has them.
         narrow: the weight in 8 bits, the same transposed, their scale factor and its reciprocal.
+        above: function without arguments that returns an upper bound of the magnitudes of `x`.
     """
+    bound = None if above is None else above()
+    if isinstance(x, Bounded):
+        # Compilers compute in forward, and keep, what forward's result depends on.
+        x, loose = x
+        bound = torch.minimum(x.detach().abs().amax(), loose)
     # Views are made outside: compiled code may write over results that are none.
-    rows = _Product.apply(x.flatten(0, -2), weight, formats(), *narrow)
-    result: Tensor = rows.view(*x.shape[:-1], -1)
-    return result if bias is None else result + bias
+    rows: Any = _Product.apply(x.flatten(0, -2), weight, formats(), bias, bound, options, *narrow)
+    shape = *x.shape[:-1], -1
+    return (rows[0].view(shape), rows[1]) if options.slotted else rows.view(shape)
 
 
 def fuse_long_chains() -> None:
@@ -231,5 +288,10 @@ def multiplies_narrow(linear: nn.Linear) -> bool:
 
     Weights whose rows tensor-parallel ranks join first are joined in 16 bits.
     """
-    own = linear.__dict__
-    return own.get("product") is tensorwise_linear and own.get("sharers", 1) == 1
+    return is_tensorwise(linear) and linear.__dict__.get("sharers", 1) == 1
+
+
+def is_tensorwise(linear: nn.Linear) -> bool:
+    """Return whether a layer multiplies in 8 bits with one scale per tensor."""
+    product = linear.__dict__.get("product")
+    return getattr(product, "func", product) is tensorwise_linear

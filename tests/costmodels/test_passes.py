@@ -257,27 +257,32 @@ def test_fp8_speeds_up_layers_but_not_the_head(gpt, a100, engine, layout, cluste
 
 def test_fp8_casts_both_operands_of_every_product(gpt, a100, engine, layout, cluster):
     """x and w forward; gradient and w, gradient and x backward: two sides of each of the three matrices."""
+
+    def cost(weights: float, activations: float) -> dict[str, float]:
+        return {"gemm_fp8_cast_bytes": weights, "gemm_fp8_activation_cast_bytes": activations}
+
     device = a100.model_copy(update={"peak_flops": {"bf16": 1e15, "fp8": 2e15}})
     table = LayoutTable.of([layout(gpt, precision="fp8")])
     free, priced, once = (
         layer_passes(
             gpt,
             device,
-            engine("bundled", gemm_fp8_cast_bytes=cost, gemm_fp8_weights_once=is_once),
+            engine("bundled", **costs, gemm_fp8_weights_once=is_once),
             table,
             cluster(8),
         )
-        for cost, is_once in ((0.0, False), (5.0, False), (5.0, True))
+        for costs, is_once in ((cost(0.0, 0.0), False), (cost(5.0, 2.0), False), (cost(5.0, 2.0), True))
     )
     t, h = gpt.seq, gpt.hidden
     shapes = [(t, h, 3 * h), (t, h, h), (t, h, 4 * h), (t, 4 * h, h)]
-    elements = sum(2 * (m * k + k * n + m * n) for m, k, n in shapes)
+    bytes_ = sum(2 * (2 * (m * k + m * n) + 5 * k * n) for m, k, n in shapes)
     rate = 2.039e12 * 0.85
-    assert priced.elementwise[0] - free.elementwise[0] == pytest.approx(5 * elements / rate)
+    assert priced.elementwise[0] - free.elementwise[0] == pytest.approx(bytes_ / rate)
     # Casts once a step are no part of a pass.
     less = 2 * sum(k * n for _, k, n in shapes)
     assert priced.elementwise[0] - once.elementwise[0] == pytest.approx(5 * less / rate)
-    assert engine("bundled").gemm.of_recipe("rowwise").fp8_cast_bytes == 5
+    by_rows = engine("bundled").gemm.of_recipe("rowwise")
+    assert (by_rows.fp8_cast_bytes, by_rows.fp8_activation_cast_bytes) == (5, None)
     bf16 = LayoutTable.of([layout(gpt, precision="bf16")])
     assert layer_passes(gpt, device, engine("bundled"), bf16, cluster(8)).elementwise == free.elementwise
 

@@ -45,6 +45,17 @@ def _float8(dtype: torch.dtype) -> Case:
     return Case(tensorwise_linear, (drawn(5, 32).to(dtype), drawn(48, 32, seed=1).to(dtype)))
 
 
+def _gated(dtype: torch.dtype) -> Case:
+    pytest.importorskip("torchao")
+    from runtime.parallel.float8_bounds import _Gated
+
+    up, gate, slot = drawn(5, 32), drawn(5, 32, seed=1), torch.zeros((), requires_grad=True)
+    largest = up.abs().amax(), gate.abs().amax()
+    return Case(
+        lambda up, gate: _Gated.apply("silu", up, slot, gate, slot, *largest), (up.to(dtype), gate.to(dtype))
+    )
+
+
 def _attention(dtype: torch.dtype, reach: Reach, *more: Tensor) -> Case:
     heads = tuple(drawn(2, heads, 12, 16, seed=heads).to(dtype) for heads in (4, 2))
     inputs = heads[0], heads[1], 2 * heads[1], *more
@@ -75,6 +86,7 @@ FUNCTIONS: dict[str, Callable[[torch.dtype], Case]] = {
     "model.fused_attention._Reaching": lambda dtype: _attention(dtype, Reach(window=5), drawn(4, seed=3)),
     "model.capped_attention._Capped": lambda dtype: _attention(dtype, Reach(window=5, softcap=2.0)),
     "parallel.float8_tensorwise._Product": _float8,
+    "parallel.float8_bounds._Gated": _gated,
     "parallel.mxfp8._Product": lambda dtype: Case(
         mxfp8_linear, (drawn(5, 32).to(dtype), drawn(64, 32, seed=1).to(dtype))
     ),

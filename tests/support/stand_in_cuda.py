@@ -94,6 +94,9 @@ class Called:
         self.function, self.needs_input_grad = function, (True,) * 8
         self.saved_tensors: tuple[Tensor | None, ...] = ()
 
+    def set_materialize_grads(self, value: bool) -> None:
+        """All gradients are given."""
+
     def save_for_backward(self, *saved: Tensor | None) -> None:
         self.saved_tensors = saved
 
