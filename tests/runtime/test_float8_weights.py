@@ -95,7 +95,8 @@ def test_split_backward_has_the_losses_of_weights_that_each_product_casts(pool: 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_losses_are_those_of_weights_that_each_product_casts(pool: WorkerPool) -> None:
-    layout = parse_layout(f"gbs=2,{LAYOUT}", SPEC)
+    # Of few tokens alone, one rounding moves the loss.
+    layout = parse_layout(f"gbs=64,mbs=64,{LAYOUT}", SPEC)
     [losses] = pool.run(exactly_compiled_losses, 1, SPEC, layout, 3)
     [expected] = pool.run(losses_by_gemm, 1, SPEC, layout, 3, True)
     if KEEPS_PYTHON_NODES:
