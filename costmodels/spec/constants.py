@@ -46,7 +46,7 @@ class GemmConstants(Constants):
     fp8_cast_bytes: NonNegative = 0.0
     """Traffic of casting one element of an operand of an 8-bit GEMM, for each GEMM that reads it."""
     fp8_activation_cast_bytes: NonNegative | None = None
-    """The same of activations and their gradients; `fp8_cast_bytes` if None."""
+    """Value of `fp8_cast_bytes` for activations and their gradients; equal to it if None."""
     fp8_weights_once: bool = False
     """Weights that no rank shards are cast once a step to fp8, for all microbatches and GEMMs."""
     fp8_recipes: dict[Fp8Recipe, RecipeConstants] = Field(default_factory=dict)

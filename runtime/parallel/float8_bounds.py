@@ -35,7 +35,7 @@ SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward.default,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward.default, approximate="tanh"),
 }
-"""Gradients of activations, of the gradient of what they return and their input."""
+"""Gradients of activations, as functions of the gradient of the result and of the input."""
 
 
 def bound_operands(block: Block) -> None:

@@ -43,7 +43,7 @@ class Options(NamedTuple):
     """Properties of a linear layer."""
 
     by_rows: bool = False
-    """What makes the gradient of the result, such as the backward pass of a norm, goes through its rows."""
+    """The kernel that makes the gradient of the result, such as that of a norm, goes through its rows."""
     slotted: bool = False
     """A slot comes with the result: a zero whose gradient is an upper bound of the magnitudes of the result's
     gradient (`runtime.parallel.float8_bounds`)."""

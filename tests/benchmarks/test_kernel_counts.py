@@ -36,7 +36,7 @@ def test_products_in_8_bits_read_a_byte_for_each_element(monkeypatch: pytest.Mon
     width = load_model("gpt2-small").hidden
     tokens, weights = 2 * 128, 12 * width**2
     activations = tokens * (4 * 2 + 2 * 5) * width
-    # Each matrix is read by two products, and written in 16 bits by the third. Forward adds biases of 16 bits.
+    # Each matrix is read by two products, and written in 16 bits by the third. Forward adds biases, too.
     scales, biases = 18 * 2 * 4, 2 * (4 + 4 + 1) * width
     assert found["microbatch"]["GEMM"] == [18, 4 * (activations + weights) + scales + biases]
     # Masters of 32 bits. A matrix that is written over counts as read, too.

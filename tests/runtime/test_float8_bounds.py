@@ -126,7 +126,7 @@ def gated(activation: str) -> MLP:
 
 
 def places(block: Block) -> dict[str, tuple[bool, Options]]:
-    """Whether a norm bounds the input of a layer, and the layer's options, by name."""
+    """The options of each layer by its name, after True where a norm bounds the layer's input."""
     found: dict[str, tuple[bool, Options]] = {}
     for name, module in block.named_modules():
         product = module.__dict__.get("product")
