@@ -168,6 +168,7 @@ def counting() -> Iterator[Callable[[], KernelCounter]]:
     """Context in which dry runs count kernels; gives the counter of the latest one."""
     made: list[KernelCounter] = []
     plain, add = compiled_layers.memory_function, working_copies.GradientSums._add
+    receive = working_copies.GradientSums.receive
 
     def tracker(**_: Any) -> KernelCounter:
         made.append(KernelCounter())
@@ -197,10 +198,17 @@ def counting() -> Iterator[Callable[[], KernelCounter]]:
         finally:
             made[-1].adding -= 1
 
+    def receiving(self: Any, number: int) -> tuple[Tensor, bool]:
+        """Count what the GEMM reads and writes of a sum that its graph does not know."""
+        total, holds = receive(self, number)
+        made[-1].take("GEMM", 0, _bytes(total) * (1 + holds))
+        return total, holds
+
     with (
         seen_graphs(scheduled),
         patch.object(dry_run, "Tracker", tracker),
         patch.object(working_copies.GradientSums, "_add", adding),
+        patch.object(working_copies.GradientSums, "receive", receiving),
     ):
         yield lambda: made[-1]
 

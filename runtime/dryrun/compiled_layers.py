@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from runtime.dryrun.fake_gpu import cpp_device
 from runtime.dryrun.repeats import repeats_of_compilers
 from runtime.dryrun.tracker import COLLECTIVES, Tracker
+from runtime.parallel.summing_linear import place_of
 
 SETTINGS = {
     # Would try out GEMMs on the device.
@@ -99,6 +100,9 @@ ALIASES = {"_unsafe_view", "reshape", "wait_tensor", "lift_fresh", "alias", "cop
 
 READERS = ("kernel", "output")
 """Kinds of nodes that only read buffers."""
+
+ADDED = "planner::add_weight_gradient"
+"""The GEMM that adds to a sum, which no graph knows."""
 
 SUMS, WAIT = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
 
@@ -323,6 +327,8 @@ def node_buffers(step: Step, values: dict[fx.Node, Any]) -> Any:
     if step.in_place or step.name.startswith(WAIT):
         # Waiting makes nothing new; the fake operation would.
         return values[node.all_input_nodes[0]]
+    if step.name.startswith(ADDED):
+        place_of(values[node.all_input_nodes[-1]]).receive()
     if step.kind == "view":
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]

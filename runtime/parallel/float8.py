@@ -16,7 +16,7 @@ from costmodels.spec.layout import Fp8Recipe
 from runtime.model.number_formats import FLOAT8_SIDES, MXFP8_BLOCK
 from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import local_part
-from runtime.parallel.narrow_weight import TENSORWISE, multiply
+from runtime.parallel.narrow_weight import TENSORWISE, use_multiply
 
 LEAST_CAPABILITY = {"fp8": (8, 9), "mxfp8": (10, 0)}
 """The compute capability of NVIDIA's first GPUs with each format: Ada and Blackwell."""
@@ -71,8 +71,7 @@ def float8(stage: Transformer, recipe: Fp8Recipe | Literal["mxfp8"] = "default")
         for module in block.modules():
             if isinstance(module, nn.Linear) and _fits(module, multiple):
                 module.product = product  # type: ignore[assignment]
-                if "forward" not in module.__dict__:
-                    module.forward = _forward(module)  # type: ignore[assignment,method-assign]
+                use_multiply(module)
         if recipe in TENSORWISE:
             from runtime.parallel.float8_bounds import bound_operands
 
@@ -84,10 +83,6 @@ def _fits(linear: nn.Linear, multiple: int) -> bool:
     # Ranks that share a head join its rows before they multiply.
     rows *= linear.__dict__.get("sharers", 1)
     return rows % multiple == 0 and columns % multiple == 0
-
-
-def _forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-    return lambda x: multiply(linear, x, linear.weight, linear.bias)
 
 
 def _product(recipe: Fp8Recipe | Literal["mxfp8"]) -> Product:

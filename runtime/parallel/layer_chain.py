@@ -38,7 +38,7 @@ the same value."""
 class _Layer(NamedTuple):
     block: Block
     parameters: list[Tensor]
-    """Parameters and buffers of the layer; in one order for all layers."""
+    """Parameters, buffers and places of sums of the layer; in one order for all layers."""
     sums: list[tuple[GradientSums, dict[int, int]]]
     """Gradient sums of the layer's experts and of its other parameters, with the numbers of their
     parameters."""
@@ -204,6 +204,7 @@ class _Chain(torch.autograd.Function):
 def _layer(block: Block, copies: WorkingCopies) -> _Layer:
     parameters: list[Tensor] = [copies.copies.get(one, one) for one in block.parameters()]
     parameters += block.buffers()
+    parameters += [vars(module)["place"] for module in block.modules() if "place" in vars(module)]
     number_of = {id(one): number for number, one in enumerate(parameters)}
     sums = []
     for _, own in copies.groups:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from costmodels.spec.layout import Fp8Recipe
 from runtime.parallel.local_tensors import local_part
+from runtime.parallel.summing_linear import summing_linear
 
 TENSORWISE: tuple[Fp8Recipe, ...] = ("default", "tensorwise")
 """Recipes with one scale for all that a rank holds of an operand."""
@@ -60,9 +61,23 @@ class NarrowWeight(nn.Module):
 
 
 def multiply(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The GEMM of a linear layer by its `product`, which reads the weight in 8 bits where it is there."""
-    product: Any = linear.product
-    narrow = getattr(linear, "narrow", None)
+    """The GEMM of a linear layer by its `product`, which reads the weight in 8 bits where it is there; or by
+    one that adds the weight's gradient to a sum, where the layer has the place of one."""
     result: Tensor
-    result = product(x, weight, bias) if narrow is None else product(x, weight, bias, narrow.parts)
+    own, narrow = linear.__dict__, getattr(linear, "narrow", None)
+    if "place" in own:
+        result = summing_linear(x, weight, bias, own["place"])
+    else:
+        further = () if narrow is None else (narrow.parts,)
+        result = own["product"](x, weight, bias, *further)
     return result
+
+
+def use_multiply(linear: nn.Linear) -> None:
+    """Let the forward pass of a linear layer multiply by `multiply`, unless it has a forward of its own."""
+    if "forward" not in linear.__dict__:
+        linear.forward = _forward(linear)  # type: ignore[assignment,method-assign]
+
+
+def _forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    return lambda x: multiply(linear, x, linear.weight, linear.bias)

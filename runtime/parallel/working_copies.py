@@ -1,22 +1,25 @@
 """Working copies of parameters for computation, if data-parallel ranks do not shard them.
 
-FSDP2 also separates these from the optimizer's parameters, with bitwise equal results. But without sharding,
-its hooks around every layer only take host time. 16-bit copies exist during a step's passes, and take no
-memory during the optimizer step; fp32 copies share the parameters' memory. If other ranks hold the same
-parameters, gradients of a layer accumulate in one buffer. In the last backward pass of a step it is summed
-over these ranks as soon as the layer is done, while backward continues with the layers before.
+FSDP2 also separates these from the optimizer's parameters, with bitwise equal results unless GEMMs add to
+sums (`runtime.parallel.summing_linear`). But without sharding, its hooks around every layer only take host
+time. 16-bit copies exist during a step's passes, and take no memory during the optimizer step; fp32 copies
+share the parameters' memory. If other ranks hold the same parameters, gradients of a layer accumulate in one
+buffer. In the last backward pass of a step it is summed over these ranks as soon as the layer is done, while
+backward continues with the layers before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from costmodels import Layout
 from costmodels.pytorch import is_at_least
@@ -25,8 +28,9 @@ from runtime.model.experts import MixtureOfExperts
 from runtime.model.number_formats import DTYPES
 from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import as_distributed, local_part
-from runtime.parallel.narrow_weight import TENSORWISE, NarrowWeight
+from runtime.parallel.narrow_weight import TENSORWISE, NarrowWeight, use_multiply
 from runtime.parallel.replicas import gradient_spec, group_of, is_split, without_replicas
+from runtime.parallel.summing_linear import Place, can_sum, sums_in_gemms
 
 if TYPE_CHECKING:
     from runtime.parallel.float8_weights import Float8Weights
@@ -55,6 +59,10 @@ class GradientSums:
         self.copies, self.dtype, self.group, self.when_done = list(copies), dtype, group, when_done
         self.adds = group is not None or dtype != copies[0].dtype
         """The sums are made here: autograd does not add the gradients up itself."""
+        self.leaves: list[Tensor] = list(copies)
+        """Tensors of the copies whose gradients autograd reports."""
+        self.places: list[Place] = []
+        """Places of the sums that GEMMs add to."""
         self.formats = [getattr(copy, "grad_dtype", copy.dtype) for copy in copies]
         """Number formats that autograd casts each gradient to; None where it leaves a gradient as it is."""
         self.sizes = [local_part(copy.detach()).numel() for copy in copies]
@@ -109,12 +117,28 @@ class GradientSums:
 
     def _count(self) -> None:
         come = _weakly(self.come)
-        for copy in self.copies:
-            if copy not in self.hooks:
-                self.hooks[copy] = copy.register_post_accumulate_grad_hook(come)  # type: ignore[no-untyped-call]
-        self.left = len(self.copies)
+        for leaf in self.leaves:
+            if leaf not in self.hooks:
+                self.hooks[leaf] = leaf.register_post_accumulate_grad_hook(come)  # type: ignore[no-untyped-call]
+        self.left = len(self.leaves)
 
-    def come(self, copy: Tensor) -> None:
+    def add_in_gemm(self, copy: nn.Parameter, linear: nn.Linear) -> None:
+        """Let the GEMM of a linear layer add the gradients of its weight to the sum."""
+        number = next(at for at, one in enumerate(self.copies) if one is copy)
+        place = Place(linear, copy.device, partial(self.receive, number))
+        self.places.append(place)
+        self.leaves[number] = place.tensor
+        self.hooks.pop(copy).remove()
+        self._count()
+
+    def receive(self, number: int) -> tuple[Tensor, bool]:
+        """The sum of a copy, for what adds to it by itself, and whether it holds a gradient yet."""
+        holds = number in self.sums
+        if not holds:
+            self.sums[number] = self._memory(number)
+        return self.sums[number], holds
+
+    def come(self, leaf: Tensor) -> None:
         """Record that one gradient is complete; the last one of a backward pass triggers the accumulation of
         all.
 
@@ -127,7 +151,7 @@ class GradientSums:
         self.left -= 1
         if self.left:
             return
-        for other in [one for one in self.hooks if one is not copy]:
+        for other in [one for one in self.hooks if one is not leaf]:
             self.hooks.pop(other).remove()
         self.add()
         if self.is_last:
@@ -186,11 +210,16 @@ class GradientSums:
             torch._foreach_add_(known, more)
 
     def _first(self, number: int, gradient: Tensor) -> Tensor:
+        return gradient.to(self.dtype) if self.group is None else self._memory(number).copy_(gradient)
+
+    def _memory(self, number: int) -> Tensor:
+        """Memory for the sum of a copy."""
+        copy = local_part(self.copies[number].detach())
         if self.group is None:
-            return gradient.to(self.dtype)
+            return torch.empty_like(copy, dtype=self.dtype)
         if self.buffer is None:
-            self.buffer = gradient.new_empty(sum(self.sizes), dtype=self.dtype)
-        return self._place(self.buffer, number).view(gradient.shape).copy_(gradient)
+            self.buffer = copy.new_empty(sum(self.sizes), dtype=self.dtype)
+        return self._place(self.buffer, number).view(copy.shape)
 
     def _place(self, buffer: Tensor, number: int) -> Tensor:
         start = sum(self.sizes[:number])
@@ -270,6 +299,8 @@ class WorkingCopies:
         self.groups = [
             (masters, self._sums(masters, DTYPES[layout.gradient_reduction])) for masters in _groups(stage)
         ]
+        if compiled:
+            self._add_in_gemms(stage)
         self.gradient_specs = {master: gradient_spec(master) for master in self.copies}
         self.stays = False
         """Copies and sums keep their memory from step to step."""
@@ -285,6 +316,22 @@ class WorkingCopies:
             if KEEPS_WIDE and copy.dtype != dtype and not is_split(master):
                 copy.grad_dtype = None
         return GradientSums(copies, dtype, group, self._reduce_whole)
+
+    def _add_in_gemms(self, stage: Transformer) -> None:
+        """Let GEMMs of compiled layers add the gradients of their weights, if these have 16 bits and their
+        sums fp32."""
+        wide = [sums for _, sums in self.groups if sums.dtype == torch.float32]
+        sums_of = {copy: sums for sums in wide for copy in sums.copies if copy.dtype != sums.dtype}
+        layers = {module for block in stage.blocks for module in block.modules()}
+        for linear, name, weight in self.places:
+            copy = self.copies[weight]
+            if linear not in layers or not isinstance(linear, nn.Linear) or name != "weight":
+                continue
+            if copy not in sums_of or isinstance(copy, DTensor) or not can_sum(linear):
+                continue
+            if sums_in_gemms(copy.device, copy.dtype):
+                sums_of[copy].add_in_gemm(copy, linear)
+                use_multiply(linear)
 
     @contextmanager
     def computing(self) -> Iterator[None]:

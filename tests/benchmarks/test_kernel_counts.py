@@ -13,7 +13,8 @@ pytestmark = pytest.mark.oldest
 
 @pytest.mark.slow
 def test_kernels_are_those_of_the_layers_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer of gpt2-small has six matrices, three GEMMs of each, and gradients that are added to sums."""
+    """A layer of gpt2-small has six matrices, and three GEMMs of each: one adds to a sum in fp32. Gradients
+    of vectors are added apart."""
     monkeypatch.setitem(kernel_counts.CASES, "gpt2-small", (2, 128))
     found = counts("gpt2-small", "bf16")["microbatch"]
     width = load_model("gpt2-small").hidden
@@ -21,10 +22,10 @@ def test_kernels_are_those_of_the_layers_arithmetic(monkeypatch: pytest.MonkeyPa
     # In and out of each matrix: queries, keys, values and the output, and the two of the MLP.
     activations = tokens * (4 * 2 + 2 * 5) * width
     biases = (4 + 4 + 1) * width
-    assert found["GEMM"] == [18, 2 * (3 * (activations + weights) + biases)]
+    assert found["GEMM"] == [18, 2 * (3 * activations + 2 * weights + biases) + (4 + 4) * weights]
     # The norms of attention and of the MLP have two each.
     vectors = 4 * width + biases
-    assert found["additions of gradients"][1] == (2 + 4 + 4) * (weights + vectors)
+    assert found["additions of gradients"] == [6 + 4, (2 + 4 + 4) * vectors]
 
 
 @pytest.mark.slow

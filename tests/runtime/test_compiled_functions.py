@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.model import delta_rule, fused_attention, nf4, routing
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.reach import Reach
 from runtime.parallel import loss
 from runtime.parallel.mxfp8 import mxfp8_linear
+from runtime.parallel.summing_linear import Place, summing_linear
 from runtime.train import balance
 from tests.support.autograd_functions import Case, compiled_difference, drawn, functions_of_the_runtime
 from tests.support.models import llama
@@ -68,6 +69,17 @@ def _handed_over(dtype: torch.dtype) -> Case:
     return Case(lambda x: loss._HandOver.apply(x, value, gradient + 0), (drawn(5, 8).to(dtype),))
 
 
+def _summing(dtype: torch.dtype) -> Case:
+    """A case without the weight, which gets no gradient from autograd."""
+    linear = nn.Linear(32, 48, dtype=dtype)
+    sum_NK = torch.zeros(48, 32)
+    place = Place(linear, sum_NK.device, lambda: (sum_NK, True))
+    return Case(
+        lambda x, bias: summing_linear(x, linear.weight.detach(), bias, place.tensor),
+        (drawn(5, 32).to(dtype), drawn(48, seed=1).to(dtype)),
+    )
+
+
 FUNCTIONS: dict[str, Callable[[torch.dtype], Case]] = {
     "model.routing._Permute": lambda dtype: Case(
         lambda x: routing.permute(x, ORDER, 2), (drawn(3, 8).to(dtype),)
@@ -91,6 +103,7 @@ FUNCTIONS: dict[str, Callable[[torch.dtype], Case]] = {
         mxfp8_linear, (drawn(5, 32).to(dtype), drawn(64, 32, seed=1).to(dtype))
     ),
     "parallel.loss._HandOver": _handed_over,
+    "parallel.summing_linear._Product": _summing,
     "train.balance._AddToObjective": lambda dtype: Case(
         lambda w, o: balance._AddToObjective.apply(w, o, torch.tensor(0.5)), (drawn(2, 5).to(dtype), drawn())
     ),

@@ -14,6 +14,7 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from runtime.dryrun import compiled_layers
+from runtime.dryrun.compiled_layers import ADDED
 from runtime.model.number_formats import FLOAT8_SIDES, MXFP8_BLOCK
 from runtime.model.routing import ALIGNMENT_BYTES
 from runtime.parallel.mxfp8 import TILE_BLOCKS, TILE_ROWS
@@ -287,4 +288,5 @@ def _kind_of_kernel(name: str) -> str:
         return "grouped GEMM"
     if "attention" in name:
         return "attention"
-    return "GEMM" if name in SCALED or name.endswith("mm") or "product" in name else "element-wise and sums"
+    is_product = name in (*SCALED, ADDED.split("::")[1]) or name.endswith("mm") or "product" in name
+    return "GEMM" if is_product else "element-wise and sums"
