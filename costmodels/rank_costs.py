@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.layers.shapes import distinct_shapes
 from costmodels.memory.peak import stage_memory
-from costmodels.memory.unit_sizes import UnitSizes, frozen_parameters, rank_parameters, row_unit_sizes
+from costmodels.memory.unit_sizes import (
+    UnitSizes,
+    end_parameters,
+    frozen_parameters,
+    rank_parameters,
+    row_unit_sizes,
+)
 from costmodels.ranks.rank_layers import FIELDS, ZERO, Ranks, all_ranks, critical_ranks, ranks_entry
 from costmodels.ranks.reductions import parts_of_rank, parts_total
 from costmodels.ranks.sites import MIXED, Site, decisive_site, rank_kinds, site_values, sites
@@ -22,6 +28,19 @@ from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_numbers
 from costmodels.time.data_parallel import accumulation_seconds
 from costmodels.time.passes import Passes
 from costmodels.time.unit_times import part_seconds, unit_passes
+
+
+class Accumulation(NamedTuple):
+    """Seconds of gradient accumulation per parameter, [n] each."""
+
+    each: Floats
+    """Seconds of each microbatch."""
+    once: Floats
+    """Seconds of a step, besides."""
+    linear_each: Floats
+    """Seconds of each microbatch beyond `each`, of parameters of layers outside of routed experts."""
+    linear_once: Floats
+    """Seconds of a step beyond `once`, of the same parameters."""
 
 
 @dataclass(frozen=True)
@@ -107,21 +126,28 @@ class RankCosts:
         return frozen_parameters(self.sizes[self.codes[0]], self.ranks)
 
     @cached_property
-    def accumulation(self) -> dict[int, tuple[Floats, Floats]]:
-        """Seconds of `accumulation_seconds` on each site, [n]."""
-        return {
-            code: accumulation_seconds(
-                self.sites[code].engine, self.sites[code].cluster.device, self.table, self.model.experts > 0
+    def accumulation(self) -> dict[int, Accumulation]:
+        """Seconds of gradient accumulation on each site."""
+        found = {}
+        for code in self.codes:
+            site, has_experts = self.sites[code], self.model.experts > 0
+            every, linear = (
+                accumulation_seconds(site.engine, site.cluster.device, self.table, has_experts, in_linear)
+                for in_linear in (False, self.model.lora is None)
             )
-            for code in self.codes
-        }
+            more = linear[0] - every[0], linear[1] - every[1]
+            found[code] = Accumulation(*every, *more)
+        return found
 
     @cached_property
     def summation(self) -> dict[int, Floats]:
         """Seconds of gradient accumulation of a microbatch on each site, [n, k]."""
         shared, experts = self.parameters
-        count = shared + experts
-        return {code: count * each[:, None] for code, (each, _) in self.accumulation.items()}
+        return {
+            code: (shared + experts) * times.each[:, None]
+            + (shared - end_parameters(self.sizes[code], self.ranks)) * times.linear_each[:, None]
+            for code, times in self.accumulation.items()
+        }
 
     @cached_property
     def site(self) -> Ints:

@@ -134,7 +134,8 @@ def _after_backward(
         update += site.engine.host.step
         if costs.model.lora is None:
             update += inner * weight_cast_seconds(site.engine, device, table)
-        copies = (most + most_experts) * costs.accumulation[code][1][some]
+        adding = costs.accumulation[code]
+        copies = (most + most_experts) * adding.once[some] + inner * adding.linear_once[some]
         if unchanged is not None:
             copies = copies + sum(unchanged) * copy_seconds(site.engine, device, table)
         own = np.stack([copies, exchange, update])

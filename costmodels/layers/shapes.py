@@ -35,6 +35,14 @@ def casts_weights_once(engine: Engine, table: LayoutTable) -> Bools:
     return result
 
 
+def fuses_plain(engine: Engine, table: LayoutTable) -> Bools:
+    """Rows whose weight-gradient GEMMs add to sums in fp32, of linear layers outside of routed experts."""
+    narrow = table.precision in ("bf16", "fp16") and table.gradient_reduction != "bf16"
+    fuses = engine.gemm.fused_plain and engine.activations.compiled and narrow
+    result: Bools = table.keeps_whole & fuses & ~table.runs(*SPLIT_BACKWARD)
+    return result
+
+
 def tokens(model: ModelSpec, table: LayoutTable) -> Floats:
     """Tokens of one microbatch on one context-parallel rank."""
     return table.micro_batch_size * model.seq / table.context_parallel

@@ -53,6 +53,9 @@ class GemmConstants(Constants):
     """Constants that depend on `Layout.fp8_recipe`."""
     fused_accumulation: bool = False
     """True if weight-gradient GEMMs add to the sum of earlier microbatches."""
+    fused_plain: bool = False
+    """True if GEMMs in 16 bits do so in compiled layers that FSDP2 does not wrap (`plain_whole`), outside of
+    routed experts."""
 
     def of_recipe(self, recipe: Fp8Recipe) -> "GemmConstants":
         """The constants for fp8 with the given recipe."""

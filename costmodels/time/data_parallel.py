@@ -22,7 +22,7 @@ from costmodels.layers.optimizer import (
     orthogonal_rows,
     update_traffic,
 )
-from costmodels.layers.shapes import casts_weights_once, element_bytes
+from costmodels.layers.shapes import casts_weights_once, element_bytes, fuses_plain
 from costmodels.memory.states import MASTER, copied_rows, reduction_element_bytes, sharded_gradient_rows
 from costmodels.network.collectives import Group, all_gather, all_reduce, group, reduce_scatter
 from costmodels.spec.engine import Engine
@@ -42,7 +42,7 @@ def _calls(engine: Engine, table: LayoutTable) -> tuple[Ints, Ints]:
 
 
 def accumulation_seconds(
-    engine: Engine, device: Device, table: LayoutTable, has_experts: bool
+    engine: Engine, device: Device, table: LayoutTable, has_experts: bool, in_linear: bool = False
 ) -> tuple[Floats, Floats]:
     """Seconds per parameter to accumulate and copy gradients: for each microbatch, and once a step.
 
@@ -54,15 +54,18 @@ def accumulation_seconds(
     copies the received parameters out of a buffer (2g). If it reduces every microbatch, only shards are
     accumulated. The time once a step is negative where the first gradient needs no addition. Parameters that
     FSDP2 does not wrap (`plain_whole`) are cast once a step, and their first gradient is written directly
-    into the buffer of the reduction.
+    into the buffer of the reduction (by the GEMM itself where it accumulates: a).
+
+    Args:
+        in_linear: True for parameters of layers outside of routed experts.
     """
     policy = engine.memory_policy(table.precision)
     gradient, total = policy.gathered, reduction_element_bytes(engine, table)
     rate = device.memory_bandwidth * engine.elementwise.efficiency
-    adding = 2 * total
-    if not engine.gemm.fused_accumulation:
-        mixed = engine.elementwise.accumulation_passes if gradient < total else 1.0
-        adding = mixed * (adding + gradient)
+    in_gemm = fuses_plain(engine, table) & in_linear
+    mixed = engine.elementwise.accumulation_passes if gradient < total else 1.0
+    apart = mixed * (2 * total + gradient)
+    adding = np.where(in_gemm | engine.gemm.fused_accumulation, 2 * total, apart)
     zero = np.zeros(len(table))
     if not engine.sharding.fully_sharded:
         return zero + adding / rate, zero
@@ -85,8 +88,9 @@ def accumulation_seconds(
     each = each + every * copied_out * gathers / table.micro_batches
     once = once + ~every * copies * copied_out
     if engine.sharding.plain_whole:
-        begun = (gradient + total) * (shared | (total != gradient)) - several * adding
-        once = np.where(table.keeps_whole, begun + copies * (MASTER + gradient), once)
+        begun = np.where(in_gemm, total, (gradient + total) * (shared | (total != gradient)))
+        cast = copies * (MASTER + gradient)
+        once = np.where(table.keeps_whole, begun - several * adding + cast, once)
     return each / rate, once / rate
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from costmodels import estimate
+from costmodels.spec.model_parts import Lora
 
 RATE = 2.039e12 * 0.85
 """Bytes per second of an A100's memory at the engines' efficiency."""
@@ -33,6 +34,52 @@ def traffic(model, cluster, engine, layout):
 def test_fsdp2_casts_adds_and_copies(fields, expected, gpt, cluster, engine, layout):
     one = layout(gpt, dp=8, **fields)
     assert traffic(gpt, cluster(8), engine("bundled"), one) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_gemms_of_layers_that_fsdp2_does_not_wrap_add_to_the_buffer(m, gpt, cluster, engine, layout):
+    """A GEMM writes the first gradient (4), and adds the others (4 + 4); parameters are cast (4 + 2).
+
+    Gradients of embedding and head, of schedules that split backward, and in the format of the sum are added.
+    """
+    found, apart = engine("bundled", gemm_fused_plain=True), engine("bundled")
+    layers = gpt.layers * gpt.dense_layer_parameters
+
+    def seconds(of, **fields):
+        fields = {"m": 8 * m, "precision": "bf16", "dp": 8} | fields
+        return estimate(gpt, cluster(8 * fields.get("pp", 1)), of, layout(gpt, **fields)).time.accumulation
+
+    ends = gpt.parameters - layers
+    one = layout(gpt, dp=8, zero=0, m=m)
+    expected = layers * (4 + (m - 1) * 8 + 6) + ends * (6 + (m - 1) * 10 + 6)
+    assert traffic(gpt, cluster(8), found, one) * gpt.parameters == pytest.approx(expected)
+    plain = gpt.parameters * (6 + (m - 1) * 10 + 6)
+    assert traffic(gpt, cluster(8), apart, one) * gpt.parameters == pytest.approx(plain)
+    for same in (
+        {"zero": 1},
+        {"precision": "fp32"},
+        {"gradient_reduction": "bf16"},
+        {"pp": 2, "vpp": 2, "layers_per_stage": (2, 2, 2, 2), "schedule": "interleaved_zb"},
+    ):
+        assert seconds(found, **same) == seconds(apart, **same)
+
+
+def test_gemms_of_routed_experts_and_of_adapters_add_nothing(mixture, gpt, cluster, engine, layout):
+    found, apart = engine("bundled", gemm_fused_plain=True), engine("bundled")
+
+    def saved(model):
+        one = layout(model, m=4, precision="bf16")
+        return traffic(model, cluster(1), apart, one) - traffic(model, cluster(1), found, one)
+
+    routed = (
+        (mixture.layers - mixture.dense_layers) * mixture.experts * 3 * mixture.hidden * mixture.expert_ffn
+    )
+    ends = 2 * mixture.vocab * mixture.hidden + mixture.norm_parameters
+    # 2 bytes of each gradient, the first included.
+    expected = 4 * 2 * (mixture.parameters - routed - ends)
+    assert saved(mixture) * mixture.parameters == pytest.approx(expected)
+    adapted = gpt.model_copy(update={"lora": Lora(rank=4, alpha=8.0)})
+    assert saved(adapted) == 0
 
 
 def test_adding_16_bits_to_fp32_may_be_slower_than_a_copy(gpt, cluster, engine, layout):
