@@ -161,12 +161,12 @@ def _closest(runs: Mapping[int, Run], goal: Goal) -> tuple[int, str]:
     return size, f"{none}{cheapest}{size} devices cost least, {_cost(runs[size])}"
 
 
-def _days(runs: Mapping[int, Run]) -> Callable[[int], float]:
-    return lambda size: runs[size].days
+def _days(runs: Mapping[int, Run]) -> Callable[[int], tuple[float, float]]:
+    return lambda size: (runs[size].days, runs[size].device_hours)
 
 
-def _hours(runs: Mapping[int, Run]) -> Callable[[int], float]:
-    return lambda size: runs[size].device_hours
+def _hours(runs: Mapping[int, Run]) -> Callable[[int], tuple[float, float]]:
+    return lambda size: (runs[size].device_hours, runs[size].days)
 
 
 def _cost(run: Run) -> str:

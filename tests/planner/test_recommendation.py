@@ -112,6 +112,11 @@ def test_a_size_that_does_not_pay_is_passed_over_for_a_later_one_that_does() -> 
     assert recommended(runs_of(d64=100.0, d96=90.0, d256=30.0), Goal()).world_size == 256
 
 
+def test_of_sizes_that_cost_the_same_the_faster_one_is_taken() -> None:
+    found = recommended(runs_of(d8=2.0, d16=1.0), Goal(2.0))
+    assert (found.world_size, found.rule) == (16, "deadline")
+
+
 def test_one_size_and_none() -> None:
     assert recommended(runs_of(d64=3.0), Goal()).why == "it is the only size with a plan"
     assert recommend({}, Goal()) is None
