@@ -29,6 +29,7 @@ from runtime.dryrun.experts import even_load
 from runtime.dryrun.fake_gpu import fake_gpu
 from runtime.dryrun.few_layers import FewLayers, few_layers
 from runtime.dryrun.kernels import cpu_kernels, gpu_kernels
+from runtime.dryrun.lazy_chunks import lazy_chunks
 from runtime.dryrun.memory_trace import DeviceKind, MemoryTrace
 from runtime.dryrun.quiet import collector_off, logs_from
 from runtime.dryrun.roles import label_layers, roles, tag_optimizer_state, tag_state
@@ -144,6 +145,7 @@ def dry_rank(
         stack.enter_context(fake)
         stack.enter_context(isolated_pipeline())
         stack.enter_context(even_load(spec))
+        stack.enter_context(lazy_chunks())
         if device == "cuda":
             stack.enter_context(gpu_kernels(fake))
         else:
