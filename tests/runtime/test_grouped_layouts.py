@@ -27,6 +27,8 @@ QWEN3 = MIXTRAL.model_copy(update={"name": "qwen3-moe", "qk_norm": True, "head_d
 
 DENSE = MIXTRAL.model_copy(update={"name": "dense", "experts": 0, "top_k": 0, "expert_ffn": 0})
 
+BIASED = DENSE.model_copy(update={"name": "biased", "linear_bias": True})
+
 DEEPSEEK = MODELS["deepseek"].model_copy(update={"layers": 1, "dense_layers": 0})
 
 
@@ -38,15 +40,24 @@ SELECTIVE = "recompute=selective,recompute_modules="
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["precision=fp8", "precision=fp8,fp8_recipe=rowwise", "precision=mxfp8"])
-def test_kernels_of_products_in_8_bits_take_what_compiled_layers_give(text: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (DENSE, "precision=fp8"),
+        (BIASED, "precision=fp8"),
+        (DENSE, "precision=fp8,fp8_recipe=rowwise"),
+        (DENSE, "precision=mxfp8"),
+    ],
+)
+def test_kernels_of_products_in_8_bits_take_what_compiled_layers_give(spec: ModelSpec, text: str) -> None:
     if "mxfp8" not in text:
         pytest.importorskip("torchao")
     with lowered_products() as found:
-        trace(DENSE, parse_layout(f"mbs=1,{text}", DENSE), compiled=True)
-    # Seven matrices, each in three products, by the kernel of 8 bits.
+        trace(spec, parse_layout(f"mbs=1,{text}", spec), compiled=True)
+    # Seven matrices, each in three products, by the kernel of 8 bits. Forward adds biases.
     assert [product.kernel in SCALED for product in found] == [True] * 21
     assert {product: product.fault for product in found if product.fault} == {}
+    assert sum(len(product.further) == 3 for product in found) == 7 * (spec is BIASED)
 
 
 def operand(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Operand:
@@ -83,6 +94,9 @@ BLOCKS = operand((128 * 4,), (1,), E8M0)
         (operand((32, 64), (64, 1), E4M3, 8), RIGHT, (WHOLE, WHOLE), "rows begin at no multiple"),
         (operand((32, 64), (64, 1), E5M2), operand((64, 96), (1, 64), E5M2), (WHOLE, WHOLE), "in E5M2"),
         (LEFT, RIGHT, (WHOLE,), "not a scale for each operand"),
+        (LEFT, RIGHT, (WHOLE, WHOLE, operand((96,), (1,), torch.bfloat16)), ""),
+        (LEFT, RIGHT, (WHOLE, WHOLE, operand((96,), (1,), torch.float32)), "a bias is no dense row"),
+        (LEFT, RIGHT, (WHOLE, WHOLE, operand((64,), (1,), torch.bfloat16)), "a bias is no dense row"),
         (LEFT, RIGHT, (WHOLE, operand((), (), torch.bfloat16)), "not in fp32"),
         (LEFT, RIGHT, (operand((1, 32), (32, 1), torch.float32), WHOLE), "for each row of the left"),
         (LEFT, RIGHT, (operand((32, 1), (2, 1), torch.float32), WHOLE), "do not follow each other"),

@@ -61,7 +61,7 @@ class Product(NamedTuple):
     right: Operand
     kernel: str = "_grouped_mm"
     further: tuple[Operand, ...] = ()
-    """Scales of the left and of the right operand, or where groups end."""
+    """Scales of the left and of the right operand, and a bias if there is one; or where groups end."""
 
     @property
     def fault(self) -> str:
@@ -104,11 +104,16 @@ class Product(NamedTuple):
 
     @property
     def _fault_of_scales(self) -> str:
-        """A rule of scales that is broken: one for each matrix, row or 32 elements."""
+        """A rule of scales, and of a bias after them, that is broken: one scale for each matrix, row or 32
+        elements."""
         sides = (self.left.shape[0], self.left.shape[-1]), (self.right.shape[-1], self.right.shape[0])
-        if len(self.further) != 2:
+        scales, biases = self.further[:2], self.further[2:]
+        if len(scales) != 2:
             return "not a scale for each operand"
-        for scale, (lines, inner), of_lines in zip(self.further, sides, ((-1, 1), (1, -1)), strict=True):
+        for bias in biases:
+            if bias.shape != self.right.shape[-1:] or bias.dtype != torch.bfloat16 or not bias.is_contiguous:
+                return "a bias is no dense row in 16 bits"
+        for scale, (lines, inner), of_lines in zip(scales, sides, ((-1, 1), (1, -1)), strict=True):
             count = math.prod(scale.shape)
             if scale.dtype == torch.float8_e8m0fnu:
                 blocks = -(-inner // MXFP8_BLOCK)
