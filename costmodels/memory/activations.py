@@ -258,6 +258,9 @@ def _attention(layer: _Layer) -> tuple[Floats, Floats]:
         # The input of the convolution, and the output before its norm and gate.
         assert model.linear_attention is not None
         kept = kept + e * t * (model.linear_attention.conv_size + values) / tp
+        if engine.activations.plain_delta_rule:
+            # The normalised output and its gate in fp32, and their product.
+            kept = kept + layer.eager * (8 + e) * t * values / tp
     elif before:
         of_each = before * e + model.qk_norm * layer.wider
         kept = kept + of_each * t * (queries / tp + key_value_width(model, table) / 2)
