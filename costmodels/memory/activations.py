@@ -509,7 +509,7 @@ def output_gradient_bytes(model: ModelSpec, table: LayoutTable) -> Floats:
     norms = norms / np.where(table.sequence_parallel, tp, 1)
     if model.qk_norm:
         norms = norms + t * (queries / tp + key_value_width(model, table) / 2)
-    # Weights of norms wait for the gradients of what the norms put out, in the format they compute in.
+    # Weights of norms wait for the gradients of the outputs of norms, in the format in which norms compute.
     waiting = (4.0 if model.norm_from_one else e) * norms
     result: Floats = e * (width + np.maximum(dense, experts + shared * t)) + waiting
     return result

@@ -153,7 +153,7 @@ TRACED: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
         22.21,
         {"ep": 8, "dp": 16, "zero": 1, "mbs": 4, "recompute": "full"},
     ),
-    # Norms that wait for gradients of what they put out, in fp32.
+    # Weights of norms that wait for gradients of outputs in fp32.
     (
         "gemma-3-12b",
         "h100",
