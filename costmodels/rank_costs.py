@@ -26,6 +26,7 @@ from costmodels.spec.hardware import Cluster
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.table import Floats, Ints, LayoutTable, distinct_numbers
 from costmodels.time.data_parallel import accumulation_seconds
+from costmodels.time.gemms import sums_in_gemms
 from costmodels.time.passes import Passes
 from costmodels.time.unit_times import part_seconds, unit_passes
 
@@ -141,13 +142,16 @@ class RankCosts:
 
     @cached_property
     def summation(self) -> dict[int, Floats]:
-        """Seconds of gradient accumulation of a microbatch on each site, [n, k]."""
+        """Seconds of gradient accumulation of a microbatch outside GEMMs on each site, [n, k]."""
         shared, experts = self.parameters
-        return {
-            code: (shared + experts) * times.each[:, None]
-            + (shared - end_parameters(self.sizes[code], self.ranks)) * times.linear_each[:, None]
-            for code, times in self.accumulation.items()
-        }
+
+        def seconds(code: int, times: Accumulation) -> Floats:
+            ends = end_parameters(self.sizes[code], self.ranks)
+            if sums_in_gemms(self.sites[code].engine):
+                return self.ranks.first * self.sizes[code].embedding[:, None] * times.each[:, None]
+            return (shared + experts) * times.each[:, None] + (shared - ends) * times.linear_each[:, None]
+
+        return {code: seconds(code, times) for code, times in self.accumulation.items()}
 
     @cached_property
     def site(self) -> Ints:

@@ -47,14 +47,15 @@ def accumulation_seconds(
     """Seconds per parameter to accumulate and copy gradients: for each microbatch, and once a step.
 
     Let g be the bytes of a gradient after backward, and a those of a sum. An addition has 2a + g bytes of
-    memory traffic; a GEMM that accumulates its own result reads and writes a. FSDP2
-    (torch/distributed/fsdp/_fully_shard, `_fsdp_param.py` and `_fsdp_collectives.py`) casts the first
-    gradient to the format of the sum (g + a), adds the others, and copies the sum into the buffer of the
-    reduction (2a, or g + a for the gradient of a single microbatch); gathering casts the fp32 shard and
-    copies the received parameters out of a buffer (2g). If it reduces every microbatch, only shards are
-    accumulated. The time once a step is negative where the first gradient needs no addition. Parameters that
-    FSDP2 does not wrap (`plain_whole`) are cast once a step, and their first gradient is written directly
-    into the buffer of the reduction (by the GEMM itself where it accumulates: a).
+    memory traffic. A GEMM that adds to a sum has 2a (`fuses_plain`), or includes that in its own time
+    (`sums_in_gemms`). FSDP2 (torch/distributed/fsdp/_fully_shard, `_fsdp_param.py` and
+    `_fsdp_collectives.py`) casts the first gradient to the format of the sum (g + a), adds the others, and
+    copies the sum into the buffer of the reduction (2a, or g + a for the gradient of a single microbatch);
+    gathering casts the fp32 shard and copies the received parameters out of a buffer (2g). If it reduces
+    every microbatch, only shards are accumulated. The time once a step is negative where the first gradient
+    needs no addition. Parameters that FSDP2 does not wrap (`plain_whole`) are cast once a step, and their
+    first gradient is written directly into the buffer of the reduction (by the GEMM itself where it
+    accumulates: a).
 
     Args:
         in_linear: True for parameters of layers outside of routed experts.
@@ -64,8 +65,7 @@ def accumulation_seconds(
     rate = device.memory_bandwidth * engine.elementwise.efficiency
     in_gemm = fuses_plain(engine, table) & in_linear
     mixed = engine.elementwise.accumulation_passes if gradient < total else 1.0
-    apart = mixed * (2 * total + gradient)
-    adding = np.where(in_gemm | engine.gemm.fused_accumulation, 2 * total, apart)
+    adding = np.where(in_gemm, 2 * total, mixed * (2 * total + gradient))
     zero = np.zeros(len(table))
     if not engine.sharding.fully_sharded:
         return zero + adding / rate, zero

@@ -16,6 +16,7 @@ from costmodels.spec.table import FULL, SELECTIVE, UNIFORM, Bools, Floats, Layou
 from costmodels.time.core_attention import attention_seconds, context_seconds
 from costmodels.time.gemms import (
     GemmRates,
+    accumulation_bytes,
     cast_bytes,
     gemm_rates,
     gemm_seconds,
@@ -135,7 +136,7 @@ def passes(
         + again.experts * expert.forward
         + again.context * context.forward
         + repeated,
-        weights=unit.gemm_backward - unit.gemm,
+        weights=unit.weight_gradients,
     )
 
 
@@ -204,24 +205,29 @@ class _Unit:
         return gemm_seconds(gemms, self.rates)
 
     @cached_property
-    def adapters(self) -> Floats | float:
-        """Seconds of the GEMMs of adapters, each counted once."""
-        return self.products(self.work.adapter_gemms)
-
-    @cached_property
     def gemm_backward(self) -> Floats:
         """Seconds of GEMMs for gradients of inputs and of trained weights."""
-        if not self.work.is_frozen:
-            if self.table.fp8_recipe in WIDE_WEIGHT_GRADIENTS and not self.wide:
-                rates = gemm_rates(self.device, self.engine, self.table.precision, wide=True)
-                return self.gemm + gemm_seconds(self.work.gemms, rates)
-            return BACKWARD_GEMM * self.gemm
-        return self.gemm + (BACKWARD_GEMM - 1) * self.adapters
+        return self.gemm + self.weight_gradients
+
+    @cached_property
+    def weight_gradients(self) -> Floats:
+        """Seconds of GEMMs for gradients of trained weights, and for the sums that they add to."""
+        sums, rates = accumulation_bytes(self.engine, self.table), self.rates
+        adapters = gemm_seconds(self.work.adapter_gemms, rates, sums)
+        if self.work.is_frozen:
+            return np.zeros(len(self.table)) + adapters
+        if self.table.fp8_recipe in WIDE_WEIGHT_GRADIENTS and not self.wide:
+            rates = gemm_rates(self.device, self.engine, self.table.precision, wide=True)
+        return self.whole_head(gemm_seconds(self.work.gemms, rates, sums) + adapters)
 
     @cached_property
     def gemm(self) -> Floats:
         """Seconds of all GEMMs, each counted once."""
-        seconds = np.zeros(len(self.table)) + self.products(self.work.gemms) + self.adapters
+        return self.whole_head(self.products(self.work.gemms) + self.products(self.work.adapter_gemms))
+
+    def whole_head(self, seconds: Floats | float) -> Floats:
+        """Seconds of the unit's GEMMs, longer for a head that one device holds whole, [n]."""
+        seconds = np.zeros(len(self.table)) + seconds
         rate = self.engine.gemm.whole_head_efficiency
         if self.repeats or rate == 1:
             return seconds

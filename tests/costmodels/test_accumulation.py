@@ -1,9 +1,12 @@
 """The memory traffic of adding up gradients and copying them, byte by byte."""
 
+import numpy as np
 import pytest
 
 from costmodels import estimate
+from costmodels.layers.operators import Gemm
 from costmodels.spec.model_parts import Lora
+from costmodels.time.gemms import GemmRates, gemm_seconds
 
 RATE = 2.039e12 * 0.85
 """Bytes per second of an A100's memory at the engines' efficiency."""
@@ -111,25 +114,51 @@ def test_experts_that_tensor_parallel_ranks_replicate_are_reduced_from_a_buffer(
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "each"),
-    [("megatron", "bf16", 8), ("megatron", "fp16", 4), ("nanotron", "bf16", 10), ("nemo", "bf16", 8)],
+    ("name", "precision", "each"), [("nanotron", "bf16", 10), ("megatron-deepspeed", "fp16", 6)]
 )
 def test_other_engines_add_to_a_buffer(name, precision, each, gpt, cluster, engine, layout):
     one = layout(gpt, dp=8, zero=1, m=4, precision=precision)
-    assert traffic(gpt, cluster(8), engine(name), one) == pytest.approx(4 * each)
+    found = estimate(gpt, cluster(8), engine(name), one).time.accumulation
+    rate = 2.039e12 * engine(name).for_device(cluster(8).device).elementwise.efficiency
+    assert found * rate / gpt.parameters == pytest.approx(4 * each)
+
+
+@pytest.mark.parametrize(("precision", "total"), [("bf16", 4), ("fp16", 2)])
+def test_weight_gradient_gemms_that_add_hide_a_part_of_the_traffic(
+    precision, total, gpt, cluster, engine, layout
+):
+    """The sum is read and written while the GEMM computes; the embedding's gradient alone is added apart."""
+    one = layout(gpt, dp=8, zero=1, m=4, precision=precision)
+    fused, plain = (
+        estimate(gpt, cluster(8), engine("megatron", gemm_fused_accumulation=flag), one).time
+        for flag in (True, False)
+    )
+    rate = 2.039e12 * engine("megatron").for_device(cluster(8).device).elementwise.efficiency
+    ends = gpt.vocab * gpt.hidden + gpt.max_positions * gpt.hidden
+    assert fused.accumulation == pytest.approx(4 * (2 * total + 2) * ends / rate, rel=0.01)
+    sums = 4 * 2 * total * (gpt.parameters - gpt.max_positions * gpt.hidden) / rate
+    assert 0.1 * sums < fused.compute - plain.compute < 0.9 * sums
+
+
+def test_a_gemm_and_its_sum_take_their_p_norm():
+    tokens, inputs, outputs, one = np.array([[1024.0], [4096.0], [8192.0], [1.0]])
+    shape, rates = (Gemm(tokens, inputs, outputs, one),), GemmRates(2e14, 2e14, 1e12, 2)
+    alone = gemm_seconds(shape, rates)
+    sums = 8 * 4096 * 8192 / 1e12
+    assert gemm_seconds(shape, rates, 8) == pytest.approx((alone**1.4 + sums**1.4) ** (1 / 1.4))
 
 
 def test_every_rank_of_a_pipeline_adds_while_it_fills(gpt, cluster, engine, layout):
     """The bubble grows by pp - 1 microbatches of additions, each of a fourth of the layers."""
     one = layout(gpt, pp=4, m=8, precision="bf16", layers_per_stage=(2, 2, 2, 2))
-    fused, plain = (
-        estimate(gpt, cluster(4), engine("nanotron", gemm_fused_accumulation=flag), one).time
-        for flag in (True, False)
+    slower, plain = (
+        estimate(gpt, cluster(4), engine("nanotron", elementwise_accumulation_passes=passes), one).time
+        for passes in (1.2, 1.0)
     )
-    # 2 bytes less of each parameter: of two layers, and on the outer ranks of the vocabulary.
+    # 2 bytes more of each parameter: of two layers, and on the outer ranks of the vocabulary.
     layers, ends = 8 * gpt.dense_layer_parameters, 2 * gpt.vocab * gpt.hidden
     positions, norm = gpt.max_positions * gpt.hidden, gpt.norm_parameters
     slowest = layers / 4 + gpt.vocab * gpt.hidden + norm
-    assert plain.accumulation - fused.accumulation == pytest.approx(8 * 2 * slowest / RATE)
+    assert slower.accumulation - plain.accumulation == pytest.approx(8 * 2 * slowest / RATE)
     others = layers + ends + positions + norm - slowest
-    assert plain.bubble - fused.bubble == pytest.approx(2 * others / RATE)
+    assert slower.bubble - plain.bubble == pytest.approx(2 * others / RATE)
