@@ -280,8 +280,8 @@ class ActivationConstants(Constants):
     """True if linear attention runs in plain fp32 operators, which keep their chunks' products for
     backward."""
     joins_latents: bool = False
-    """True if tensor-parallel ranks copy what latent attention compresses into one tensor, with the input of
-    queries that are not compressed."""
+    """True if tensor-parallel ranks copy the compressed tensors of latent attention into one, together with
+    the input of queries that are not compressed."""
     inner_gradients: bool = False
     """True if the gradients of an MLP's inner tensors and matrices count during its layer's backward."""
     compiled: bool = False
