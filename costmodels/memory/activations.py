@@ -427,9 +427,10 @@ def _with_inner_gradients(layer: _Layer, parts: _Parts, again: Floats) -> Floats
     # Of the GEMMs' inputs and outputs, and of the matrices that one compiled kernel writes together.
     inputs = 1 + model.gated
     matrices = 2 * e * h * width / np.maximum(parts.rows if moe else t, 1.0)
-    working = (
-        again + e * width * np.where(compiled, inputs, inputs + model.gated) + compiled * matrices * (not moe)
-    )
+    inner = e * width * np.where(compiled, inputs, inputs + model.gated) + compiled * matrices * (not moe)
+    # Then each matrix gives a gradient of its whole input, before tensor-parallel ranks sum these.
+    summed = inputs * e * t * h * (tp > 1) * (not moe)
+    working = again + np.maximum(inner, summed)
     if model.lora is not None and not moe:
         # A matrix and its adapter have an output each, where their sum is computed again, and a gradient
         # of their input each.
