@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodels.ranks.rank_layers import Ranks
-from costmodels.spec.layout import V_SCHEDULES
+from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
 from costmodels.spec.schedules import GATHERED_STAGES
 from costmodels.spec.table import Bools, Floats, Ints, LayoutTable
 
@@ -133,8 +133,13 @@ def lets_go(table: LayoutTable) -> Bools:
 def least_stages(table: LayoutTable) -> Floats:
     """The fewest stages of a rank with whole parameters while the most stages have gradients, [n]."""
     chunks = table.virtual_pipeline_parallel
-    whole = np.where(table.micro_batches > _turn(table), chunks, 1) * ~lets_go(table)
-    result: Floats = np.where(table.keeps_whole, whole, np.minimum(chunks, GATHERED_STAGES)).astype(
-        np.float64
-    )
+    whole = np.where(table.micro_batches > _turn(table), chunks, 1)
+    gathered = np.where(frees_after_forward(table), 1, np.minimum(chunks, GATHERED_STAGES))
+    result: Floats = np.where(table.keeps_whole, whole, gathered) * 1.0 * ~lets_go(table)
+    return result
+
+
+def frees_after_forward(table: LayoutTable) -> Bools:
+    """Rows that free a stage's parameters after each forward pass (`_keep_gathered` of the runtime)."""
+    result: Bools = (table.zero_stage == 3) & ~table.runs(*SPLIT_BACKWARD)
     return result

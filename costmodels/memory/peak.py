@@ -14,6 +14,7 @@ from costmodels.layers.shapes import element_bytes
 from costmodels.memory import schedule_moments
 from costmodels.memory.moments import (
     Held,
+    frees_after_forward,
     fullest_moment,
     least_gradient_share,
     least_stages,
@@ -34,6 +35,7 @@ from costmodels.ranks.reductions import parts_total
 from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
+from costmodels.spec.schedules import GATHERED_STAGES
 from costmodels.spec.table import FULL, UNIFORM, Bools, Floats, LayoutTable
 
 Moment = Callable[[LayoutTable, Floats, Held], tuple[Floats, Floats, Floats]]
@@ -531,7 +533,8 @@ def _played_bytes(
         whole=stage_copy_bytes(engine, table, sizes, ranks),
     )
     later = ~table.keeps_whole & (not sizes.experts.any())
-    alive = schedule_moments.fullest(table, ranks, each, later)
+    frees = frees_after_forward(table)
+    alive = schedule_moments.fullest(table, ranks, each, later, frees)
     activations = alive.flights * each.flights + alive.waits * each.waits + again
     activations = activations - alive.added * np.minimum(fresh, again)
     chunk = ranks.last * (sizes.logits - sizes.kept_logits)[:, None]
@@ -539,7 +542,13 @@ def _played_bytes(
     logits = np.maximum(logits, 0.0)
     summed = alive.sums * each.sums + alive.head_sums * last + alive.first_sums * first
     gradients = summed + (alive.fresh + alive.added) * fresh + alive.left * left
-    return activations, logits, gradients, parameters - (chunks - alive.whole) * each.whole
+    whole = alive.whole
+    if frees.any():
+        # Some layers are gathered for the running pass.
+        passing = GATHERED_LAYERS * chunks / np.maximum(ranks.layers, 1.0)
+        most = np.minimum(chunks, GATHERED_STAGES)
+        whole = np.where(frees[:, None], np.minimum(whole + passing, most), whole)
+    return activations, logits, gradients, parameters - (chunks - whole) * each.whole
 
 
 def _layer_parameters(sizes: UnitSizes, ranks: Ranks) -> Floats:

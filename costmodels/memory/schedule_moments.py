@@ -61,12 +61,13 @@ def played(table: LayoutTable, ranks: Ranks) -> Bools:
     return result
 
 
-def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools) -> Alive:
+def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools, frees: Bools) -> Alive:
     """Contents of each rank at its fullest moment, [n, k]; zero for ranks that are not `played`.
 
     Args:
         sizes: bytes of one unit of each.
         later: rows whose 16-bit gradients wait until their stage's next backward pass adds them.
+        frees: rows that free a stage's parameters after each forward pass.
     """
     rows, columns = np.nonzero(played(table, ranks))
     found = np.zeros((len(Alive._fields), *ranks.place.shape))
@@ -78,6 +79,7 @@ def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools) -> Ali
         ranks.place[rows, columns].astype(np.int64) - 1,
         table.keeps_whole[rows],
         later[rows],
+        frees[rows],
     )
     key = combined_key(fields)
     order = np.argsort(key, kind="stable")
@@ -110,6 +112,7 @@ def moments(
     rank: int,
     keeps_whole: bool,
     later: bool,
+    frees: bool = False,
 ) -> Floats:
     """Contents of a rank after the passes that no other pass exceeds in every kind of tensor: [moments,
     `Alive`].
@@ -117,7 +120,7 @@ def moments(
     Args:
         keeps_whole: ranks keep all gradients, and copies of parameters until a stage's last backward pass.
             Otherwise a stage reduces its gradients then, and only the next few stages are gathered.
-        later: see `fullest`.
+        later, frees: see `fullest`.
     """
     kind, stage = passes_of_rank(schedule, rank, pipeline, chunks, micro_batches)
     stages = np.array(distinct_numbers(stage))
@@ -148,7 +151,12 @@ def moments(
         # While a stage reduces, it has what it had just before.
         sums, fresh = (sums & ~finished) | (finished & ~was_finished), fresh & ~finished
         left = left & ~finished
-        present = np.minimum((~was_finished).sum(axis=1), GATHERED_STAGES)
+        gathered = ~was_finished
+        if frees:
+            # Parameters that a backward pass gathers stay for the next forward pass.
+            last_forward = np.maximum.accumulate(np.where(forward, time, 0), axis=0)
+            gathered &= np.maximum.accumulate(np.where(whole, time, 0), axis=0) > last_forward
+        present = np.minimum(gathered.sum(axis=1), GATHERED_STAGES)
     head = stages == pipeline * chunks - 1
     every = (
         flights,

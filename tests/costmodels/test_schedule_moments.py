@@ -215,6 +215,39 @@ TRACED: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
     ),
     # Capped attention, whose output stays.
     ("gemma-2-9b", "h100", 313.03, {"cp": 2, "dp": 4, "mbs": 8, "batch": 32, "recompute": "selective"}),
+    # Stages whose parameters are free between their forward and their backward pass.
+    (
+        "qwen3-30b-a3b",
+        "h100",
+        105.86,
+        {
+            "tp": 2,
+            "pp": 2,
+            "vpp": 2,
+            "dp": 4,
+            "zero": 3,
+            "schedule": "interleaved",
+            "mbs": 4,
+            "batch": 32,
+            "recompute": "selective",
+        },
+    ),
+    # Gradients of whole inputs before tensor-parallel ranks sum these.
+    (
+        "qwen3-8b",
+        "h100",
+        17.64,
+        {
+            "tp": 16,
+            "sp": True,
+            "cp": 2,
+            "form": "ring",
+            "zero": 3,
+            "mbs": 128,
+            "batch": 128,
+            "recompute": "full",
+        },
+    ),
     # Sums of gradients that a CUDA graph keeps in place.
     (
         "qwen3-0.6b",
