@@ -400,6 +400,9 @@ def end_reduction_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ra
     gone = (table.pipeline_parallel == 1) & ~sharded_gradient_rows(engine, table)
     fresh = element_bytes(table.precision) * ends
     result: Floats = wraps[:, None] * np.where(gone[:, None], fresh, reduced)
+    freed = lets_go(table)
+    if freed.any():
+        result = np.maximum(result - freed[:, None] * stage_copy_bytes(engine, table, sizes, ranks), 0.0)
     return result
 
 
@@ -519,6 +522,10 @@ def _played_bytes(
     element = element_bytes(table.precision)
     fresh = element / chunks * _layer_parameters(sizes, ranks)
     # FSDP2 adds up the gradients of experts before that of the stage's last matrix has come.
+    shared = every[0] - end_parameters(sizes, ranks)
+    shards = shared / table.zero_shards[:, None] + every[1] / table.expert_shards[:, None]
+    each_shard = engine.memory_policy(table.precision).gradients * ~table.offload_optimizer / chunks[:, 0]
+    reduced = each_shard[:, None] * shards
     left = element * np.minimum(ranks.all_moe, 1) * (~table.keeps_whole * sizes.last_matrices)[:, None]
     each = schedule_moments.Alive(
         flights=kept / chunks + output,
@@ -529,6 +536,7 @@ def _played_bytes(
         first_sums=first,
         fresh=fresh,
         left=left,
+        reduced=reduced,
         added=np.maximum(fresh - again, 0.0),
         whole=stage_copy_bytes(engine, table, sizes, ranks),
     )
@@ -541,7 +549,7 @@ def _played_bytes(
     logits = alive.head_flights * head + chunk - np.minimum(passing_logits(engine, sizes, ranks), again)
     logits = np.maximum(logits, 0.0)
     summed = alive.sums * each.sums + alive.head_sums * last + alive.first_sums * first
-    gradients = summed + (alive.fresh + alive.added) * fresh + alive.left * left
+    gradients = summed + (alive.fresh + alive.added) * fresh + alive.left * left + alive.reduced * reduced
     whole = alive.whole
     if frees.any():
         # Some layers are gathered for the running pass.

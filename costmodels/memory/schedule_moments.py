@@ -49,6 +49,8 @@ class Alive(NamedTuple):
     """Number of stages with 16-bit gradients beside their sums."""
     left: Floats
     """Number of stages whose weight gradients of a separate pass wait for the stage's next backward pass."""
+    reduced: Floats
+    """Number of stages whose gradients are shards, as their last backward pass has ended."""
     added: Floats
     """1 where a stage is about to add weight gradients that were computed in a separate pass."""
     whole: Floats
@@ -167,6 +169,7 @@ def moments(
         sums[:, first],
         fresh,
         left,
+        was_finished & (not keeps_whole),
         np.zeros_like(fresh),
     )
     every_moment = np.column_stack([*(each.sum(axis=1) for each in every), present])

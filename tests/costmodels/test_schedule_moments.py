@@ -79,6 +79,7 @@ def run_one_by_one(
                 int(0 in held),
                 len(fresh - gone),
                 len(left - gone),
+                0 if whole else len(stages) - len(before),
                 added,
                 len(before) if whole else min(len(before), 3),
             )
@@ -230,6 +231,24 @@ TRACED: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
             "mbs": 4,
             "batch": 32,
             "recompute": "selective",
+        },
+    ),
+    # Gradients of experts that no rank shares, after the stage's last backward pass.
+    (
+        "qwen3-30b-a3b",
+        "h100",
+        33.01,
+        {
+            "pp": 2,
+            "vpp": 6,
+            "cp": 8,
+            "ep": 8,
+            "form": "all_gather",
+            "zero": 3,
+            "mbs": 16,
+            "batch": 32,
+            "schedule": "interleaved",
+            "recompute": "full",
         },
     ),
     # Gradients of whole inputs before tensor-parallel ranks sum these.
