@@ -73,9 +73,10 @@ def test_an_engine_that_reduces_once_a_step_keeps_whole_gradients(gpt, cluster, 
         return memory_of(gpt, cluster(64), engine(name), layout(gpt, **degrees))["gradients"].max() / 4
 
     assert gradients("bundled", dp=8, zero=2, m=4) == gpt.parameters
-    assert gradients("bundled", dp=8, zero=2, m=1) == gpt.parameters / 8
-    # FSDP2 knows no ZeRO 1 without 2; Megatron-LM's buffers stay.
-    assert gradients("bundled", dp=8, zero=1, m=1) == gpt.parameters / 8
+    # In a single pass, FSDP2 frees a layer's copies as its gradients become a shard, which is less: a step is
+    # fullest before (dry run: 715 MiB, closed form: 717 MiB). FSDP2 knows no ZeRO 1 without 2.
+    assert gradients("bundled", dp=8, zero=2, m=1) == gradients("bundled", dp=8, zero=1, m=1) == 0
+    # Megatron-LM's buffers stay.
     assert gradients("megatron", dp=8, zero=1, m=1) == gpt.parameters
     assert gradients("bundled", dp=8, zero=3, m=4) == gpt.parameters / 8
     assert gradients("megatron", dp=8, zero=2, m=4) == gpt.parameters / 8
