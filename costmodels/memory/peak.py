@@ -49,7 +49,7 @@ transfer."""
 GATHERED_LAYERS = 2
 """Number of whole layers that ZeRO 3 holds at a time: the current one and the next, prefetched one."""
 
-SUMMED_OUTPUTS = 2
+SUMMED_OUTPUTS = 1
 """Number of a layer's outputs held beside recomputed tensors, where tensor-parallel ranks have whole outputs
 (fitted to dry runs of tensor-parallel degrees 2 to 8)."""
 

@@ -82,7 +82,6 @@ def add_product(sum_NK: Tensor, holds: bool, left_NT: Tensor, right_TK: Tensor) 
 _gpu_gemm = torch.ops.aten.addmm.dtype_out
 
 
-@torch._dynamo.allow_in_graph
 class _Product(torch.autograd.Function):
     """torch.nn.functional.linear, whose backward pass adds the weight's gradient to a sum."""
 
@@ -99,6 +98,12 @@ class _Product(torch.autograd.Function):
         of_place = torch.ops.planner.add_weight_gradient(grad_TN.t(), x_TK, ctx.place)
         of_x = grad @ weight if ctx.needs_input_grad[0] else None
         return of_x, None, grad_TN.sum(0) if ctx.has_bias else None, of_place
+
+
+@cache
+def keep_in_graphs() -> None:
+    """Let compilers take the product as one operation; loads the compiler, which eager layers do without."""
+    torch.compiler.allow_in_graph(_Product)  # type: ignore[no-untyped-call]
 
 
 def summing_linear(x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor) -> Tensor:

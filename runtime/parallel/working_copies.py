@@ -30,7 +30,7 @@ from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import as_distributed, local_part
 from runtime.parallel.narrow_weight import TENSORWISE, NarrowWeight, use_multiply
 from runtime.parallel.replicas import gradient_spec, group_of, is_split, without_replicas
-from runtime.parallel.summing_linear import Place, can_sum, sums_in_gemms
+from runtime.parallel.summing_linear import Place, can_sum, keep_in_graphs, sums_in_gemms
 
 if TYPE_CHECKING:
     from runtime.parallel.float8_weights import Float8Weights
@@ -320,6 +320,7 @@ class WorkingCopies:
     def _add_in_gemms(self, stage: Transformer) -> None:
         """Let GEMMs of compiled layers add the gradients of their weights, if these have 16 bits and their
         sums fp32."""
+        keep_in_graphs()
         wide = [sums for _, sums in self.groups if sums.dtype == torch.float32]
         sums_of = {copy: sums for sums in wide for copy in sums.copies if copy.dtype != sums.dtype}
         layers = {module for block in stage.blocks for module in block.modules()}

@@ -203,7 +203,10 @@ def test_save_names_the_plan_also_beside_flags_of_a_run(planner: Any, tmp_path: 
         (("--model", "mixtral-8x7b", "--pin", "ep=1"), []),
         (("--model", "mixtral-8x7b", "--moe-expert-capacity-factor", "1.25"), []),
         (
-            ("--model", "mixtral-8x7b", "--engine", "megatron", "--moe-grouped-gemm", "--use-flash-attn"),
+            (
+                *("--model", "mixtral-8x7b", "--engine", "megatron", "--pin", "etp=1"),
+                *("--moe-grouped-gemm", "--use-flash-attn"),
+            ),
             ["may take in 25 % more rows", "not used for planning: --use-flash-attn, --moe-grouped-gemm"],
         ),
         (("--model", "mixtral-8x7b", "--moe-grouped-gemm", "--pin", "ep=1"), []),

@@ -164,6 +164,7 @@ def test_stages_are_balanced_before_a_plain_pipeline_is_given_up_for_zero_3_acro
 
 def test_simplicity_decides():
     model, job = PROBLEMS[2]
+    job = job | {"max_global_batch_size": 64}
     fastest, first = (search(model, prefer=word, **job).plan(0) for word in ("fastest", "simple"))
     points = [
         points_of(usual_complexity(), LayoutTable.of([plan.layout]), plan.cluster, plan.engine)[0]

@@ -41,7 +41,7 @@ def test_other_accelerators_are_counted_and_given_to_ranks(
 def test_only_what_is_about_cuda_names_it() -> None:
     """Kernels, formats, graphs and page-locking of cards of NVIDIA and AMD; dry runs; checks of machines."""
     about = {"model/routing.py", "model/attention_kernels.py", "parallel/float8.py", "checkpoint/writer.py"}
-    about |= {"parallel/graphed_pass.py", "model/flash_linear_attention.py"}
+    about |= {"parallel/graphed_pass.py", "model/flash_linear_attention.py", "parallel/summing_linear.py"}
     named = {
         str(file.relative_to(ROOT / "runtime"))
         for file in (ROOT / "runtime").rglob("*.py")
