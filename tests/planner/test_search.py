@@ -309,6 +309,7 @@ OVERLOOKED: dict[str, tuple[str, dict[str, Any], str]] = {
             "world_size": 30,
             "local_world_size": 15,
             "device": "tpu-v5p",
+            "device_memory_gib": 103.0,
             "max_global_batch_size": 1000,
             "pin": ["recompute=full"],
         },
