@@ -452,7 +452,13 @@ def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes,
     moe: Floats = each * np.maximum(sizes.moe_layer, sizes.experts) - sizes.moe_activations
     moe = moe - policy.gathered * np.where(frees, 2 * sizes.experts, sizes.experts + sizes.moe_layer)
     most: Floats = np.maximum(np.maximum(dense, moe), 0.0)
-    result: Floats = np.where(rows, most, 0.0)[:, None] * (ranks.layers > 1)
+    found: Floats = np.where(rows, most, 0.0)[:, None] * (ranks.layers > 1)
+    if not table.recompute_method.any():
+        return found
+    # There is none while layers that recompute nothing are at work: they keep more than that.
+    plain, gone = _plain_recomputation(table, sizes, ranks)
+    excess = np.maximum(plain - (_first_recomputation(sizes, ranks) - gone), 0.0)
+    result: Floats = np.maximum(found - excess, 0.0)
     return result
 
 

@@ -197,7 +197,9 @@ def test_the_search_finds_what_brute_force_finds(
 ) -> None:
     """Brute force and the search count the same layouts, and find the same speed on a device of any size.
 
-    Of recomputation every alternative is tried. Unequal stages, CUDA graphs and copies of ZeRO's shards,
+    Of recomputation every alternative is tried. Gradients of a recomputed layer are reduced beside the next
+    one, so that less recomputation may need some bytes less than all of it. The search need not find such
+    layouts where all of it does not fit. Unequal stages, CUDA graphs and copies of ZeRO's shards,
     which the search may find to be faster, are left to tests of their own.
     """
     world, experts = job
@@ -238,25 +240,36 @@ def test_the_search_finds_what_brute_force_finds(
     alternatives = [table.take(fits)]
     if found.redundant:
         alternatives.append(LayoutTable.of(found.redundant))
-    alternatives.append(with_less_recomputation(found.legal))
+    plain = [one for one in found.legal if one.recompute == "none"]
+    whole = LayoutTable.of([one.model_copy(update={"recompute": "full"}) for one in plain])
+    held = (peak_memory(*where, whole) <= limit * GIB) | whole.runs(*SPLIT_BACKWARD)
+    less = with_less_recomputation(plain)
+    alternatives.append(less)
     if maximum:
         odd = [some for some in range(1, size + 1) if some not in micro_batch_sizes(batch)]
         further = brute(model, world, batch, odd).legal if odd else []
         if further:
             alternatives += [LayoutTable.of(further), with_less_recomputation(further)]
         alternatives += [with_one_turn(some) for some in (table, *alternatives[1:])]
-    best = max(
-        price(*where, some).tokens_per_s.max(initial=0)
-        for some in (
-            part.take(peak_memory(*where, part) <= limit * GIB) for part in alternatives if len(part)
-        )
-    )
+
+    def best_of(parts: list[LayoutTable]) -> float:
+        fitting = (part.take(peak_memory(*where, part) <= limit * GIB) for part in parts if len(part))
+        return max((float(price(*where, some).tokens_per_s.max(initial=0)) for some in fitting), default=0.0)
+
+    best = best_of(alternatives)
+    if not held.all():
+        sure = [plain[row] for row in np.flatnonzero(held)]
+        kept = [part for part in alternatives if part is not less]
+        least = best_of([*kept, *([with_less_recomputation(sure)] if sure else [])])
+    else:
+        least = best
     chosen = result.table.take(result.fitting)
     speeds = price(*where, chosen).tokens_per_s
     splits = [chosen.splits[split] for split in chosen.split]
     even = np.array([split == even_split(layers, len(split)) for split in splits])
     even &= chosen.zero_replicas == 1
-    assert speeds[even].max() == pytest.approx(best, rel=1e-9)
+    # The rows that are left out may be chosen among nearly equal speeds.
+    assert least * (1 - (1e-9 if held.all() else 1e-4)) <= speeds[even].max() <= best * (1 + 1e-9)
     assert (peak_memory(*where, chosen) <= limit * GIB).all()
     for row in range(result.legal - result.solutions, result.legal):
         assert first_violation(model, result.table.layout(row)) is None
