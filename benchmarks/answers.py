@@ -1,7 +1,7 @@
 """Answers to varied questions before and after a change of the code that must not change answers.
 
-python -m benchmarks.answers --save before.json          # in the tree before the change python -m
-benchmarks.answers --against before.json       # in the changed tree: lists differences
+python -m benchmarks.answers --save before.json          # in the tree before the change
+python -m benchmarks.answers --against before.json       # in the changed tree: lists differences
 
 Numbers are compared to nine digits, as another order of summation changes later ones.
 """

@@ -51,7 +51,7 @@ GATHERED_LAYERS = 2
 
 SUMMED_OUTPUTS = 1
 """Number of a layer's outputs held beside recomputed tensors, where tensor-parallel ranks have whole outputs
-(fitted to dry runs of tensor-parallel degrees 2 to 8)."""
+(fitted to dry runs of tensor-parallel degrees 2 to 16)."""
 
 DYNAMIC = ("activations", "logits", "communication", "temporaries")
 """Parts of the peak that are allocated and freed within a step."""
@@ -521,11 +521,11 @@ def _played_bytes(
     )
     element = element_bytes(table.precision)
     fresh = element / chunks * _layer_parameters(sizes, ranks)
-    # FSDP2 adds up the gradients of experts before that of the stage's last matrix has come.
     shared = every[0] - end_parameters(sizes, ranks)
     shards = shared / table.zero_shards[:, None] + every[1] / table.expert_shards[:, None]
     each_shard = engine.memory_policy(table.precision).gradients * ~table.offload_optimizer / chunks[:, 0]
     reduced = each_shard[:, None] * shards
+    # FSDP2 adds up the gradients of experts before that of the stage's last matrix has come.
     left = element * np.minimum(ranks.all_moe, 1) * (~table.keeps_whole * sizes.last_matrices)[:, None]
     each = schedule_moments.Alive(
         flights=kept / chunks + output,
