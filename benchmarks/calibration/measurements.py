@@ -190,6 +190,9 @@ def measurement_of(
     for name, value in source.get("blank", {}).items():
         row[name] = row.get(name) or value
     row |= source.get("instead", {})
+    for recipe in source.get("recipes", ()):
+        if _runs_recipe(row, recipe):
+            row |= recipe.get("instead", {})
     if "after_pp_fix=False" in row.get("notes", "") and (number(row, "pp") or 1) > 1:
         raise Unusable("older pipeline (after_pp_fix=False)")
     model, taken = published_model(row, notes)
@@ -258,7 +261,7 @@ def _engines(
             changes |= named.get(cluster.device.architecture, {})
     for recipe in source.get("recipes", ()):
         if _runs_recipe(row, recipe):
-            changes |= recipe["switches"]
+            changes |= recipe.get("switches", {})
     kernel = note_value(row, "kernel")
     engine = load(source["engine"])
     if "attention.flash" in changes:
@@ -277,11 +280,12 @@ def _engines(
 
 
 def _runs_recipe(row: Mapping[str, str], recipe: Mapping[str, Any]) -> bool:
-    """Return whether a recipe of `measurements.yaml` matches the model, the GPU and the release of a row."""
+    """Return whether a recipe of `measurements.yaml` is that of a row: its model, GPU, reference, release."""
     release, model = note_value(row, "release") or "", row.get("model_name", "").lower()
     return (
         model.startswith(tuple(recipe.get("models", ("",))))
         and row.get("gpu", "") in recipe.get("gpus", (row.get("gpu", ""),))
+        and recipe.get("reference", "") in row.get("source_ref", "")
         and recipe.get("since", "") <= release
         and ("before" not in recipe or release < recipe["before"])
     )

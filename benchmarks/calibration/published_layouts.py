@@ -150,6 +150,7 @@ def _layout(row: Mapping[str, str], model: ModelSpec, stages: str) -> Layout:
     if pp * vpp > MOST_LAYERS:
         raise Unusable("more stages than layers")
     zero, replicas = _zero(row, dp * cp)
+    split = SPLITS[stages](model, pp * vpp)
     layout: dict[str, Any] = {
         "tensor_parallel": tp,
         "sequence_parallel": tp > 1 and switch(row, "sp"),
@@ -168,13 +169,13 @@ def _layout(row: Mapping[str, str], model: ModelSpec, stages: str) -> Layout:
         "global_batch_size": gbs,
         "recompute": recompute,
         "recompute_modules": modules,
+        **_block(row, max(split)),
         "precision": _precision(row),
         "optimizer": next((name for name in OPTIMIZERS if optimizer.startswith(name)), "adam"),
         "offload_optimizer": note_value(row, "offload_optimizer") == "1" or "on cpu" in optimizer,
         "offload_activations": note_value(row, "offload_activations") == "1",
         "layers_per_stage": [1] * (pp * vpp),
     }
-    split = SPLITS[stages](model, pp * vpp)
     try:
         checked = Layout(**layout)
     except ValidationError as error:
@@ -217,12 +218,23 @@ def _recompute(row: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     word = re.split(r"[^a-z]", text)[0]
     if word not in ("none", "selective", "full"):
         raise Unusable("recompute not published" if not text else "recompute of a kind not modelled")
-    if re.fullmatch(r"full/block/\d+", text):
-        # So many layers of every stage that it is all of them.
-        return "full", ()
     said = note_value(row, "recompute_modules") or note_value(row, "modules") or note_value(row, "recompute")
     named = _modules(said) if said else _listed_modules(row)
     return word, named if word == "selective" else ()
+
+
+def _block(row: Mapping[str, str], layers: int) -> dict[str, Any]:
+    """Fields of recomputation that stops after the first layers of a stage, printed as `full/block/2`.
+
+    Args:
+        layers: layers of the largest stage; recomputation of as many is not limited.
+    """
+    said = re.fullmatch(r"full/block/(\d{1,4})", row.get("recompute", "").lower())
+    if said is None or int(said[1]) >= layers:
+        return {}
+    if int(said[1]) == 0:
+        raise Unusable("recompute of a kind not modelled")
+    return {"recompute_method": "block", "recompute_num_layers": int(said[1])}
 
 
 def _modules(text: str) -> tuple[str, ...]:

@@ -190,6 +190,27 @@ def test_a_cell_lists_the_modules_that_are_recomputed():
         of(recompute="norm+router")
 
 
+@pytest.mark.parametrize(("cell", "layers"), [("full", None), ("full/block/1", 1), ("full/block/2", None)])
+def test_recomputation_stops_after_the_first_layers_of_a_stage(cell, layers):
+    """Stages of the usual row hold two layers."""
+    (layout,) = of(recompute=cell).layouts
+    assert layout.recompute == "full"
+    limited = layout.recompute_num_layers if layout.recompute_method == "block" else None
+    assert limited == layers
+
+
+def test_recomputation_of_no_layers_is_refused():
+    assert refused(recompute="full/block/0") == "recompute of a kind not modelled"
+
+
+def test_the_script_of_a_row_says_more_than_its_column():
+    """MindSpeed's script of LLaMA-13B recomputes 3, 2 and 1 layers of the first three stages."""
+    cells = {**ROW, "source_id": "mindspeed_llm", "gpu": "Ascend 910B", "recompute": "full", "layers": "64"}
+    for reference, expected in (("README at 866ffe6c", "full/block:3"), ("README at f33da62b", "full")):
+        row = measurement_of({**cells, "model_name": "LLaMA-13B", "source_ref": reference})
+        assert row.layouts[0].describe_recompute() == expected
+
+
 @pytest.mark.parametrize(
     ("notes", "modules"),
     [
