@@ -380,13 +380,16 @@ def _has_near_chunks(problem: Problem, degrees: OpenGrid) -> Bools:
 
     Only the bubble and the messages differ, and they lie between those of equal chunks.
     """
-    pipeline, chunks = degrees.pipeline_parallel, degrees.virtual_pipeline_parallel
-    most = max(1, problem.model.layers // 2)
-    other = np.arange(2, most + 1).reshape(-1, *(1,) * pipeline.ndim)
+    every = degrees.pipeline_parallel, degrees.virtual_pipeline_parallel
+    same = np.broadcast_arrays(*every)
+    # Few pipelines are on a grid, and many pairs have each of them.
+    first, pipe = distinct_rows([column.ravel() for column in same])
+    pipeline, chunks = (column.ravel()[first] for column in same)
+    other = np.arange(2, max(1, problem.model.layers // 2) + 1)[:, None]
     stages = pipeline * other
     equal = -(-problem.model.layers // stages) * stages <= LONGEST_CHUNK * problem.model.layers
     near = equal & (2 * other >= chunks) & (other <= 2 * chunks)
-    result: Bools = np.logical_or.reduce(near, axis=0)
+    result: Bools = np.logical_or.reduce(near, axis=0)[pipe].reshape(same[0].shape)
     return result
 
 

@@ -321,14 +321,22 @@ def _fewest(peak: Callable[[Ints, Ints], Floats], deepest: Ints, held: Floats, l
         high[rows] = np.where(above[rows] <= limit, 1, high[rows])
     below = held.copy()
     while len(rows := np.flatnonzero(high - low > 1)):
-        # Bytes are a line, or the largest of a few: where it crosses the limit is almost always the answer.
+        # Bytes are a line, or the largest of a few: where it crosses the limit is almost always the answer,
+        # and one layer less does not fit.
         lo, hi = low[rows], high[rows]
         share = (above[rows] - limit) / (above[rows] - below[rows])
         probe = np.clip(lo + np.ceil(share * (hi - lo)).astype(np.int64), lo + 1, hi - 1)
-        found = peak(rows, probe)
-        fits = found <= limit
-        high[rows], below[rows] = np.where(fits, probe, hi), np.where(fits, found, below[rows])
-        low[rows], above[rows] = np.where(fits, lo, probe), np.where(fits, above[rows], found)
+        less = np.flatnonzero(probe - 1 > lo)
+        both = peak(np.concatenate([rows, rows[less]]), np.concatenate([probe, probe[less] - 1]))
+        for some, layers, found in (
+            (rows, probe, both[: len(rows)]),
+            (rows[less], probe[less] - 1, both[len(rows) :]),
+        ):
+            fits = found <= limit
+            lower = fits & (layers < high[some])
+            higher = ~fits & (layers > low[some])
+            high[some[lower]], below[some[lower]] = layers[lower], found[lower]
+            low[some[higher]], above[some[higher]] = layers[higher], found[higher]
     return high
 
 
