@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from runtime.dryrun import repeats
 from runtime.dryrun.course import BUILD, Course, Kind
 from runtime.dryrun.memory_trace import Moment, block_bytes
+from runtime.parallel.summing_linear import place_of
 
 Category = str
 
@@ -54,6 +55,8 @@ DEVICE = torch.ops.prim.device.default
 SET_STORAGE = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 
 FUSED_SGD = torch.ops.aten._fused_sgd_.default
+
+ADD_WEIGHT_GRADIENT = torch.ops.planner.add_weight_gradient.default
 
 
 @dataclass
@@ -113,6 +116,12 @@ class Tracker(TorchDispatchMode):
         if func is FUSED_SGD and self.fake:
             # The operator works in place, and PyTorch has no fake form of it.
             return None
+        if func is ADD_WEIGHT_GRADIENT and self.fake and not is_compiling():
+            # Uncompiled layers come here; the fake form of the operator has no sum.
+            place = place_of(args[-1])
+            with self:
+                place.receive()
+            return place.gradient
         if func in SET_STORAGE and self.fake:
             # The cache of fake tensors would keep the storage.
             with without_cache(args[0]):

@@ -184,6 +184,18 @@ def test_compiled_layers_on_a_gpu_add_in_their_gemms() -> None:
     assert traced.peak.allocated["gradients"] >= 4 * spec.parameters
 
 
+@pytest.mark.oldest
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_dry_runs_hold_sums_of_layers_that_are_not_compiled() -> None:
+    """Attention that offloads runs uncompiled, and its weights have sums and moments like all others."""
+    spec = LLAMA
+    layout = parse_layout("mbs=1,gbs=4,precision=bf16,offload_activations=true", spec)
+    held = trace(spec, layout, compiled=True).peak.allocated
+    assert held["gradients"] >= 4 * spec.parameters
+    # The masters in fp32 are parameters.
+    assert held["optimizer"] >= 8 * spec.parameters
+
+
 @pytest.fixture
 def tried() -> Iterator[Any]:
     """The function that tries a device out, which forgets what it has found."""
@@ -245,6 +257,7 @@ CASES = [
     pytest.param(LLAMA, "tp=2,sp=1,recompute=full,precision=bf16", marks=pytest.mark.slow),
     pytest.param(LLAMA, "pp=2,recompute=selective,precision=bf16", marks=pytest.mark.slow),
     pytest.param(MODELS["deepseek"], "cp=2,precision=bf16", marks=pytest.mark.slow),
+    pytest.param(LLAMA, "offload_activations=true,precision=bf16", marks=pytest.mark.slow),
 ]
 
 
