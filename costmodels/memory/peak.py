@@ -446,19 +446,29 @@ def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes,
     policy = engine.memory_policy(table.precision)
     frees = sharded_parameter_rows(table)
     each = reduction_element_bytes(engine, table)
-    dense: Floats = each * sizes.dense_layer - sizes.dense_activations
-    dense = dense - np.where(frees, 0.0, policy.gathered * sizes.dense_layer)
-    # Experts are gathered and reduced by themselves, and not before they are needed.
-    moe: Floats = each * np.maximum(sizes.moe_layer, sizes.experts) - sizes.moe_activations
-    moe = moe - policy.gathered * np.where(frees, 2 * sizes.experts, sizes.experts + sizes.moe_layer)
-    most: Floats = np.maximum(np.maximum(dense, moe), 0.0)
-    found: Floats = np.where(rows, most, 0.0)[:, None] * (ranks.layers > 1)
+    # Copies of experts are gathered and reduced by themselves, and not before they are needed.
+    dense = each * sizes.dense_layer - np.where(frees, 0.0, policy.gathered * sizes.dense_layer)
+    copies = np.where(frees, 2 * sizes.experts, sizes.experts + sizes.moe_layer)
+    moe = each * np.maximum(sizes.moe_layer, sizes.experts) - policy.gathered * copies
+    most = np.maximum(dense - sizes.dense_activations, moe - sizes.moe_activations)
+    found: Floats = np.where(rows, np.maximum(most, 0.0), 0.0)[:, None] * (ranks.layers > 1)
     if not table.recompute_method.any():
         return found
-    # There is none while layers that recompute nothing are at work: they keep more than that.
     plain, gone = _plain_recomputation(table, sizes, ranks)
-    excess = np.maximum(plain - (_first_recomputation(sizes, ranks) - gone), 0.0)
-    result: Floats = np.maximum(found - excess, 0.0)
+    first = _first_recomputation(sizes, ranks) - gone
+    beside = first + found
+    # Layers that recompute nothing free more, and the next one of them may be reached with all others there.
+    kinds = (
+        (dense - sizes.dense_plain_activations, ranks.dense_plain),
+        (
+            moe - sizes.moe_plain_activations,
+            ranks.moe_plain,
+        ),
+    )
+    for source, layers in kinds:
+        more = np.where(rows, np.maximum(source, 0.0), 0.0)[:, None]
+        beside = np.maximum(beside, (plain + more) * (layers > 1))
+    result: Floats = np.maximum(beside - np.maximum(plain, first), 0.0)
     return result
 
 
