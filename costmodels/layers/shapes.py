@@ -13,7 +13,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.layout import SPLIT_BACKWARD, Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import ExpertLoad, LayerKind, MlpKind
-from costmodels.spec.table import UNIFORM, Bools, Floats, Ints, LayoutTable, distinct_rows
+from costmodels.spec.table import FULL, RING, UNIFORM, Bools, Floats, Ints, LayoutTable, distinct_rows
 
 PEAK_LOAD = 1.25
 """Rows of the busiest device's experts in the fullest microbatch over those of an even load; memory is sized
@@ -57,8 +57,8 @@ def compiles_experts(model: ModelSpec) -> bool:
     return not (model.router.capacity_factor or model.linear_bias or model.lora is not None)
 
 
-def experts_are_whole(model: ModelSpec, layout: Layout) -> bool:
-    """Return whether the bundled runtime compiles layers with experts as one graph each.
+def whole_expert_rows(model: ModelSpec, table: LayoutTable) -> Bools:
+    """Rows in which the bundled runtime compiles layers with experts as one graph each.
 
     Four conditions must hold: one kernel computes the GEMMs of all experts, so no size depends on the
     routers' choices; nothing wraps the experts separately; nothing in attention needs a separate graph; and
@@ -67,13 +67,19 @@ def experts_are_whole(model: ModelSpec, layout: Layout) -> bool:
     Args:
         model: model with the attention of the layer alone.
     """
-    wraps = layout.zero_stage > 0 or layout.offload_optimizer
-    in_ring = layout.context_parallel > 1 and layout.context_parallel_form == "ring"
-    parts = in_ring or layout.offload_activations or model.attention_softcap > 0
-    parts = parts or model.attention_pattern == ("linear",)
-    again = layout.recompute == "full" and layout.recompute_method == "uniform"
-    again = again and layout.recompute_num_layers > 1
-    return compiles_experts(model) and layout.expert_parallel == 1 and not (wraps or parts or again)
+    wraps = (table.zero_stage > 0) | table.offload_optimizer
+    in_ring = (table.context_parallel > 1) & (table.context_parallel_form == RING)
+    apart = model.attention_softcap > 0 or model.attention_pattern == ("linear",)
+    again = (table.recompute == FULL) & (table.recompute_method == UNIFORM)
+    again = again & (table.recompute_num_layers > 1)
+    split = wraps | in_ring | table.offload_activations | again | (table.expert_parallel > 1)
+    result: Bools = ~split & (compiles_experts(model) and not apart)
+    return result
+
+
+def experts_are_whole(model: ModelSpec, layout: Layout) -> bool:
+    """Return whether a layout is one of `whole_expert_rows`."""
+    return bool(whole_expert_rows(model, LayoutTable.of([layout]))[0])
 
 
 CHUNK_TOKENS = 1024

@@ -20,6 +20,7 @@ from costmodels.layers.shapes import (
     norm_count,
     peak_routed_rows,
     tokens,
+    whole_expert_rows,
     whole_heads_width,
 )
 from costmodels.spec.engine import Engine
@@ -137,6 +138,9 @@ class _Parts(NamedTuple):
     gate: Floats | float
     """Bytes of the shared experts' output before their gate."""
     routing: Floats
+    """Bytes of the copies of tokens that experts take in, and of the router's scores."""
+    summed: Floats | float
+    """Bytes of the outputs of experts that are summed up."""
     rows: Floats | float
     """Bytes of the copies of tokens that the rank's experts process."""
     casts: Floats | float = 0.0
@@ -158,7 +162,7 @@ class _Parts(NamedTuple):
     def whole(self) -> Floats:
         """The sum of all bytes."""
         attention = self.norms + self.layer_inputs + self.attention + self.copies + self.core
-        return attention + self.activations + self.routing + self.casts + self.adapters
+        return attention + self.activations + self.routing + self.summed + self.casts + self.adapters
 
 
 def activation_bytes(
@@ -205,7 +209,7 @@ def _parts(layer: _Layer) -> _Parts:
     if model.activation == "clamped_silu":
         # Both halves clamped, and the sigmoid of one.
         inner = inner + 3 * e * layer.eager
-    mlp_input, width, routing, rows = _experts(layer) if layer.moe else _dense(layer)
+    mlp_input, width, routing, summed, rows = _experts(layer) if layer.moe else _dense(layer)
     return _Parts(
         norms=_norms(layer),
         attention_input=attention_input,
@@ -218,6 +222,7 @@ def _parts(layer: _Layer) -> _Parts:
         activated=activated,
         gate=e * t * model.hidden / tp if layer.moe and model.shared_expert_gate else 0.0,
         routing=routing,
+        summed=summed,
         rows=rows,
         adapters=0.0
         if model.lora is None
@@ -299,16 +304,17 @@ def _core(layer: _Layer) -> Floats:
     return result
 
 
-def _dense(layer: _Layer) -> tuple[Floats, Floats, Floats, float]:
+def _dense(layer: _Layer) -> tuple[Floats, Floats, Floats, float, float]:
     """Bytes of the input of a dense MLP and the elements between its matrices; zeros where there is none."""
     model, is_there = layer.model, layer.mlp == "dense"
     inputs = layer.keeps.up * layer.element * layer.tokens * model.hidden / layer.gathered * is_there
     width = layer.tokens * model.ffn / layer.table.tensor_parallel * is_there
-    return inputs, width, np.zeros(len(layer.table)), 0.0
+    return inputs, width, np.zeros(len(layer.table)), 0.0, 0.0
 
 
-def _experts(layer: _Layer) -> tuple[Floats, Floats, Floats, Floats]:
-    """Bytes of the router's input, elements between matrices, bytes of routing, and copies of tokens."""
+def _experts(layer: _Layer) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """Bytes of the router's input, elements between matrices, bytes of routing and of summed outputs, and
+    copies of tokens."""
     model, constants, table = layer.model, layer.engine.activations, layer.table
     e, t, tp, h = layer.element, layer.tokens, table.tensor_parallel, model.hidden
     rows = peak_routed_rows(model, table)
@@ -322,9 +328,8 @@ def _experts(layer: _Layer) -> tuple[Floats, Floats, Floats, Floats]:
     # The rows that experts take in, those of the rank's own tokens that are summed up, and the router's fp32
     # scores.
     own_rows = np.minimum(rows, even_rows(model, table)) / np.where(table.expert_parallel > 1, etp, 1)
-    summed = own_rows * constants.expert_outputs
-    routing = e * h * (rows * (model.lora is None) + summed) + 4 * t * model.experts / tp
-    return inputs, width, routing, rows
+    routing = e * h * rows * (model.lora is None) + 4 * t * model.experts / tp
+    return inputs, width, routing, e * h * own_rows * constants.expert_outputs, rows
 
 
 def _compiled_casts(layer: _Layer, parts: _Parts) -> _Parts:
@@ -391,9 +396,14 @@ def _kept(layer: _Layer, parts: _Parts) -> Floats:
     compiled = layer.compiled * ~layer.rings if layer.scores and not model.attention_softcap else 0.0
     output = compiled * e * t * values / tp
     dropped = table.recomputes("core_attention") * (parts.core + parts.copies + output)
-    dropped = dropped + _recomputes_norms(layer) * parts.layer_inputs
+    dropped = dropped + _recomputes_norms(layer) * parts.attention_input
+    # Compiled norms hand their output to experts that are not compiled, and these keep it.
+    hands_over = layer.compiled & ~whole_expert_rows(model, table) if layer.moe else False
+    dropped = dropped + (_recomputes_norms(layer) & ~hands_over) * parts.mlp_input
     activated = table.recomputes("activation") * parts.activated * parts.width
-    dropped = dropped + np.where(table.recomputes("mlp"), parts.activations, activated)
+    # A mixture of experts is recomputed with its router and the copies of its tokens.
+    mixture = parts.activations + parts.routing + parts.summed
+    dropped = dropped + np.where(table.recomputes("mlp"), mixture, activated)
     chosen = np.where(table.recompute == SELECTIVE, whole - dropped, whole)
     if layer.engine.activations.saves_alternate_products and layer.mlp == "dense":
         usual = (table.recompute == SELECTIVE) & (table.recompute_modules == CORE_ATTENTION)
@@ -443,9 +453,14 @@ def _with_inner_gradients(layer: _Layer, parts: _Parts, again: Floats) -> Floats
         gone = parts.activations + parts.mlp_input * np.ones(len(table))
         working = np.where(layer.rings, np.maximum(working, again + passing - gone), working)
     if moe:
+        weights, copies = e * _expert_weights(model, table), e * h * parts.rows
         # Once the gradients of all experts of a layer are there, the activations of the experts are freed.
-        gone = parts.activations + e * h * parts.rows
-        working = np.maximum(working, again + e * _expert_weights(model, table) - gone)
+        last = weights - parts.activations - copies
+        # Uncompiled experts still hold their rows, and the gradients of these by each first matrix.
+        routed = parts.rows * model.expert_ffn / table.expert_tensor_parallel
+        eager = weights + inputs * copies + e * routed - parts.inner * routed - parts.summed
+        split = ~(compiled & whole_expert_rows(model, table))
+        working = np.maximum(working, again + np.where(split, eager, last))
     return working
 
 
