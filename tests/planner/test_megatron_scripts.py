@@ -142,6 +142,7 @@ def test_defaults_and_meanings_are_those_of_the_framework(arguments: str, expect
         ("--pipeline-model-parallel-layout 'Et*5|(t*7|)*2t*5L'", (5, 7, 7, 5)),
         ("--pipeline-model-parallel-layout 'Ett|(ttt|)*6t*4L'", (2, 3, 3, 3, 3, 3, 3, 4)),
         ("--num-layer-list 5,6,6,7", (5, 6, 6, 7)),
+        (f"--pipeline-model-parallel-layout 'Et*1|{'t*1|' * 22}t*1L'", (1,) * 24),
     ],
 )
 def test_layers_of_stages(arguments: str, stages: tuple[int, ...]) -> None:

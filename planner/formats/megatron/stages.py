@@ -183,14 +183,7 @@ def _layout(given: Given, problems: Problems) -> tuple[int, ...] | None:
     if flag is None:
         return None
     text = flag.text.replace(",", "").replace(" ", "").strip("\"'")
-    for _ in range(20):
-        repeated = re.search(r"(?:\(([^()]*)\)|([EtmL|]))\*([0-9]{1,4})", text)
-        if repeated is None:
-            break
-        part = repeated.group(1) if repeated.group(1) is not None else repeated.group(2)
-        if len(part) * int(repeated.group(3)) > MOST_STAGES:
-            break
-        text = text[: repeated.start()] + part * int(repeated.group(3)) + text[repeated.end() :]
+    text = _unfolded(text)
     if not re.fullmatch(r"[EtmL|]+", text):
         problems.add(
             "illegal",
@@ -205,3 +198,13 @@ def _layout(given: Given, problems: Problems) -> tuple[int, ...] | None:
         problems.add("unknown", empty, flag.name, flag.line)
         return None
     return found
+
+
+def _unfolded(text: str) -> str:
+    """The text with all repeats written out, or unchanged where that exceeds `MOST_STAGES` letters."""
+    for repeat in (r"([EtmL|])\*([0-9]{1,4})", r"\(([^()]*)\)\*([0-9]{1,4})"):
+        while found := re.findall(repeat, text):
+            if sum(len(part) * int(times) for part, times in found) > MOST_STAGES:
+                return text
+            text = re.sub(repeat, lambda match: match[1] * int(match[2]), text)
+    return text

@@ -65,11 +65,17 @@ def test_a_pipeline_without_chunks_hides_no_exchange() -> None:
     )
 
 
-def test_overrides_of_megatron_bridge_say_the_exchange() -> None:
-    text = planner.export(plan_of("nemo"), to="megatron-bridge").text
+def test_overrides_of_megatron_bridge_say_the_exchange_and_are_read_at_its_price(tmp_path: Path) -> None:
+    plan = plan_of("nemo")
+    text = planner.export(plan, to="megatron-bridge").text
     for words in (
         "moe_token_dispatcher_type: flex",
         "moe_flex_dispatcher_backend: deepep",
         "overlap_moe_expert_parallel_comm: true",
     ):
         assert words in text
+    file = tmp_path / "overrides.yaml"
+    file.write_text(text)
+    found = check([file], device="h100", world_size=16)
+    assert found.plan is not None and found.legal
+    assert found.plan.estimate.step_time_s == pytest.approx(plan.estimate.step_time_s)
