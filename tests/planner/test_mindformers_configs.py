@@ -79,6 +79,18 @@ def test_mtp_modules_count_as_layers_of_the_last_stage(
     assert layout is not None and layout.layers_per_stage == stages
 
 
+def test_chunks_have_the_layers_that_the_lists_of_offset_say(tmp_path: Path) -> None:
+    chunks = STATIC.replace(
+        "parallel_mode: 1", "parallel_mode: 1\n  pipeline_config: {pipeline_interleave: True}"
+    ).replace("num_layers: 80", "num_layers: 80\n    pp_interleave_num: 2")
+    rows = "    offset: [[-1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1, 0]]\n"
+    layout = read(tmp_path, chunks + rows).layout
+    assert layout is not None and layout.layers_per_stage == (4, *(5,) * 13, 6, 5)
+    for wrong in ("[[1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1, 0]]", "[[0, 0], [0, 0]]", "[0, 0]"):
+        reading = read(tmp_path, chunks + f"    offset: {wrong}\n")
+        assert reading.layout is None and "illegal" in {one.severity for one in reading.problems}
+
+
 @pytest.mark.parametrize(
     ("old", "new", "key", "line", "text"),
     [

@@ -271,16 +271,20 @@ def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | No
         text = f"{stages} stages are more than the {model.layers} layers"
         keys.add("illegal", text, STATIC_KEYS["pipeline_parallel"])
         return None
-    entry = keys.first(STATIC_KEYS["layers_per_stage"])
     # MTP modules count as layers, and stand on the last stage (research/deepseek3).
     further = keys.count("model.model_config.mtp_depth", least=0) or 0
     base = (model.layers + further) // stages
     # Layers that do not divide go to the last stage.
     listed = [base] * (stages - 1) + [model.layers + further - base * (stages - 1)]
-    if entry is not None and entry.items is not None:
-        moved = [int(word) if re.fullmatch(r"-?[0-9]{1,4}", word) else None for word in entry.items]
-        if len(moved) != stages or None in moved or chunks > 1:
-            keys.add("illegal", f"[{entry.text}] is not one number for each of {stages} stages", entry.path)
+    rows = _offset_rows(keys)
+    if rows:
+        words = [word for row in rows for word in row.items or ()]
+        moved = [int(word) if re.fullmatch(r"-?[0-9]{1,4}", word) else None for word in words]
+        whole = len(rows) == chunks and all(len(row.items or ()) == pipeline for row in rows)
+        if not whole or None in moved:
+            shown = ", ".join(f"[{row.text}]" for row in rows)
+            shape = f"{pipeline} numbers" if chunks == 1 else f"{chunks} lists of {pipeline} numbers"
+            keys.add("illegal", f"{shown} is not {shape}", rows[0].path)
             return None
         listed = [base + (offset or 0) for offset in moved]
     listed[-1] -= further
@@ -291,6 +295,18 @@ def _stages(keys: Keyed, model: ModelSpec, pipeline: int) -> dict[str, Any] | No
         return None
     schedule = SCHEDULES[scheduler] if chunks == 1 or scheduler == "zero_bubble_v" else "interleaved"
     return {"virtual_pipeline_parallel": chunks, "schedule": schedule, "layers_per_stage": tuple(listed)}
+
+
+def _offset_rows(keys: Keyed) -> list[Entry]:
+    """The lists of `offset`, one for each chunk of a stage; empty if every stage has the same layers."""
+    path = STATIC_KEYS["layers_per_stage"]
+    entry = keys.first(path)
+    if entry is not None:
+        return [entry] if entry.items is not None else []
+    rows = []
+    while (row := keys.first(f"{path}.{len(rows)}")) is not None:
+        rows.append(row)
+    return rows
 
 
 def _scheduler(keys: Keyed) -> str:
