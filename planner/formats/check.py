@@ -20,6 +20,7 @@ from planner.api import search_problem
 from planner.formats.facts.layout_fields import Places
 from planner.formats.facts.reading import ConfigProblem, Problems, Reading, Severity, verdict
 from planner.formats.files import read_files
+from planner.formats.megatron.deepspeed_flags import deepspeed_flags
 from planner.formats.mindformers.dynamic import keys_of_layout
 from planner.formats.nemo.reader import keys_of_flags
 from planner.formats.targets import TARGETS
@@ -380,7 +381,10 @@ def _writer(reading: Reading) -> Callable[[Plan], Mapping[str, str]] | None:
         return lambda plan: keys_of_flags(TARGETS["megatron"](plan).layout_flags)
     if reading.framework == "mindformers-dynamic":
         return lambda plan: keys_of_layout(plan.layout)
-    usual = "megatron" if reading.engine in ("megatron", "megatron-deepspeed") else ""
+    if reading.framework in ("megatron-deepspeed", "gpt-neox"):
+        write = TARGETS["megatron"]
+        return lambda plan: _in_words(deepspeed_flags(write(plan).layout_flags, plan.layout), reading.words)
+    usual = "megatron" if reading.engine == "megatron" else ""
     usual = reading.engine if reading.framework == "primus" else usual
     target = TARGETS.get(reading.framework, TARGETS.get(usual))
     return None if target is None else lambda plan: _in_words(target(plan).layout_flags, reading.words)

@@ -47,6 +47,7 @@ TARGETS: dict[str, Callable[[Plan], Export]] = {
 WORDS_OF = {
     "nemo": "megatron-bridge",
     "megatron-deepspeed": "megatron",
+    "megatron-deepspeed-flash": "megatron",
     "bloom": "megatron",
     "aleph-scaling": "megatron",
     "fsdp": "torchtitan",

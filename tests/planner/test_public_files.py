@@ -452,6 +452,38 @@ def test_layers_of_gpt_neox_without_full_attention_are_not_known(
     assert [one.text for one in found.unknown] == ([f"layers of {named} are not priced"] if named else [])
 
 
+def test_flash_attention_of_gpt_neox_and_deepspeed_writes_no_scores(tmp_path: Path) -> None:
+    neox = (
+        "{pipe_parallel_size: 1, model_parallel_size: 1, num_layers: 4, hidden_size: 512, norm: layernorm,\n"
+        "num_attention_heads: 8, seq_length: 2048, max_position_embeddings: 2048, precision: bfloat16,\n"
+        'train_micro_batch_size_per_gpu: 16, attention_config: [[["KIND"], 4]]}\n'
+    )
+    script = MEGATRON + "--vocab-size 32000 --deepspeed --zero-stage 1 "
+    pairs = {
+        "neox.yml": (neox.replace("KIND", "flash"), neox.replace("KIND", "global")),
+        "train.sh": (script + "--use-flash-attn-v2\n", script + "\n"),
+    }
+    for file, texts in pairs.items():
+        flash, written_out = (_checked(tmp_path, file, text).plan for text in texts)
+        assert flash is not None and written_out is not None
+        assert flash.engine.name == "megatron-deepspeed-flash"
+        assert flash.estimate.peak_memory_bytes < written_out.estimate.peak_memory_bytes
+
+
+def test_changes_of_gpt_neox_are_its_own_keys(tmp_path: Path) -> None:
+    config = (
+        "{pipe_parallel_size: 1, model_parallel_size: 1, num_layers: 4, hidden_size: 512, norm: layernorm,\n"
+        "num_attention_heads: 8, seq_length: 512, max_position_embeddings: 512, precision: bfloat16,\n"
+        "train_micro_batch_size_per_gpu: 4, checkpoint_activations: true, checkpoint_num_layers: 1,\n"
+        "zero_optimization: {stage: 1, offload_optimizer: {device: cpu}}}\n"
+    )
+    found = _checked(tmp_path, "neox.yml", config)
+    assert found.plan is not None and found.plan.layout.offload_optimizer
+    names = {change.flag for change in found.changes}
+    assert {"checkpoint_activations", "zero_optimization.cpu_offload"} <= names
+    assert not [name for name in names if name.startswith("--")]
+
+
 @pytest.mark.parametrize(
     ("line", "part"),
     [

@@ -131,7 +131,7 @@ def read_command(
     layout = layout_of(job, world, launch) if chooses and model is not None else None
     exact, most = _batches(job, layout, chooses)
     _name_missing_sources(launch, problems)
-    engine = framework if framework in ("mindspeed", "megatron-deepspeed") else "megatron"
+    engine = _engine(framework, given)
     dispatches = model is not None and model.experts and engine == "megatron" and framework != "llmacc"
     return Reading(
         framework=framework,
@@ -235,6 +235,17 @@ def _framework(launch: Launch, given: Given) -> str:
         return "megatron-deepspeed"
     named = [flag for flag in given.values() if flag.known.framework == "mindspeed"]
     return "mindspeed" if named else "megatron"
+
+
+def _engine(framework: str, given: Given) -> str:
+    """The engine that prices the flags of a software."""
+    if framework == "megatron-deepspeed" and any(name in given for name in FLASH):
+        return "megatron-deepspeed-flash"
+    return framework if framework in ("mindspeed", "megatron-deepspeed") else "megatron"
+
+
+FLASH = ("--use-flash-attn", "--use-flash-attn-v1", "--use-flash-attn-v2", "--use-flash-attn-triton")
+"""Switches of Megatron-DeepSpeed for flash attention."""
 
 
 def with_defined(flags: list[GivenFlag], defined: Mapping[str, str]) -> list[GivenFlag]:

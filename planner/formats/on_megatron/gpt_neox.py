@@ -14,6 +14,7 @@ from planner.formats.facts.launcher import Launch
 from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
+from planner.formats.megatron.deepspeed_flags import CPU_OPTIMIZER
 from planner.formats.megatron.names import DEGREE_FLAGS
 from planner.formats.megatron.reader import read_command
 from planner.formats.on_megatron.flags import as_flags, renamed
@@ -64,8 +65,8 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
     rest = [flag for flag in keys.flags() if flag.name not in NEOX and flag.line]
     name_others(rest, problems, "is no key of GPT-NeoX that is known here")
     found = reading.problems
-    if other := _other_attention(keys):
-        kinds, line = other
+    if other := _attention(keys) - {"global", "flash"}:
+        kinds, line = sorted(other), _of_attention(keys)[0].line
         problems.add("unknown", f"layers of {', '.join(kinds)} are not priced", "attention_config", line)
         found = tuple(one for one in found if one.severity != "illegal")  # They have no heads.
     model = reading.model
@@ -74,18 +75,29 @@ def read_neox(source: Source, around: Surroundings) -> Reading:
     reading = dataclasses.replace(
         reading, model=model, flags=(*reading.flags, *rest), problems=(*problems.found, *found)
     )
-    reading = renamed(reading, {flag: path for path, flag in NEOX.items()}, "gpt-neox", "megatron-deepspeed")
+    reading = renamed(reading, {flag: path for path, flag in NEOX.items()}, "gpt-neox", reading.engine)
     placed = (
         dataclasses.replace(one, file=elsewhere[one.flag]) if one.flag in elsewhere else one
         for one in reading.problems
     )
-    return dataclasses.replace(reading, problems=tuple(placed), files=elsewhere)
+    return dataclasses.replace(
+        reading, problems=tuple(placed), files=elsewhere, words={**reading.words, **_CHANGED}
+    )
+
+
+_CHANGED = {
+    "--checkpoint-num-layers": "checkpoint_num_layers",
+    CPU_OPTIMIZER: "zero_optimization.cpu_offload",
+}
+"""Keys by flags of Megatron-DeepSpeed, beside those of keys/gpt-neox.yaml."""
 
 
 def _flags_of_keys(keys: Keyed) -> list[tuple[str, Entry]]:
     """Flags of Megatron-DeepSpeed with the values of keys, and flags that follow from the values."""
     pairs = [(flag, keys.entries[path]) for path, flag in NEOX.items() if path in keys.entries]
     made: list[tuple[str, Entry]] = [("--deepspeed", Entry("", "true", 0))]
+    if _attention(keys) == {"flash"}:
+        made.append(("--use-flash-attn", Entry("", "true", 0)))
     if (keys.text("precision") or "") == "bfloat16":
         made.append(("--bf16", keys.entries["precision"]))
     if (keys.text("activation") or "").lower() in ("swiglu", "geglu"):
@@ -100,6 +112,9 @@ def _flags_of_keys(keys: Keyed) -> list[tuple[str, Entry]]:
         # neox_arguments/neox_args.py: one expert a token, and experts in every layer, where no key says else.
         defaults = {"moe_top_k": "--moe-router-topk", "moe_expert_interval": "--expert-interval"}
         made += [(flag, Entry("", "1", 0)) for key, flag in defaults.items() if key not in keys.entries]
+    offloaded = keys.text("zero_optimization.offload_optimizer.device") or "none"
+    if offloaded != "none" or keys.switch("zero_optimization.cpu_offload"):
+        made.append(("--optimizer-cpu-offload", Entry("", "true", 0)))
     if "zero_optimization.stage" not in keys.entries:
         made.append(("--zero-stage", Entry("", "0", 0)))
     return [*pairs, *made]
@@ -127,12 +142,14 @@ def _of_all_files(source: Source) -> tuple[Entries, dict[str, str]]:
     return found, files
 
 
-def _other_attention(keys: Keyed) -> tuple[list[str], int] | None:
-    """Kinds of layers in `attention_config` other than full attention, and its line."""
-    entries = [entry for path, entry in keys.entries.items() if path.split(".")[0] == "attention_config"]
-    text = " ".join(f"{entry.text} {' '.join(entry.items or ())}" for entry in entries)
-    kinds = sorted(set(re.findall(r"[A-Za-z_]+", text)) - {"global", "flash", "all"})
-    return (kinds, entries[0].line) if kinds else None
+def _of_attention(keys: Keyed) -> list[Entry]:
+    return [entry for path, entry in keys.entries.items() if path.split(".")[0] == "attention_config"]
+
+
+def _attention(keys: Keyed) -> set[str]:
+    """Kinds of layers in `attention_config`."""
+    text = " ".join(f"{entry.text} {' '.join(entry.items or ())}" for entry in _of_attention(keys))
+    return set(re.findall(r"[A-Za-z_]+", text)) - {"all"}
 
 
 def _gated_width(keys: Keyed) -> list[tuple[str, Entry]]:
