@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -450,6 +451,48 @@ def test_layers_of_gpt_neox_without_full_attention_are_not_known(
     found = _checked(tmp_path, "neox.yml", config)
     assert found.legal is (True if named is None else None)
     assert [one.text for one in found.unknown] == ([f"layers of {named} are not priced"] if named else [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model $TOKENIZER", 32000),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model /data/tokenizer.model", 32000),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model /data/own-100k.ver3.model", None),
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file data/gpt2-vocab.json", 50257),
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file /data/vocab.json", 50257),
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file /data/own-tokenizer/vocab.json", None),
+    ],
+)
+def test_the_file_of_another_tokenizer_has_another_vocabulary(
+    tmp_path: Path, flags: str, size: int | None
+) -> None:
+    found = written(tmp_path, {"train.sh": f"{MEGATRON}{flags}\n"})
+    assert found.unknown == (() if size else ("--vocab-size",))
+    assert size is None or (found.reading.model is not None and found.reading.model.vocab == size)
+
+
+def test_the_callers_devices_stand_for_those_of_mpirun(tmp_path: Path) -> None:
+    text = f"python{MEGATRON.partition('8')[2]}--vocab-size 32000 --world-size $OMPI_COMM_WORLD_SIZE\n"
+    assert written(tmp_path, {"train.sh": text}).unknown[0] == "--world-size"
+    found = written(tmp_path, {"train.sh": text}, world_size=16)
+    assert found.legal and not found.unknown and found.layout.data_parallel == 16
+
+
+@pytest.mark.parametrize(
+    ("more", "fits"),
+    [
+        ("", False),
+        ("plugins: [axolotl.integrations.liger.LigerPlugin]\n", False),
+        ("plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\n", None),
+        ("plugins: [a.CutCrossEntropyPlugin]\ncut_cross_entropy: false\n", False),
+        ("liger_fused_linear_cross_entropy: true\n", None),
+    ],
+)
+def test_logits_that_are_never_whole_may_fit(tmp_path: Path, more: str, fits: bool | None) -> None:
+    long = re.sub("sequence_len: .*", "sequence_len: 400000", AXOLOTL)
+    found = _checked(tmp_path, "axolotl.yml", long + more)
+    assert found.legal and found.fits is fits
 
 
 def test_flash_attention_of_gpt_neox_and_deepspeed_writes_no_scores(tmp_path: Path) -> None:

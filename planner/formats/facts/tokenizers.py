@@ -29,6 +29,25 @@ _NAMES = (
 """Vocabulary size by a pattern of a tokenizer's name or path, from the config.json of its models."""
 
 
+_USUAL = (
+    *("tokenizer", "tokenizers", "model", "vocab", "bpe", "gpt", "llama", "hf", "json", "txt", "path"),
+    *("sentencepiece", "spm", "sp", "merges", "merged", "bin", "file"),
+)
+"""Words of files that hold the usual tokenizer of their type."""
+
+
+def vocabulary_of_type(kind: str, file: str | None) -> int | None:
+    """The vocabulary size of a type of tokenizers with the given file.
+
+    It is unknown where the name of the file, or of its folder of one tokenizer, is that of another tokenizer.
+    """
+    parts = (file or "").lower().rstrip("/").split("/")
+    names = parts[-1:] + [each for each in parts[-2:-1] if "tokenizer" in each]
+    words = [word for name in names for word in re.findall(r"[a-z]+", name)]
+    own = "$" not in parts[-1] and any(word not in _USUAL for word in words)
+    return None if own else TYPES.get(kind)
+
+
 def vocabulary_of(*names: str) -> int | None:
     """The vocabulary size of a tokenizer, by the first of its names that is known; None where none is."""
     for name in names:

@@ -97,6 +97,9 @@ def keeps_less(job: Job) -> bool:
         return True
     if any((job.command.text(name) or "false").lower() not in ("false", "no", "none", "0") for name in LESS):
         return True
+    if _CUTS in (job.command.text("--plugins") or "") and "--cut_cross_entropy" not in job.command:
+        job.command.add("note", f"{_CUTS}: logits are never whole, which is not priced", "--plugins")
+        return True
     files = (job.deepspeed, "zero_optimization.offload_param.device"), (job.accelerate, _PARAMETERS)
     return any((keys.text(path) or "none") != "none" for keys, path in files)
 
@@ -107,12 +110,18 @@ LESS = (
     "--use_liger_kernel",
     "--use_liger",
     "--enable_liger_kernel",
+    "--liger_cross_entropy",
+    "--liger_fused_linear_cross_entropy",
+    "--cut_cross_entropy",
 )
 """Switches with which a device keeps less than the estimates assume.
 
 Kept inputs are moved to host memory (TRL, axolotl), an MLP runs on parts of the sequence, or logits are never
 whole.
 """
+
+_CUTS = "CutCrossEntropyPlugin"
+"""axolotl's plugin, on unless `cut_cross_entropy` is false (integrations/cut_cross_entropy/args.py)."""
 
 _PARAMETERS = "deepspeed_config.offload_param_device"
 

@@ -12,7 +12,7 @@ from costmodels.errors import InputError, on_one_line
 from costmodels.spec.model import ModelSpec
 from planner.formats.facts.flag_catalogue import GivenFlag, Role
 from planner.formats.facts.reading import Problems
-from planner.formats.facts.tokenizers import TYPES, vocabulary_of
+from planner.formats.facts.tokenizers import vocabulary_of, vocabulary_of_type
 from planner.formats.megatron.layers import with_layers
 from planner.formats.megatron.mindspeed_layers import noop_layers, take_out_noops
 from planner.options.experts import list_of_layers
@@ -171,12 +171,13 @@ def _vocabulary(values: dict[str, Any], given: Given, problems: Problems, assume
     """Vocabulary size of the named tokenizer, if no flag gives it."""
     named = given.get("--tokenizer-type") or given.get("--patch-tokenizer-type")
     kind = named.text if named is not None else "GPT2BPETokenizer"
-    path = next((given[name] for name in TOKENIZERS if name in given), None)
+    files = TOKENIZERS if kind != "GPT2BPETokenizer" else (*TOKENIZERS, "--vocab-file")
+    path = next((given[name] for name in files if name in given), None)
     if path is None and named is not None and named.name == "--patch-tokenizer-type":
         path = named
     size = vocabulary_of(path.text) if path is not None else None
-    if size is None and kind in TYPES:
-        size = TYPES[kind]
+    if size is None:
+        size = vocabulary_of_type(kind, path.text if path is not None else None)
     if size is None:
         about = f" of {path.text}" if path is not None else ""
         text = f"is not given, and the entries{about} of a {kind} are not known"
@@ -184,7 +185,8 @@ def _vocabulary(values: dict[str, Any], given: Given, problems: Problems, assume
         problems.add("unknown", text, "--vocab-size", line, "give --define vocab_size=N")
         return
     values["vocab_size"] = size
-    assumed.append(f"a vocabulary of {size} (no --vocab-size given, tokenizer {path.text if path else kind})")
+    name = path.text if path is not None and path.name in TOKENIZERS else kind
+    assumed.append(f"a vocabulary of {size} (no --vocab-size given, tokenizer {name})")
 
 
 TOKENIZERS = ("--tokenizer-model", "--tokenizer-name-or-path")

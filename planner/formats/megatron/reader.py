@@ -115,6 +115,8 @@ def read_command(
     flags = with_defined(flags, defined or {})
     named = last_of_each(tuple(flags), problems)
     given = with_todays_names(named, problems)
+    if world_size is not None:
+        given = {name: flag for name, flag in given.items() if name != "--world-size"}
     framework = framework or _framework(launch, given)
     name_others(named.values(), problems, "is no flag of Megatron-LM or MindSpeed that is known here")
     loose = _one_number_of_experts(given, loose, framework, problems)

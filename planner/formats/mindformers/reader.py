@@ -303,7 +303,7 @@ def _offset_rows(keys: Keyed) -> list[Entry]:
     entry = keys.first(path)
     if entry is not None:
         return [entry] if entry.items is not None else []
-    rows = []
+    rows = list[Entry]()
     while (row := keys.first(f"{path}.{len(rows)}")) is not None:
         rows.append(row)
     return rows

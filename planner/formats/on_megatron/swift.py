@@ -17,6 +17,7 @@ from planner.formats.facts.source import Source, Surroundings
 from planner.formats.hugging_face.adapters import with_adapters
 from planner.formats.megatron.reader import read_command
 from planner.formats.on_megatron.flags import as_flags, renamed
+from planner.formats.shell.text import Word
 from planner.inputs.huggingface.script_names import model_of
 
 SWIFT = key_table("ms-swift")
@@ -46,6 +47,8 @@ def read_swift(source: Source, around: Surroundings) -> Reading:
     command = swift_command(source.text, around)
     assert command is not None
     launch, given = command
+    # swift/cli/_megatron sets it where the environment does not.
+    launch = dataclasses.replace(launch, cuda_connections=launch.cuda_connections or Word("1", 0))
     known = known_flags()
     entries = with_definitions(given, around.define, {name[2:].replace("-", "_") for name in known})
     problems = Problems(source.file)
