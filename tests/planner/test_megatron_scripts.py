@@ -619,6 +619,31 @@ def test_plans_of_a_search_are_written_and_read_back(model: ModelSpec, framework
     round_trip()
 
 
+@pytest.mark.parametrize("name", ["llama3.1-8b", "deepseek-v3", "deepseek-v2", "kimi-k2"])
+def test_scaled_positions_are_mindspeeds(name: str) -> None:
+    model = load_model(name)
+    layout = Layout(layers_per_stage=(model.layers,), global_batch_size=1)
+    exported = export_megatron(model, layout, "mindspeed")
+    assert not [text for text in exported.inexpressible if text.startswith("rope_scaling")]
+    reading = read_megatron(exported.text, "flags.txt", {}, 1)
+    assert reading is not None and reading.model is not None, reading and reading.problems
+    assert (reading.framework, reading.model.rope_scaling) == ("mindspeed", model.rope_scaling)
+
+
+def test_scaled_positions_of_a_script_of_mindspeed() -> None:
+    """The positions of DeepSeek-V2-Lite in MindSpeed-LLM's examples, with the former names of two flags."""
+    text = (
+        "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --multi-latent-attention "
+        "--max-position-embeddings 163840 --micro-batch-size 1 --global-batch-size 1 --bf16 "
+        "--position-embedding-type rope --rope-scaling-beta-fast 32 --rope-scaling-beta-slow 1 "
+        "--rope-scaling-factor 40 --rope-scaling-mscale 0.707 --rope-scaling-mscale-all-dim 0.707 "
+        "--rope-scaling-original-max-position-embeddings 4096 --rope-scaling-type yarn"
+    )
+    reading = read_megatron(text, "flags.txt", {}, 1)
+    assert reading is not None and reading.model is not None, reading and reading.problems
+    assert reading.model.rope_scaling == load_model("deepseek-v2-lite").rope_scaling
+
+
 def test_layers_of_stages_are_written_in_letters() -> None:
     assert stage_layout((3, 4, 1)) == "Et*3|t*4|tL"
 

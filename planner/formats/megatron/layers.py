@@ -26,8 +26,28 @@ LLAMA3 = RopeScaling(kind="llama3", original_positions=8192)
 YARN_OF_LATENTS = RopeScaling(kind="yarn", original_positions=4096)
 """The YaRN of latent attention, except for the values that flags give (`MLATransformerConfig`)."""
 
-MINDSPEEDS = ("--rotary-percent", "--apply-layernorm-1p", "--qk-layernorm", "--swiglu", "--squared-relu")
-"""Flags of this module that also exist in MindSpeed."""
+SCALED, FACTOR = "--rope-scaling-type", "--rope-scaling-factor"
+"""MindSpeed-LLM's kind of scaling, and its factor (mindspeed_llm/features_manager/common/rotary.py)."""
+
+_OF_LLAMA3 = {
+    "--original-max-position-embeddings": "original_positions",
+    "--low-freq-factor": "low_freq_factor",
+    "--high-freq-factor": "high_freq_factor",
+}
+_OF_YARN = {
+    "--rope-scaling-original-max-position-embeddings": "original_positions",
+    "--beta-fast": "beta_fast",
+    "--beta-slow": "beta_slow",
+    "--rope-scaling-mscale": "mscale",
+    "--rope-scaling-mscale-all-dim": "mscale_all_dim",
+}
+_FORMER_BETAS = {"--beta-fast": "--rope-scaling-beta-fast", "--beta-slow": "--rope-scaling-beta-slow"}
+
+MINDSPEEDS = (
+    *("--rotary-percent", "--apply-layernorm-1p", "--qk-layernorm", "--swiglu", "--squared-relu"),
+    *(SCALED, FACTOR, *_OF_LLAMA3, *_OF_YARN),
+)
+"""Flags of this module that also exist in MindSpeed, or in MindSpeed-LLM."""
 
 BECAUSE = {
     "qk_norm_width": "its norms go over each head",
@@ -89,7 +109,7 @@ def layer_flags(model: ModelSpec, framework: str, missing: list[str]) -> tuple[F
         _activation(model, missing),
         _norms(model, missing),
         _positions(model),
-        _stretched(model),
+        _mindspeeds_stretched(model) if framework == "mindspeed" else _stretched(model),
         _attention(model),
         _linear(model),
         _sparse(model),
@@ -197,6 +217,34 @@ def _stretched(model: ModelSpec) -> tuple[Flags, Said]:
     else:
         return flags, said
     return flags, said | {f"rope_scaling.{name}": None for name in type(scaling).model_fields}
+
+
+def _mindspeeds_stretched(model: ModelSpec) -> tuple[Flags, Said]:
+    """The flags of MindSpeed-LLM for scaled positions."""
+    scaling = model.rope_scaling
+    if scaling is None or model.position != "rope":
+        return {}, {}
+    names = {"llama3": _OF_LLAMA3, "yarn": _OF_YARN}.get(scaling.kind)
+    if names is None or scaling != _mindspeeds_scaling(model, scaling):
+        return {}, {}
+    values = {flag: getattr(scaling, name) for flag, name in names.items()}
+    if scaling.kind == "yarn" and not (scaling.mscale or scaling.mscale_all_dim):
+        values["--rope-scaling-mscale"] = 1.0
+    flags = {SCALED: scaling.kind, FACTOR: repr(scaling.factor)}
+    flags |= {flag: f"{value:g}" if value == int(value) else repr(value) for flag, value in values.items()}
+    return flags, {f"rope_scaling.{name}": None for name in type(scaling).model_fields}
+
+
+def _mindspeeds_scaling(model: ModelSpec, scaling: RopeScaling) -> RopeScaling:
+    """The scaling that MindSpeed-LLM computes from the flags of another one."""
+    if scaling.kind == "llama3":
+        kept = {name: getattr(scaling, name) for name in ("factor", *_OF_LLAMA3.values())}
+        return RopeScaling(kind="llama3", **kept)
+    kept = {name: getattr(scaling, name) for name in ("factor", *_OF_YARN.values())}
+    kept |= {name: float(int(kept[name])) for name in ("beta_fast", "beta_slow")}
+    if model.latent_attention is None:
+        kept["factor"] = model.max_positions / scaling.original_positions
+    return RopeScaling(kind="yarn", **kept)
 
 
 def is_yarn(model: ModelSpec) -> bool:
@@ -371,6 +419,8 @@ class _Reader:
 
     def _stretched(self) -> dict[str, Any]:
         latent = self.spec.latent_attention is not None
+        if self.text(SCALED) in ("llama3", "yarn"):
+            return self._mindspeeds_stretched()
         named = self.text("--rope-type") if latent else self.text("--position-embedding-type")
         factor = self.number("--rotary-scaling-factor", 1.0)
         own = {"mscale": self.number("--mscale", 1.0), "mscale_all_dim": self.number("--mscale-all-dim", 0.0)}
@@ -391,6 +441,25 @@ class _Reader:
             factor = self.number("--rope-scaling-factor", 8.0)
             return {"rope_scaling": LLAMA3.model_copy(update={"factor": factor}).model_dump()}
         return {}
+
+    def _mindspeeds_stretched(self) -> dict[str, Any]:
+        kind = self.text(SCALED)
+        names = _OF_LLAMA3 if kind == "llama3" else _OF_YARN
+        values: dict[str, Any] = {"kind": kind, "factor": self.number(FACTOR, 8.0)}
+        for flag, name in names.items():
+            usual = RopeScaling.model_fields[name].default
+            if name == "mscale":
+                usual = 1.0
+            values[name] = self.number(flag, self.number(_FORMER_BETAS.get(flag, flag), usual))
+        if not values["original_positions"] >= 1:
+            return {}  # It is not said.
+        values["original_positions"] = int(values["original_positions"])
+        if kind == "yarn":
+            if (values["mscale"], values["mscale_all_dim"]) == (1.0, 0.0):
+                values["mscale"] = 0.0
+            if self.spec.latent_attention is None:
+                values["factor"] = self.spec.max_positions / values["original_positions"]
+        return {"rope_scaling": values}
 
     def kinds(self) -> list[str]:
         """The kind of attention of each layer."""
