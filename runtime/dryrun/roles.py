@@ -48,7 +48,7 @@ def roles(tracker: Tracker) -> Iterator[None]:
         during(loss, "add_product", category="gradients")
         during(working_copies.WorkingCopies, "__init__", category="parameters")
         during(working_copies.WorkingCopies, "hand_over", category="gradients")
-        for name in ("_add", "receive"):
+        for name in ("_add", "receive", "clear"):
             during(working_copies.GradientSums, name, category="gradients")
         add = _in_scope(tracker, _tagging_gradients(tracker), phase="reduce")
         stack.enter_context(patch.object(working_copies.GradientSums, "add", add))

@@ -147,6 +147,16 @@ def test_memory_of_graphs_is_what_a_dry_run_finds() -> None:
     assert tensors == pytest.approx(trace(spec, layout, compiled=True).peak.total, rel=0.02)
 
 
+def test_sums_that_keep_their_places_are_gradients_of_a_dry_run() -> None:
+    from runtime.dryrun.run import trace
+
+    layout = parse_layout("mbs=1,gbs=4,precision=bf16,cuda_graphs=1", SPEC)
+    held = trace(SPEC, layout).peak.allocated
+    assert held["gradients"] >= 4 * SPEC.parameters
+    # Tables of positions and sums of losses.
+    assert held["temporaries"] < SPEC.parameters
+
+
 def test_reductions_after_the_last_graph_hide_behind_nothing() -> None:
     pin = {"zero": 0, "tp": 1, "dp": 8, "micro_batch_size": 4, "recompute": "none"}
     plain = suggest("gpt2-small", **JOB, device="h100", pin=pin)
