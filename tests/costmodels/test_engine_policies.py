@@ -43,6 +43,17 @@ def parameter_bytes(model: ModelSpec, engine: Engine, layout: Layout) -> float:
     return float(model_states(engine, table, sizes, ranks, rank_parameters(sizes, ranks))[0][0, 0])
 
 
+@pytest.mark.parametrize("name", ["fsdp", "torchtitan", "accelerate"])
+@pytest.mark.parametrize(("zero", "each"), [(0, 2 + 4 + 8), (2, 2 + (4 + 8) / 8)])
+def test_fsdp_gathers_parameters_in_16_bits_beside_its_fp32_shards(
+    llama: ModelSpec, engine: Make, layout: MakeLayout, name: str, zero: int, each: float
+) -> None:
+    table = LayoutTable.of([layout(llama, dp=8, zero=zero)])
+    sizes, ranks = unit_sizes(llama, engine(name), table), every_rank(llama, table)
+    states = model_states(engine(name), table, sizes, ranks, rank_parameters(sizes, ranks))
+    assert float(states[0][0, 0] + states[2][0, 0]) == pytest.approx(each * llama.parameters)
+
+
 @pytest.mark.parametrize(("precision", "each"), [("fp8", 2.0), ("mxfp8", 2 + 2 / 32), ("nvfp4", 1 + 2 / 16)])
 def test_casts_of_layers_stay_beside_their_parameters(
     llama: ModelSpec, engine: Make, layout: MakeLayout, precision: str, each: float
