@@ -458,16 +458,15 @@ def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes,
     first = _first_recomputation(sizes, ranks) - gone
     beside = first + found
     # Layers that recompute nothing free more, and the next one of them may be reached with all others there.
+    # At its end it has gradients instead of activations.
+    fresh = element_bytes(table.precision) * sizes.dense_layer - sizes.dense_plain_activations
     kinds = (
-        (dense - sizes.dense_plain_activations, ranks.dense_plain),
-        (
-            moe - sizes.moe_plain_activations,
-            ranks.moe_plain,
-        ),
+        (dense - sizes.dense_plain_activations, np.maximum(plain, fresh[:, None]), ranks.dense_plain),
+        (moe - sizes.moe_plain_activations, plain, ranks.moe_plain),
     )
-    for source, layers in kinds:
+    for source, own, layers in kinds:
         more = np.where(rows, np.maximum(source, 0.0), 0.0)[:, None]
-        beside = np.maximum(beside, (plain + more) * (layers > 1))
+        beside = np.maximum(beside, (own + more) * (layers > 1))
     result: Floats = np.maximum(beside - np.maximum(plain, first), 0.0)
     return result
 
@@ -517,10 +516,11 @@ def _played_bytes(
     # The gradient that comes in, and what ranks sum, are whole where the sequence is not split.
     whole = (table.recompute == FULL) & (table.tensor_parallel > 1) & ~table.sequence_parallel
     again = again + SUMMED_OUTPUTS * (whole * sizes.layer_output)[:, None]
+    of_layer = [getattr(sizes, f"{kind}_activations") for kind in LAYER_KINDS]
     kept: Floats = np.zeros(())
-    for kind in LAYER_KINDS:
+    for kind, bytes_ in zip(LAYER_KINDS, of_layer, strict=True):
         if (layers := getattr(ranks, kind)).any():
-            kept = kept + layers * getattr(sizes, f"{kind}_activations")[:, None]
+            kept = kept + layers * bytes_[:, None]
     output = sizes.layer_output[:, None]
     head = ranks.last * (sizes.kept_logits - sizes.layer_output)[:, None]
     every = rank_parameters(sizes, ranks)
@@ -552,7 +552,7 @@ def _played_bytes(
     )
     later = ~table.keeps_whole & (not sizes.experts.any())
     frees = frees_after_forward(table)
-    alive = schedule_moments.fullest(table, ranks, each, later, frees)
+    alive = schedule_moments.fullest(table, ranks, each, of_layer, later, frees)
     activations = alive.flights * each.flights + alive.waits * each.waits + again
     activations = activations - alive.added * np.minimum(fresh, again)
     chunk = ranks.last * (sizes.logits - sizes.kept_logits)[:, None]

@@ -8,6 +8,7 @@ which is less than another in every kind of tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,7 +24,18 @@ from costmodels.spec.schedules import (
     WEIGHTS,
     passes_of_rank,
 )
-from costmodels.spec.table import SCHEDULES, Bools, Floats, Ints, LayoutTable, combined_key, distinct_numbers
+from costmodels.spec.table import (
+    BLOCK,
+    FULL,
+    NONE,
+    SCHEDULES,
+    Bools,
+    Floats,
+    Ints,
+    LayoutTable,
+    combined_key,
+    distinct_numbers,
+)
 
 ROUNDS = 4
 """Number of rounds of microbatches after which a step only repeats itself."""
@@ -63,17 +75,22 @@ def played(table: LayoutTable, ranks: Ranks) -> Bools:
     return result
 
 
-def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools, frees: Bools) -> Alive:
+def fullest(
+    table: LayoutTable, ranks: Ranks, sizes: Alive, kept: Sequence[Floats], later: Bools, frees: Bools
+) -> Alive:
     """Contents of each rank at its fullest moment, [n, k]; zero for ranks that are not `played`.
 
+    Of unequal stages, those that keep more count as more than one unit of `flights`.
+
     Args:
-        sizes: bytes of one unit of each.
+        sizes: bytes of one unit of each; of `flights`, what the mean stage keeps of one microbatch.
+        kept: bytes that a layer of each of `LAYER_KINDS` keeps of one microbatch, [n] each.
         later: rows whose 16-bit gradients wait until their stage's next backward pass adds them.
         frees: rows that free a stage's parameters after each forward pass.
     """
     rows, columns = np.nonzero(played(table, ranks))
     found = np.zeros((len(Alive._fields), *ranks.place.shape))
-    fields = (
+    fields: list[Ints | Bools] = [
         table.schedule[rows],
         table.pipeline_parallel[rows],
         table.virtual_pipeline_parallel[rows],
@@ -82,19 +99,105 @@ def fullest(table: LayoutTable, ranks: Ranks, sizes: Alive, later: Bools, frees:
         table.keeps_whole[rows],
         later[rows],
         frees[rows],
-    )
+    ]
+    unequal = _unequal(table)
+    differs = bool(unequal.any())
+    if differs:
+        fields += [(unequal * (1 + column))[rows] for column in _stage_columns(table)]
     key = combined_key(fields)
     order = np.argsort(key, kind="stable")
     rows, columns, key = rows[order], columns[order], key[order]
     each = np.stack([np.broadcast_to(size, ranks.place.shape)[rows, columns] for size in sizes])
+    of_layer = np.stack([bytes_[rows] for bytes_ in kept]) if differs else np.zeros(0)
     starts = np.concatenate([[0], np.flatnonzero(np.diff(key)) + 1, [len(key)]])
     firsts = zip(*(field[order[starts[:-1]]].tolist() for field in fields), strict=True) if len(key) else ()
     most = np.empty((len(key), len(Alive._fields)))
     for start, end, (schedule, *rest) in zip(starts[:-1].tolist(), starts[1:].tolist(), firsts, strict=False):
-        every = moments(SCHEDULES[schedule], *rest)
-        most[start:end] = every[(every @ each[:, start:end]).argmax(axis=0)] if len(every) > 1 else every
+        own, units = rest[:MOMENT_FIELDS], each[:, start:end]
+        if any(rest[MOMENT_FIELDS:]):
+            split, block, together = (column - 1 for column in rest[MOMENT_FIELDS:])
+            dense = round(float(ranks.all_dense[rows[start], columns[start]]))
+            stages = table.splits[split], dense, block or None, together
+            every, more = unequal_moments(SCHEDULES[schedule], *own, stages)
+            beyond = more @ of_layer[:, start:end]
+            chosen = (every @ units + beyond).argmax(axis=0)
+            most[start:end] = every[chosen]
+            most[start:end, 0] += beyond[chosen, np.arange(end - start)] / units[0]
+            continue
+        every = moments(SCHEDULES[schedule], *own)
+        most[start:end] = every[(every @ units).argmax(axis=0)] if len(every) > 1 else every
     found[:, rows, columns] = most.T
     return Alive(*found)
+
+
+MOMENT_FIELDS = 7
+"""Number of fields of a group, besides the schedule, that `moments` depends on."""
+
+
+def _unequal(table: LayoutTable) -> Bools:
+    """Rows whose stages have different numbers of layers."""
+    differ = np.array([len(set(split)) > 1 for split in table.splits], dtype=np.bool_)
+    result: Bools = differ[table.split]
+    return result
+
+
+def _stage_columns(table: LayoutTable) -> tuple[Ints, Ints, Ints]:
+    """Columns that decide what the layers of a stage keep: the split, the layers of a stage that recompute (0
+    for all), and the layers that share a kept input, [n]."""
+    block = (table.recompute != NONE) & (table.recompute_method == BLOCK)
+    shares = (table.recompute == FULL) & ~block
+    return (
+        table.split,
+        np.where(block, table.recompute_num_layers, 0),
+        np.where(shares, table.recompute_num_layers, 1),
+    )
+
+
+Stages = tuple[tuple[int, ...], int, int | None, int]
+"""Layers of each stage of the model, layers of a rank with a dense MLP, layers of each stage that recompute
+if others do not, and layers that share one kept input."""
+
+
+@lru_cache(maxsize=16384)
+def unequal_moments(
+    schedule: Schedule,
+    pipeline: int,
+    chunks: int,
+    micro_batches: int,
+    rank: int,
+    keeps_whole: bool,
+    later: bool,
+    frees: bool,
+    stages: Stages,
+) -> tuple[Floats, Floats]:
+    """Moments as those of `moments`, and the layers that they keep beyond the mean stage's, [moments,
+    `LAYER_KINDS`]."""
+    every = moments(schedule, pipeline, chunks, micro_batches, rank, keeps_whole, later, frees, by_stage=True)
+    every, *of_stages = np.split(every, range(len(Alive._fields), every.shape[1], chunks), axis=1)
+    own = distinct_numbers(passes_of_rank(schedule, rank, pipeline, chunks, micro_batches)[1])
+    layers = stage_layers(own, *stages)
+    share = np.array([stages[0][stage] for stage in own], dtype=np.float64)
+    for name, held in zip(("sums", "fresh"), of_stages[1:], strict=False):
+        every[:, Alive._fields.index(name)] = held @ (share / share.mean())
+    return every, of_stages[0] @ (layers - layers.mean(axis=0))
+
+
+def stage_layers(
+    stages: Sequence[int], split: tuple[int, ...], dense: int, block: int | None, together: int
+) -> Floats:
+    """Layers of each stage of a rank by kind, [stages, `LAYER_KINDS`]; layers that share one kept input count
+    as one.
+
+    Args:
+        stages: the stages of the rank, ascending.
+        split, dense, block, together: see `Stages`.
+    """
+    sizes = np.array([split[stage] for stage in stages])
+    leading = np.clip(dense - (np.cumsum(sizes) - sizes), 0, sizes)
+    marked = sizes if block is None else np.minimum(sizes, block)
+    again = np.minimum(leading, marked)
+    kinds = -(-again // together), -(-(marked - again) // together), leading - again
+    return np.column_stack([*kinds, sizes - marked - (leading - again)]).astype(np.float64)
 
 
 def few_micro_batches(table: LayoutTable) -> Ints:
@@ -115,9 +218,11 @@ def moments(
     keeps_whole: bool,
     later: bool,
     frees: bool = False,
+    by_stage: bool = False,
 ) -> Floats:
     """Contents of a rank after the passes that no other pass exceeds in every kind of tensor: [moments,
-    `Alive`].
+    `Alive`]. With `by_stage` the flights of each stage follow, and sums and fresh gradients where only some
+    stages have them.
 
     Args:
         keeps_whole: ranks keep all gradients, and copies of parameters until a stage's last backward pass.
@@ -172,7 +277,8 @@ def moments(
         was_finished & (not keeps_whole),
         np.zeros_like(fresh),
     )
-    every_moment = np.column_stack([*(each.sum(axis=1) for each in every), present])
+    of_stages = (flights, sums, fresh)[: 0 if not by_stage else 3 if micro_batches <= pipeline else 1]
+    every_moment = np.column_stack([*(each.sum(axis=1) for each in every), present, *of_stages])
     if keeps_whole:
         # Hooks that add up a layer at once do not see these gradients: they are all there at the end.
         ends = (weights & (before > 0)).any(axis=1)

@@ -105,3 +105,32 @@ def test_recomputed_layers_have_whole_outputs_without_sequence_parallelism() -> 
     stages = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "layers_per_stage": (2, 2, 2, 2)}
     split = {"tensor_parallel": 8, "schedule": "interleaved", "recompute": "full", "global_batch_size": 64}
     assert abs(errors(llama(layers=8), **stages, **split)) < OFF
+
+
+@pytest.mark.slow
+def test_stages_with_more_layers_have_the_most_microbatches_in_flight() -> None:
+    """Stages of the first chunks have twice the layers, and stay for more microbatches."""
+    split = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 4, "schedule": "interleaved"}
+    stages = {"layers_per_stage": (2, 2, 2, 2, 1, 1, 1, 1), "micro_batch_size": 8, "global_batch_size": 128}
+    assert abs(errors(llama(layers=12), **split, **stages)) < OFF
+
+
+@pytest.mark.slow
+def test_layers_reduce_gradients_beside_layers_that_recompute_nothing() -> None:
+    """Wide layers on few tokens: the gradients of one are larger than what the next one keeps."""
+    spec = llama(layers=12, hidden=8192, heads=64, kv_heads=64, ffn=28672, seq=2048)
+    block = {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 6}
+    few = {"data_parallel": 16, "zero_stage": 3, "micro_batch_size": 1, "global_batch_size": 16}
+    assert abs(errors(spec, **block, **few)) < OFF
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "stages", "batch"), [("norm", 3, 2), ("mlp", 1, 4)])
+def test_experts_that_are_not_compiled_keep_what_is_counted(module: str, stages: int, batch: int) -> None:
+    """A compiled norm hands its output to the experts, which keep it; all of the experts are recomputed with
+    their router and the copies of tokens."""
+    spec = resolve_model("deepseek-v2-lite").model_copy(update={"layers": 6, "vocab": 32000})
+    spread = {"data_parallel": 8, "zero_stage": 1, "micro_batch_size": batch, "global_batch_size": 64}
+    split = {"pipeline_parallel": stages, "layers_per_stage": (6 // stages,) * stages}
+    again = {"recompute": "selective", "recompute_modules": (module,)}
+    assert abs(errors(spec, **spread, **split, **again)) < OFF
