@@ -31,15 +31,6 @@ def reduce_from_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _reduce(x, 0, group)
 
 
-def sum_for_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `x` over the ranks, for use in different computations on each rank; written in place, so
-    nothing else may read `x`.
-
-    Backward sums the gradients. One function, as compilers refuse a copy of a sum that is made in place.
-    """
-    return _sum_both(x, 0, group)
-
-
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The slices `x` of all ranks, concatenated along `dim`.
 
@@ -158,9 +149,12 @@ def _slice(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def _sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks, in place where the memory allows it."""
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        # Compilers trace backward functions on results of forward ones, which nothing may write to. What
+        # they make of this sum is in place again.
+        return all_reduce(x, "sum", group.group_name)
     dist.all_reduce(x, group=group)
-    # Of an input that a function returns, autograd makes a view, and compiled layers refuse to copy that.
-    return x if torch.compiler.is_compiling() else x.data
+    return x
 
 
 def _join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -180,7 +174,6 @@ def _all_to_all(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 _copy, _reduce = _conjugates(_view, _sum), _conjugates(_sum, _identity)
-_sum_both = _conjugates(_sum, _sum)
 _gather, _reduce_scatter = _conjugates(_join, _sum_slice), _conjugates(_sum_slice, _join)
 _split, _join_same = _conjugates(_slice, _join), _conjugates(_join, _slice)
 _exchange_slices = _conjugates(_all_to_all, _all_to_all)

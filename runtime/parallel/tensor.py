@@ -29,7 +29,6 @@ from runtime.parallel.collectives import (
     reduce_from_ranks,
     reduce_scatter,
     split_to_ranks,
-    sum_for_ranks,
 )
 from runtime.parallel.local_tensors import partial_sums
 from runtime.parallel.mesh import Grid
@@ -332,7 +331,7 @@ def _split_wide_norm(norm: nn.RMSNorm, region: _Region) -> None:
         wide = x_BSQ.float()
         # Every rank's result depends on every rank's squares, so gradients of the sum are summed too.
         own = wide.square().sum(-1, keepdim=True)
-        mean = sum_for_ranks(own, region.group) / width
+        mean = copy_to_ranks(reduce_from_ranks(own, region.group), region.group) / width
         scaled = wide * torch.rsqrt(mean + (norm.eps or 0.0))
         result_BSQ: Tensor = (scaled * local_weight(norm.weight).float()).to(x_BSQ.dtype)
         return result_BSQ

@@ -21,6 +21,7 @@ CASES = [
     # Norms over the heads of all ranks, and layers whose input enters attention as it is.
     ("after", "tp=2,sp=1,"),
     ("after", "tp=2,sp=0,"),
+    ("after", "dp=2,zero=3,tp=2,sp=0,"),
 ]
 """Families that no other test compiles, and their splits."""
 
