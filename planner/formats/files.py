@@ -173,23 +173,43 @@ def read_files(
 
 
 _SOURCE = re.compile(r"^[ \t]*(?:source|\.)[ \t]+[\"']?([^\s;&|\"']+)", re.MULTILINE)
+_STARTED = re.compile(
+    r"^(?![ \t]*#)[^\n]*?(?:\b(?:bash|sh|zsh|sbatch)[ \t][^\n;&|#]*?|(?<=[\s\"'=:/.-]))"
+    r"([\w.-]+\.(?:sh|bash|slurm|sbatch))(?![\w.])",
+    re.MULTILINE,
+)
+"""Scripts that a line may start, by name without folders."""
 
 
 def _beside(texts: Mapping[str, str]) -> dict[str, str]:
     """Texts of the files that other files read, by name without folders.
 
-    Scripts source commands (`source env.sh`), and files of keys inherit (`extends: base.yaml`).
+    Scripts source commands (`source env.sh`) and start scripts (`bash train.sh`), and files of keys inherit
+    (`extends: base.yaml`).
     """
     found: dict[str, str] = {}
     for file, text in texts.items():
         keys = Path(file).suffix in PARSERS
-        names = {*named_files(text)} if keys else {name.rpartition("/")[2] for name in _SOURCE.findall(text)}
+        names = {*named_files(text)} if keys else _sourced(text) | _started(text)
         found |= {
             Path(other).name: content
             for other, content in texts.items()
-            if other != file and Path(other).name in names and (Path(other).suffix in PARSERS) == keys
+            if other != file
+            and Path(other).name in names
+            and (Path(other).suffix in PARSERS) == keys
+            and (keys or Path(other).name in _sourced(text) or Path(file).name not in _started(content))
         }
     return found
+
+
+def _sourced(text: str) -> set[str]:
+    """Names without folders of the scripts that a script sources."""
+    return {name.rpartition("/")[2] for name in _SOURCE.findall(text)}
+
+
+def _started(text: str) -> set[str]:
+    """Names without folders of the scripts that a script may start."""
+    return {*_STARTED.findall(text)}
 
 
 @dataclass(frozen=True)

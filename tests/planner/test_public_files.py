@@ -479,6 +479,17 @@ def test_the_callers_devices_stand_for_those_of_mpirun(tmp_path: Path) -> None:
     assert found.legal and not found.unknown and found.layout.data_parallel == 16
 
 
+def test_a_script_is_read_with_the_script_that_it_starts(tmp_path: Path) -> None:
+    inner = MEGATRON.replace("--nproc_per_node 8", "--nproc_per_node 8 --nnodes $NODES")
+    texts = {
+        "job.sbatch": "#SBATCH --nodes 4\nexport NODES=$SLURM_NNODES\nsrun bash scripts/train.sh --tp 2\n",
+        "train.sh": f"# started by job.sbatch\n{inner}--vocab-size 32000 --tensor-model-parallel-size $2\n",
+    }
+    for names in (["job.sbatch", "train.sh"], ["train.sh", "job.sbatch"]):
+        found = written(tmp_path, {name: texts[name] for name in names})
+        assert found.legal and found.reading.world_size == 32 and found.layout.tensor_parallel == 2
+
+
 @pytest.mark.parametrize(
     ("more", "fits"),
     [

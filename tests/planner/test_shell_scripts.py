@@ -124,6 +124,23 @@ def test_texts_that_a_script_writes_are_kept_by_their_files() -> None:
     assert [word.text for word in script.commands[-1]] == ["run", "5"]
 
 
+def test_a_script_that_a_script_starts_has_its_arguments_and_exported_variables() -> None:
+    inner = "#SBATCH --nodes 2\nrun ${1} $A ${B:-unset} $C"
+    for start in (
+        "mpirun -x C=3 bash $HERE/train.sh 7",
+        "C=3 ./train.sh 7",
+        'srun bash -c "bash train.sh 7"',
+    ):
+        script = read_script(f"export A=1\nB=2\nexport C=3\n{start}\nrun $1", beside={"train.sh": inner})
+        assert next(" ".join(word.text for word in command[-5:]) for command in script.commands) == (
+            "run 7 1 unset 3"
+        )
+        assert script.commands[-1][-1].unknown
+        assert len(script.directives) == 1
+    endless = read_script("bash a.sh", beside={"a.sh": "run\nbash a.sh"})
+    assert len(endless.commands) < 50
+
+
 def test_a_file_that_a_script_sources_is_read_where_it_is_given() -> None:
     source = "A=1\nsource $HERE/env.sh\n. other.sh\nrun $A $B"
     script = read_script(source, beside={"env.sh": "A=2\nB=3\nsource env.sh\nsource env.sh"})

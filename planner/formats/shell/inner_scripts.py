@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from planner.formats.shell.text import Word
 
@@ -36,4 +36,23 @@ def inner_script(words: list[Word]) -> tuple[int, bool] | None:
                     return rest, False
         if word.text.endswith(".py") or word.text in ("-m", "--module"):
             return None
+    return None
+
+
+def started_file(words: list[Word], given: Collection[str]) -> int | None:
+    """The index of the word that names a given script which a command starts: `bash train.sh`, `./train.sh`.
+
+    `given` has names without folders.
+    """
+    for at, word in enumerate(words):
+        if word.text.endswith(".py") or word.text in ("-m", "--module"):
+            return None
+        folder, slash, name = word.text.rpartition("/")
+        if name not in given:
+            continue
+        before = [each.text for each in words[:at] if not each.text.startswith("-")]
+        shell = bool(before) and before[-1].rpartition("/")[2] in ("bash", "sh", "zsh")
+        batch = words[0].text in BATCH
+        if shell or batch or (slash and "=" not in folder):
+            return at
     return None

@@ -16,7 +16,7 @@ from planner.formats.shell.commands import SUBSHELL, SUBSHELL_END, TEXT, simple_
 from planner.formats.shell.conditions import Truth, both, either, fits, holds
 from planner.formats.shell.expansion import Value
 from planner.formats.shell.frames import Frame
-from planner.formats.shell.inner_scripts import BATCH, inner_script, takes_script
+from planner.formats.shell.inner_scripts import BATCH, inner_script, started_file, takes_script
 from planner.formats.shell.slurm import slurm_variables
 from planner.formats.shell.text import (
     DEEPEST,
@@ -435,6 +435,10 @@ class _Reader:
             self._source(words[1], depth)
             return
         inner = inner_script(words)
+        file = started_file(words, self._beside) if inner is None and depth < DEEPEST else None
+        if file is not None and self._sources:
+            self._start_file(words, parts, file, depth)
+            return
         body = self._functions.get(words[0].text)
         if inner is not None and depth < DEEPEST:
             at, joined = inner
@@ -460,6 +464,29 @@ class _Reader:
             self._reads_script = tuple(words) if takes_script(words) else None
             self.commands.append(tuple(words))
             self.environments.append(self.names.texts(ENVIRONMENT))
+
+    def _start_file(self, words: list[Word], parts: list[Chars], at: int, depth: int) -> None:
+        """Read the commands of a given script that a command starts with arguments and exported variables."""
+        self._sources -= 1
+        if words[0].text in BATCH:
+            self.directives.append((Word("SBATCH", words[0].line), *words[1:at]))
+        outer = dict(self.names.variables)
+        arguments = self.names.arguments()
+        passed = {name: outer[name] for name in self.names.exported if name in outer}
+        self.names.variables.clear()
+        self.names.variables.update(passed)
+        for before, word in zip([Word("", 0), *words], words[:at], strict=False):
+            name, equals, _ = word.text.partition("=")
+            if before.text == "-x" and equals and name.isidentifier():  # mpirun -x NAME=VALUE
+                self.names.assign(name, self.names.expansion.value(parts[words.index(word)][len(name) + 1 :]))
+        self.names.give_arguments(parts[at + 1 :])
+        own = len(self.commands)
+        text = self._beside[words[at].text.rpartition("/")[2]]
+        self.read([(char, words[at].line) for char in text], depth + 1)
+        self.commands[own:] = [(*words[:at], *command) for command in self.commands[own:]]
+        self.names.give_arguments(arguments)
+        self.names.variables.clear()
+        self.names.variables.update(outer)
 
     def _source(self, file: Word, depth: int) -> None:
         """Read the commands of a sourced file, if it is given."""

@@ -24,6 +24,8 @@ class Variables:
         self.expansion = Expansion(variables, fixed)
         self.locals: list[dict[str, Value | None]] = []
         """Values outside a function of its own variables, for each function that is at work."""
+        self.exported = set(fixed)
+        """Names of variables that started programs see."""
         self._integers: set[str] = set()
         self.last_read = ""
         """The variable that the last `read` fills."""
@@ -56,6 +58,8 @@ class Variables:
                     self.locals[-1].setdefault(name, self.variables.get(name))
                 if "i" in options and name.isidentifier():
                     self._integers.add(name)
+                if first == "export" or "x" in options:
+                    self.exported.add(name)
                 self.assignment(word, runs)
         elif first in ("read", "unset", "mapfile", "readarray"):
             for word in raw[1:]:
