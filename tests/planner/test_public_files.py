@@ -46,6 +46,10 @@ AXOLOTL = (
     "base_model: NousResearch/Llama-2-7b-hf\nsequence_len: 512\nmicro_batch_size: 1\nbf16: auto\n"
     "gradient_accumulation_steps: 2\n"
 )
+SWIFT_FULL = (
+    "NPROC_PER_NODE=8 swift sft --model Qwen/Qwen2.5-7B --tuner_type full --max_length 512 "
+    "--per_device_train_batch_size 1"
+)
 BRIDGE = """
 import torch
 from megatron.bridge import AutoBridge
@@ -479,6 +483,38 @@ def test_the_callers_devices_stand_for_those_of_mpirun(tmp_path: Path) -> None:
     assert found.legal and not found.unknown and found.layout.data_parallel == 16
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "fits"),
+    [
+        ("train.yml", AXOLOTL, None),
+        ("train.yml", AXOLOTL.replace("bf16: auto", "bf16: false"), False),
+        ("train.yml", AXOLOTL + "adapter: lora\nlora_r: 8\n", True),
+        ("train.sh", SWIFT_FULL, None),
+        ("train.sh", SWIFT_FULL + " --torch_dtype float32", False),
+    ],
+)
+def test_a_model_that_is_loaded_in_16_bits_stays_so(
+    tmp_path: Path, file: str, text: str, fits: bool | None
+) -> None:
+    found = _checked(tmp_path, file, text)
+    assert found.legal and found.fits is fits
+
+
+@pytest.mark.parametrize(
+    ("before", "devices"),
+    [
+        ("", None),
+        ("CUDA_VISIBLE_DEVICES=0,1 ", 2),
+        ("NPROC_PER_NODE=4 ", 4),
+        ("NPROC_PER_NODE=4 NNODES=2 ", 8),
+    ],
+)
+def test_llama_factory_starts_on_all_devices(tmp_path: Path, before: str, devices: int | None) -> None:
+    command = "llamafactory-cli train --stage sft --do_train --finetuning_type full --cutoff_len 512 --bf16"
+    more = " --model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1\n"
+    assert written(tmp_path, {"train.sh": before + command + more}).reading.world_size == devices
+
+
 def test_a_script_is_read_with_the_script_that_it_starts(tmp_path: Path) -> None:
     inner = MEGATRON.replace("--nproc_per_node 8", "--nproc_per_node 8 --nnodes $NODES")
     texts = {
@@ -501,7 +537,7 @@ def test_a_script_is_read_with_the_script_that_it_starts(tmp_path: Path) -> None
     ],
 )
 def test_logits_that_are_never_whole_may_fit(tmp_path: Path, more: str, fits: bool | None) -> None:
-    long = re.sub("sequence_len: .*", "sequence_len: 400000", AXOLOTL)
+    long = re.sub("sequence_len: .*", "sequence_len: 400000", AXOLOTL) + "fsdp: [full_shard]\n"
     found = _checked(tmp_path, "axolotl.yml", long + more)
     assert found.legal and found.fits is fits
 

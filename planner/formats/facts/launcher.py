@@ -176,6 +176,19 @@ STARTERS = ("swift", "megatron", "llamafactory-cli", "llamafactory", "xtuner", "
 """Programs that start torchrun themselves and are configured by variables."""
 
 
+ON_ALL_DEVICES = ("llamafactory-cli", "llamafactory", "axolotl")
+"""Those of them that use all devices of the node where nothing says how many (llamafactory/launcher.py)."""
+
+
+def _visible(environment: Mapping[str, Word]) -> Word | None:
+    """The number of devices that a job may see, where a variable lists them."""
+    for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        listed = environment.get(name)
+        if listed is not None and re.fullmatch(r"[0-9]+(,[0-9]+)*", listed.text):
+            return Word(str(listed.text.count(",") + 1), listed.line)
+    return None
+
+
 def _launch(command: Sequence[Word], script: Script, environment: Mapping[str, Word]) -> Launch:
     at = _program(command)
     own = command[:at]
@@ -207,6 +220,9 @@ def _counted_by(
     """Numbers of nodes and of devices per node, from variables or from a list (`--include localhost:0,1`)."""
     if starts:
         per_node = environment.get("NPROC_PER_NODE")
+        if per_node is None and own[-1].text.rpartition("/")[2] in ON_ALL_DEVICES:
+            per_node = _visible(environment)
+            return (environment.get("NNODES") or Word("1", own[0].line)), per_node
         return environment.get("NNODES"), per_node or Word("1", own[0].line)
     listed = _value(own, ("--include", "-i"))
     if listed is not None and any(word.text == "deepspeed" for word in own):

@@ -35,7 +35,13 @@ from planner.formats.hugging_face.names import (
     STEPS,
 )
 from planner.formats.hugging_face.sharding import sharding_of
-from planner.formats.hugging_face.step import batch_of, keeps_less, precision_of, recomputes
+from planner.formats.hugging_face.step import (
+    batch_of,
+    keeps_less,
+    precision_of,
+    recomputes,
+    trains_in_16_bits,
+)
 from planner.formats.hugging_face.trainer_files import as_flags
 from planner.inputs.huggingface.script_names import model_of
 from planner.inputs.model import with_seq
@@ -160,6 +166,7 @@ def read_hugging_face(
         places = Places(names, {flag.name: flag.line for flag in given})
         layout = _layout(job, model, world, places, assumed)
     _name_unknown_keys(job, problems)
+    lean = keeps_less(job) or (model is not None and model.lora is None and trains_in_16_bits(job))
     return Reading(
         framework=_framework(job, files, software),
         engine=_engine(job, files, layout),
@@ -177,7 +184,7 @@ def read_hugging_face(
         training=_training(job),
         assumed=tuple(assumed),
         problems=tuple(problems.found),
-        memory_is_bound=keeps_less(job),
+        memory_is_bound=lean,
     )
 
 

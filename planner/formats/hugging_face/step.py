@@ -104,6 +104,26 @@ def keeps_less(job: Job) -> bool:
     return any((keys.text(path) or "none") != "none" for keys, path in files)
 
 
+def trains_in_16_bits(job: Job) -> bool:
+    """Return whether all weights, gradients and states of the optimizer are in bf16, which adds a note.
+
+    A model that is loaded in bf16 stays so unless FSDP or DeepSpeed keeps an fp32 copy
+    (axolotl/loaders/model.py, swift/model/utils.py, `torch_dtype` of `from_pretrained`).
+    """
+    if job.uses_deepspeed or job.deepspeed.entries or job.is_under_fsdp or job.software == "llama-factory":
+        return False
+    entry = job.command.first("--torch_dtype", "--dtype")
+    said = "" if entry is None else entry.text.rpartition(".")[2].lower()
+    loaded = said == "bfloat16" or (not said and job.software == "ms-swift")
+    if job.software == "axolotl":
+        entry = job.command.first("--bf16")
+        loaded = entry is not None and entry.text.lower() in ("auto", "true", "full")
+    if loaded:
+        text = "weights, gradients and optimizer states stay in bf16; fp32 is priced, which takes more memory"
+        job.command.add("note", text, "" if entry is None else entry.path)
+    return loaded
+
+
 LESS = (
     "--activation_offloading",
     "--tiled_mlp",

@@ -26,6 +26,7 @@ gradient_accumulation_steps: 1
 bf16: true
 """
 
+SHARDED = "fsdp: [full_shard]\n"
 SWIFT = (
     "NPROC_PER_NODE=8 swift sft --model Qwen/Qwen2.5-7B --tuner_type full --max_length 4096 "
     "--torch_dtype bfloat16"
@@ -74,8 +75,8 @@ def test_weights_that_do_not_train_are_not_known(tmp_path: Path, software: str, 
 @pytest.mark.parametrize(
     ("text", "more"),
     [
-        (AXOLOTL, "activation_offloading: legacy\n"),
-        (AXOLOTL, "tiled_mlp: true\n"),
+        (AXOLOTL + SHARDED, "activation_offloading: legacy\n"),
+        (AXOLOTL + SHARDED, "tiled_mlp: true\n"),
         (FACTORY, "enable_liger_kernel: true\n"),
     ],
 )
