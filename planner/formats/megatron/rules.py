@@ -289,6 +289,8 @@ def _connections(f: _Facts) -> Iterator[Fault]:
     sharded = f.has("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
     if sharded and f.connections == "1":
         yield "illegal", name, "is 1, which keeps FSDP from overlapping", f"leave {name} out"
+    elif f.has("--overlap-moe-expert-parallel-comm"):
+        return  # It asks for 32, and the parser leaves the choice between the two.
     elif f.framework == "megatron" and (f.tp > 1 or f.cp > 1) and not sharded and f.connections != "1":
         text = "is not set to 1 here: before Blackwell, tensor and context parallelism ask for it"
         yield "note", name, text, f"export {name}=1"

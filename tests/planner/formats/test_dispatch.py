@@ -41,6 +41,17 @@ def test_exports_say_the_exchange_that_was_priced_and_are_read_at_its_price(tmp_
     assert exported.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
 
 
+def test_connections_for_the_exchange_are_those_of_exports(tmp_path: Path) -> None:
+    pins = {"tp": 2, "pp": 1, "ep": 8, "recompute": "none", "micro_batch_size": 1}
+    exported = planner.export(planner.suggest(**JOB, engine="megatron", pin=pins), to="megatron")
+    assert exported.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    named = [one.flag for one in check([script(tmp_path, exported.text)], device="h100").problems]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in named
+    shown = exported.text.replace("--overlap-moe-expert-parallel-comm", "")
+    named = [one.flag for one in check([script(tmp_path, shown)], device="h100").problems]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in named
+
+
 def test_scripts_without_these_flags_wait_longer_for_the_exchange(tmp_path: Path) -> None:
     text = planner.export(plan_of("megatron"), to="megatron").text
 
