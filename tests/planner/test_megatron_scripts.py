@@ -619,6 +619,16 @@ def test_plans_of_a_search_are_written_and_read_back(model: ModelSpec, framework
     round_trip()
 
 
+def test_routers_have_biases_where_linear_layers_have() -> None:
+    model = load_model("gpt-oss-20b")
+    layout = Layout(layers_per_stage=(model.layers,), global_batch_size=1)
+    assert export_megatron(model, layout).inexpressible == ()
+    plain = ModelSpec.model_validate(model.model_dump() | {"linear_bias": False})
+    assert [text.partition("=")[0] for text in export_megatron(plain, layout).inexpressible] == [
+        "router.bias"
+    ]
+
+
 @pytest.mark.parametrize("name", ["llama3.1-8b", "deepseek-v3", "deepseek-v2", "kimi-k2"])
 def test_scaled_positions_are_mindspeeds(name: str) -> None:
     model = load_model(name)

@@ -384,6 +384,8 @@ def _expert_flags(model: ModelSpec, framework: str, missing: list[str]) -> tuple
     if router.weighs_inputs and model.top_k == 1 and framework != "mindspeed":
         flags["--moe-apply-probs-on-input"] = ""
         said["router.weighs_inputs"] = None
+    if model.linear_bias and framework != "mindspeed":
+        said["router.bias"] = None  # Its routers have biases where linear layers do (moe/router.py).
     flags |= _choice(model, missing)
     names = ("experts", "top_k", "expert_ffn", "shared_expert_ffn", "shared_expert_gate")
     parts = ("scale", "groups", "top_groups", "group_score", "expert_bias", "capacity_factor")

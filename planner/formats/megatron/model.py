@@ -131,6 +131,8 @@ def read_model(
         changes = with_layers(spec, given, problems) | mixed
         if spec.experts and "--moe-apply-probs-on-input" in given:
             changes["router"] = spec.router.model_dump() | {"weighs_inputs": True}
+        if spec.experts and spec.linear_bias and framework == "megatron":
+            changes["router"] = spec.router.model_dump() | changes.get("router", {}) | {"bias": True}
         if biased:
             changes["router"] = spec.router.model_dump() | changes.get("router", {}) | {"expert_bias": True}
         if any(problem.severity != "note" for problem in problems.found[before:]):
