@@ -9,6 +9,7 @@ import pytest
 from costmodels.errors import InputError
 from planner import check, convert_config, export
 from tests.planner.formats.test_objective import AXOLOTL, MEGATRON
+from tests.planner.formats.test_unusual_settings import SHARDED
 from tests.planner.test_public_files import NEMO
 
 TITAN = (
@@ -22,7 +23,13 @@ NEMOS = NEMO.replace("{", "{{").replace("}", "}}") + "  optim: {{name: {}}}\n"
     ("file", "text", "known", "other", "flag"),
     [
         ("train.sh", MEGATRON.format("pretrain_gpt.py --optimizer {}"), "muon", "lion", "--optimizer"),
-        ("train.yml", AXOLOTL.format("optimizer: {}"), "paged_adamw_8bit", "adamw_torch_4bit", "--optim"),
+        (
+            "train.yml",
+            AXOLOTL.format(f"{SHARDED}optimizer: {{}}"),
+            "paged_adamw_8bit",
+            "adamw_torch_4bit",
+            "--optim",
+        ),
         ("train.toml", TITAN, "AdamW", "Shampoo", "optimizer.name"),
         ("train.yaml", NEMOS, "fused_adam", "lion", "model.optim.name"),
     ],
