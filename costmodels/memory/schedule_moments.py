@@ -174,6 +174,8 @@ def unequal_moments(
     `LAYER_KINDS`]."""
     every = moments(schedule, pipeline, chunks, micro_batches, rank, keeps_whole, later, frees, by_stage=True)
     every, *of_stages = np.split(every, range(len(Alive._fields), every.shape[1], chunks), axis=1)
+    # Other rows share the moments in the cache.
+    every = every.copy()
     own = distinct_numbers(passes_of_rank(schedule, rank, pipeline, chunks, micro_batches)[1])
     layers = stage_layers(own, *stages)
     share = np.array([stages[0][stage] for stage in own], dtype=np.float64)
@@ -285,7 +287,9 @@ def moments(
         at_end = every_moment[ends]
         at_end[:, Alive._fields.index("added")] = 1
         every_moment = np.vstack([every_moment, at_end])
-    return _outermost(every_moment.astype(np.float64))
+    found = _outermost(every_moment.astype(np.float64))
+    found.setflags(write=False)
+    return found
 
 
 def _outermost(every: Floats) -> Floats:

@@ -81,10 +81,12 @@ def solutions(
         solved = [some for some in every if some is not None]
         worth = worth_among(problem.objective, [prices, *solved, *others])
         every.append(balanced(problem, space.table, found, kinds, worth, floor, plain_alone))
-    best = [some.take(worth(some.table, some.step_time_s)) for some in every if some is not None]
+    known = [some for some in every if some is not None]
+    best = [some.take(worth(some.table, some.step_time_s)) for some in known]
     if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
         worth = worth_among(problem.objective, [prices, *best, *others])
-        moved = moved_layers(problem, [prices, *best], worth)
+        # Moved layers may make up for a slower start.
+        moved = moved_layers(problem, [prices, *known], worth)
         best += [] if moved is None else [moved]
     if "zero_replicas" not in problem.pins:
         worth = worth_among(problem.objective, [prices, *best, *others])

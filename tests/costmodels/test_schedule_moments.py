@@ -112,6 +112,23 @@ def test_further_rounds_of_micro_batches_add_no_moment(shape: tuple[Schedule, in
         assert sorted(few.tolist()) == sorted(many.tolist())
 
 
+@pytest.mark.parametrize("micro_batches", [2, 6])
+def test_prices_of_unequal_stages_are_the_same_each_time(micro_batches: int) -> None:
+    """Moments are shared by rows and searches."""
+    fields = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 3, "layers_per_stage": (6, 4, 4, 4, 3, 3)}
+    layout = Layout.model_validate(
+        {**fields, "schedule": "interleaved", "zero_stage": 1, "data_parallel": 2}
+        | {"micro_batch_size": 1, "global_batch_size": 2 * micro_batches}
+    )
+    cluster = Cluster(device=load_device("h100"), world_size=4, devices_per_node=4, memory_bytes=80 * GIB)
+    model = load_model("gpt2-medium").model_copy(update={"layers": 24})
+    held = {
+        float(price(model, cluster, load_engine("bundled"), LayoutTable.of([layout])).peak_memory_bytes[0])
+        for _ in range(3)
+    }
+    assert len(held) == 1
+
+
 TRACED: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
     # Gradients in 16 bits of all stages beside their sums.
     (

@@ -276,6 +276,7 @@ OVERLOOKED: dict[str, tuple[str, dict[str, Any], str]] = {
             "world_size": 20,
             "local_world_size": 5,
             "device": "a100-pcie-80g",
+            "device_memory_gib": 90.0,
             "max_global_batch_size": 200,
             "memory_margin_gib": 6.0,
         },

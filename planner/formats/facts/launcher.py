@@ -177,7 +177,7 @@ STARTERS = ("swift", "megatron", "llamafactory-cli", "llamafactory", "xtuner", "
 
 
 ON_ALL_DEVICES = ("llamafactory-cli", "llamafactory", "axolotl")
-"""Those of them that use all devices of the node where nothing says how many (llamafactory/launcher.py)."""
+"""Programs that use all devices of the node where nothing says how many (llamafactory/launcher.py)."""
 
 
 def _visible(environment: Mapping[str, Word]) -> Word | None:
