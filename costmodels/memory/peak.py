@@ -467,7 +467,7 @@ def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes,
     for source, own, layers in kinds:
         more = np.where(rows, np.maximum(source, 0.0), 0.0)[:, None]
         beside = np.maximum(beside, (own + more) * (layers > 1))
-    result: Floats = rows[:, None] * np.maximum(beside - np.maximum(plain, first), 0.0)
+    result: Floats = np.where(rows[:, None], np.maximum(beside - np.maximum(plain, first), 0.0), 0.0)
     return result
 
 
