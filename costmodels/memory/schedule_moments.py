@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodels.ranks.rank_layers import Ranks
+from costmodels.ranks.rank_layers import Ranks, layers_by_kind
 from costmodels.spec.layout import Schedule
 from costmodels.spec.schedules import (
     BACKWARD,
@@ -118,7 +118,7 @@ def fullest(
             split, block, together = (column - 1 for column in rest[MOMENT_FIELDS:])
             dense = round(float(ranks.all_dense[rows[start], columns[start]]))
             stages = table.splits[split], dense, block or None, together
-            every, more = unequal_moments(SCHEDULES[schedule], *own, stages)
+            every, more = unequal_moments((SCHEDULES[schedule], *own), stages)
             beyond = more @ of_layer[:, start:end]
             chosen = (every @ units + beyond).argmax(axis=0)
             most[start:end] = every[chosen]
@@ -158,48 +158,30 @@ Stages = tuple[tuple[int, ...], int, int | None, int]
 if others do not, and layers that share one kept input."""
 
 
+Group = tuple[Schedule, int, int, int, int, bool, bool, bool]
+"""The arguments of `moments` without `by_stage`."""
+
+
 @lru_cache(maxsize=16384)
-def unequal_moments(
-    schedule: Schedule,
-    pipeline: int,
-    chunks: int,
-    micro_batches: int,
-    rank: int,
-    keeps_whole: bool,
-    later: bool,
-    frees: bool,
-    stages: Stages,
-) -> tuple[Floats, Floats]:
+def unequal_moments(group: Group, stages: Stages) -> tuple[Floats, Floats]:
     """Moments as those of `moments`, and the layers that they keep beyond the mean stage's, [moments,
     `LAYER_KINDS`]."""
-    every = moments(schedule, pipeline, chunks, micro_batches, rank, keeps_whole, later, frees, by_stage=True)
+    schedule, pipeline, chunks, micro_batches, rank, *_ = group
+    every = moments(*group, by_stage=True)
     every, *of_stages = np.split(every, range(len(Alive._fields), every.shape[1], chunks), axis=1)
     # Other rows share the moments in the cache.
     every = every.copy()
+    split, dense, block, together = stages
     own = distinct_numbers(passes_of_rank(schedule, rank, pipeline, chunks, micro_batches)[1])
-    layers = stage_layers(own, *stages)
-    share = np.array([stages[0][stage] for stage in own], dtype=np.float64)
+    sizes = np.array([split[stage] for stage in own])
+    again_dense, again_moe, *plain = layers_by_kind(
+        sizes, np.clip(dense - (np.cumsum(sizes) - sizes), 0, sizes), block
+    )
+    # Layers that share one kept input count as one.
+    layers = np.column_stack([-(-again_dense // together), -(-again_moe // together), *plain])
     for name, held in zip(("sums", "fresh"), of_stages[1:], strict=False):
-        every[:, Alive._fields.index(name)] = held @ (share / share.mean())
+        every[:, Alive._fields.index(name)] = held @ (sizes / sizes.mean())
     return every, of_stages[0] @ (layers - layers.mean(axis=0))
-
-
-def stage_layers(
-    stages: Sequence[int], split: tuple[int, ...], dense: int, block: int | None, together: int
-) -> Floats:
-    """Layers of each stage of a rank by kind, [stages, `LAYER_KINDS`]; layers that share one kept input count
-    as one.
-
-    Args:
-        stages: the stages of the rank, ascending.
-        split, dense, block, together: see `Stages`.
-    """
-    sizes = np.array([split[stage] for stage in stages])
-    leading = np.clip(dense - (np.cumsum(sizes) - sizes), 0, sizes)
-    marked = sizes if block is None else np.minimum(sizes, block)
-    again = np.minimum(leading, marked)
-    kinds = -(-again // together), -(-(marked - again) // together), leading - again
-    return np.column_stack([*kinds, sizes - marked - (leading - again)]).astype(np.float64)
 
 
 def few_micro_batches(table: LayoutTable) -> Ints:

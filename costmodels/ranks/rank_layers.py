@@ -154,11 +154,9 @@ def all_ranks(
         place[1] = place[1, ::-1].copy()
     sizes = np.array(split)[place]
     starts = np.concatenate(([0], np.cumsum(split)[:-1]))[place]
-    marked = sizes if block is None else np.minimum(sizes, block)
-    dense = np.clip(leading_dense - starts, 0, marked)
-    moe = marked - dense
-    dense_plain = np.clip(leading_dense - starts, 0, sizes) - dense
-    moe_plain = sizes - marked - dense_plain
+    dense, moe, dense_plain, moe_plain = layers_by_kind(
+        sizes, np.clip(leading_dense - starts, 0, sizes), block
+    )
     rank = np.arange(pipeline)
     # [moments, chunks, ranks]
     flight = np.array([_in_flight(each, pipeline, chunks, schedule) for each in range(pipeline)]).transpose(
@@ -185,6 +183,19 @@ def all_ranks(
         "place": rank + 1,
     }
     return Ranks(**{name: column.astype(np.float64) for name, column in columns.items()})
+
+
+def layers_by_kind(sizes: Ints, leading: Ints, block: int | None) -> tuple[Ints, Ints, Ints, Ints]:
+    """Layers of stages by each of `LAYER_KINDS`, in the shape of `sizes`.
+
+    Args:
+        sizes: layers of each stage.
+        leading: layers of each stage with a dense MLP, which come first.
+        block: see `all_ranks`.
+    """
+    marked = sizes if block is None else np.minimum(sizes, block)
+    dense = np.minimum(leading, marked)
+    return dense, marked - dense, leading - dense, sizes - marked - (leading - dense)
 
 
 Entry = tuple[tuple[int, ...], int, int, Schedule, int | None, int]

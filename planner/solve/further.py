@@ -380,16 +380,15 @@ def _has_near_chunks(problem: Problem, degrees: OpenGrid) -> Bools:
 
     Only the bubble and the messages differ, and they lie between those of equal chunks.
     """
-    every = degrees.pipeline_parallel, degrees.virtual_pipeline_parallel
-    same = np.broadcast_arrays(*every)
-    # Few pipelines are on a grid, and many pairs have each of them.
-    first, pipe = distinct_rows([column.ravel() for column in same])
-    pipeline, chunks = (column.ravel()[first] for column in same)
+    columns = np.broadcast_arrays(degrees.pipeline_parallel, degrees.virtual_pipeline_parallel)
+    # Many pairs have the same pipeline.
+    first, place = distinct_rows([column.ravel() for column in columns])
+    pipeline, chunks = (column.ravel()[first] for column in columns)
     other = np.arange(2, max(1, problem.model.layers // 2) + 1)[:, None]
     stages = pipeline * other
     equal = -(-problem.model.layers // stages) * stages <= LONGEST_CHUNK * problem.model.layers
     near = equal & (2 * other >= chunks) & (other <= 2 * chunks)
-    result: Bools = np.logical_or.reduce(near, axis=0)[pipe].reshape(same[0].shape)
+    result: Bools = np.logical_or.reduce(near, axis=0)[place].reshape(columns[0].shape)
     return result
 
 
