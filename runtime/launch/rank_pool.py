@@ -115,9 +115,11 @@ def _work(
     import torch.distributed as dist
 
     from runtime.parallel.accelerator import accelerator_type, collective_backend
+    from runtime.parallel.gloo import use_one_worker
 
     gc.freeze()  # As in `runtime.launch.frozen`, with what the function has imported.
     torch.set_num_threads(1)
+    use_one_worker()
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {**place, "LOCAL_WORLD_SIZE": str(world_size)}
     try:

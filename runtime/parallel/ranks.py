@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 import runtime
 from costmodels.errors import InputError
 from runtime.parallel.accelerator import collective_backend, device_module, is_accelerator
+from runtime.parallel.gloo import use_one_worker
 from runtime.parallel.meeting import agent_store
 
 Result = TypeVar("Result")
@@ -83,6 +84,7 @@ def end_with_agent() -> None:
 def start_process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) -> None:
     """Initialise the default process group with the backend of the device: NCCL on GPUs, gloo on CPUs."""
     timeout = timedelta(minutes=timeout_minutes)
+    use_one_worker()
     if is_accelerator(device):
         device_module(device).set_device(device)
     backend = collective_backend(device)

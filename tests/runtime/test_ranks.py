@@ -10,6 +10,7 @@ import torch
 from costmodels.errors import InputError
 from runtime.parallel.ranks import Ranks, start_process_group
 from tests.support.ranks import agreement as work
+from tests.support.ranks import collectives
 from tests.support.worker_pool import WorkerPool
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -79,3 +80,16 @@ def test_all_ranks_get_one_answer_or_one_refusal(pool: WorkerPool, tmp_path: Pat
     turns = [answer["turn"] for answer in answers]
     assert turns[0] == 0 and turns[2] == 1
     assert min(turns[1], turns[3]) >= 2
+
+
+@pytest.mark.oldest
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_a_group_of_gloo_has_one_worker_thread(pool: WorkerPool) -> None:
+    # Two write one string without a lock. The default group is one more.
+    assert pool.run(collectives.gloo_threads, 2, "lo", 3) == [(4, 2.0)] * 2
+
+
+@pytest.mark.oldest
+def test_groups_of_gloo_use_the_interface_of_the_environment(pool: WorkerPool) -> None:
+    with pytest.raises(RuntimeError, match="nowhere0"):
+        pool.run(collectives.gloo_threads, 2, "nowhere0", 1)

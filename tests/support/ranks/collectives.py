@@ -1,8 +1,12 @@
-"""Gradients of collectives as a compiler makes them."""
+"""Gradients of collectives as a compiler makes them, and threads of process groups."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -44,3 +48,15 @@ def compiled_differences(dtypes: Sequence[torch.dtype]) -> dict[tuple[str, torch
         for dtype in dtypes
         for name, case in cases(dtype).items()
     }
+
+
+def gloo_threads(interface: str, groups: int) -> tuple[int, float]:
+    """Make groups of gloo over an interface; returns the number of their worker threads, and a sum of all
+    ranks' ones by the last group.
+    """
+    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": interface}):
+        made: list[Any] = [dist.new_group(backend="gloo") for _ in range(groups)]
+    ones = torch.ones(())
+    dist.all_reduce(ones, group=made[-1])
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo_runloop" in name for name in names), float(ones)
