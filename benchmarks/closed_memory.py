@@ -1,13 +1,15 @@
 """Closed forms of memory, by which the search ranks all layouts, against dry runs of the runtime.
 
-python -m benchmarks.closed_memory [--rows N] [--seed S] [--minutes M] [--only JOB]... [--save FILE] [--write]
+python -m benchmarks.closed_memory [--rows N] [--solved N] [--seed S] [--minutes M] [--only JOB]...
+    [--save FILE] [--write]
 python -m benchmarks.closed_memory --load FILE [--load FILE]...     # dry runs that --save has kept
 
 A row is appended to the file of --save as soon as it is traced. The same command with the same file traces
 what is not there.
 
 Legal layouts are drawn from the searches of some jobs, whether they fit or not. Compared are bytes of tensors
-on the fullest pipeline rank, of the two that are the fullest by closed forms.
+on the fullest pipeline rank, of the two that are the fullest by closed forms. `--solved` adds layouts that
+searches solve: recomputation of some layers, and unequal stages. They are first plans of random jobs.
 
 Decisions are counted at memory limits between 80 and 120 % of the bytes of a layout, all equally likely.
 Admitted are layouts whose upper end fits and whose dry run does not; rejected are those the other way round.
@@ -16,11 +18,13 @@ Admitted are layouts whose upper end fits and whose dry run does not; rejected a
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -30,6 +34,7 @@ import yaml
 
 import costmodels.catalogue
 from benchmarks.calibrate_memory import HEADER
+from benchmarks.first_plans import SHOWN, Asked, jobs, searched
 from costmodels import Layout, ModelSpec
 from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.errors import InputError
@@ -110,6 +115,12 @@ OTHERS = {
 
 JOBS = {**USUAL, **OTHERS}
 
+SOLVED = "solved"
+"""The kind of layouts that a search solves."""
+
+SOLVED_OF_ONE = 2
+"""Solved layouts that are drawn from one random job."""
+
 NEAR = 0.2
 """The largest relative distance of a memory limit from the bytes that a layout takes."""
 
@@ -160,9 +171,39 @@ class Compared(NamedTuple):
         return (self.drawn.closed + self.drawn.doubt) / self.traced - 1
 
 
+def job_of(name: str) -> Job:
+    """The job of a name: one of `JOBS`, or "solved:MODEL:WORLD SIZE:DEVICE:BATCH"."""
+    if name in JOBS:
+        return JOBS[name]
+    _, model, world_size, device, batch = name.split(":")
+    return Job(model, int(world_size), device, int(batch))
+
+
+def drawn_solved(count: int, seed: int) -> Iterator[Drawn]:
+    """Layouts that searches solve, from the first plans of random jobs."""
+    chosen = random.Random(seed)
+    found = (one for job in jobs(seed) for one in _solved(job, chosen))
+    return islice(found, count)
+
+
+def _solved(job: Asked, chosen: random.Random) -> list[Drawn]:
+    result = searched(job)
+    if result is None:
+        return []
+    layouts = [plan.layout for plan in result.plans(SHOWN) if _is_solved(plan.layout)]
+    name = f"{SOLVED}:{job.model}:{job.world_size}:{job.device}:{job.batch}"
+    some = chosen.sample(layouts, min(SOLVED_OF_ONE, len(layouts)))
+    return [_drawn(name, result.problem, LayoutTable.of([layout]), 0) for layout in some]
+
+
+def _is_solved(layout: Layout) -> bool:
+    """Whether a layout recomputes some of its layers, or its stages are unequal."""
+    return layout.recompute_method == "block" or len(set(layout.layers_per_stage)) > 1
+
+
 def _search(name: str, pins: Sequence[str] = ()) -> SearchResult:
     """All layouts of a job, whether they fit or not."""
-    job = JOBS[name]
+    job = job_of(name)
     return search(
         job.spec(),
         world_size=job.world_size,
@@ -292,8 +333,9 @@ def loaded(file: Path) -> Iterator[Compared]:
 def kinds_of(one: Compared) -> Iterator[str]:
     """The kinds of a layout, as rows of the table."""
     layout, model = one.drawn.layout, one.drawn.model
-    if one.drawn.job in OTHERS:
-        yield one.drawn.job
+    kind = one.drawn.job.partition(":")[0]
+    if kind in OTHERS or kind == SOLVED:
+        yield kind
         return
     yield "all usual"
     yield "experts" if model.experts else "dense"
@@ -312,7 +354,7 @@ def by_kind(every: Sequence[Compared]) -> list[dict[str, Any]]:
     for one in every:
         for kind in kinds_of(one):
             kinds[kind].append(one)
-    order = sorted(kinds, key=lambda kind: (kind != "all usual", kind in OTHERS, kind))
+    order = sorted(kinds, key=lambda kind: (kind != "all usual", kind in OTHERS or kind == SOLVED, kind))
     return [_row(kind, kinds[kind]) for kind in order]
 
 
@@ -361,7 +403,8 @@ def write_ranges(widths: Mapping[str, float], rows: int) -> None:
 
 
 def closed_memory(
-    rows: Annotated[int, typer.Option(min=1, help="Layouts of all jobs together.")] = 150,
+    rows: Annotated[int, typer.Option(min=0, help="Layouts of all jobs together.")] = 150,
+    solved: Annotated[int, typer.Option(min=0, help="Further layouts, which searches solve.")] = 0,
     seed: Annotated[int, typer.Option(help="Of their random choice.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="A job; all unless given. Repeatable.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Dry runs at a time.")] = 2,
@@ -385,7 +428,7 @@ def closed_memory(
     held = {(row["job"], Layout.model_validate(row["fields"])) for row in known}
     files = [*(load or ()), *([save] if known and save is not None else [])]
     every = [one for file in files for one in loaded(file)]
-    chosen = [drawn[place] for place in order]
+    chosen = [*(drawn[place] for place in order), *drawn_solved(0 if load else solved, seed)]
     missing = [one for one in chosen if (one.job, one.layout) not in held]
     every += compared(missing, processes, minutes, save)
     table, widths = by_kind(every), fitted_ranges(every)
