@@ -392,8 +392,9 @@ def _kept(layer: _Layer, parts: _Parts) -> Floats:
     model, table, e, t = layer.model, layer.table, layer.element, layer.tokens
     tp, whole = table.tensor_parallel, parts.whole
     queries, values = attention_widths(model)
-    # Ring attention and attention with capped scores, which are not compiled, keep their output.
-    compiled = layer.compiled * ~layer.rings if layer.scores and not model.attention_softcap else 0.0
+    # Attention that is not compiled keeps its output: in a ring, with offloading, and with capped scores.
+    compiled = layer.compiled & ~layer.rings & ~table.offload_activations
+    compiled = compiled * bool(layer.scores and not model.attention_softcap)
     output = compiled * e * t * values / tp
     dropped = table.recomputes("core_attention") * (parts.core + parts.copies + output)
     dropped = dropped + _recomputes_norms(layer) * parts.attention_input
