@@ -14,7 +14,7 @@ from itertools import permutations
 
 import numpy as np
 
-from costmodels.pricing import Prices, price
+from costmodels.pricing import Prices, price, step_time
 from costmodels.spec.layout import V_SCHEDULES, Layout, even_split
 from costmodels.spec.table import (
     ARRAY_FIELDS,
@@ -77,7 +77,10 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
         if not len(row):
             break
         own, which = numbered_splits(splits)
-        prices = price(*where, replace(now.table.take(row), split=which, splits=own))
+        tried = replace(now.table.take(row), split=which, splits=own)
+        row, prices = _faster(problem, tried, row, np.where(least < UNFIT, least, np.inf))
+        if not len(row):
+            break
         seconds = _rated(problem, prices)
         order = first_of_each(row, seconds)
         better = order[seconds[order] < least[row[order]] * (1 - GAIN)]
@@ -180,12 +183,24 @@ def _other_chunks(problem: Problem, first: Prices) -> Prices | None:
     row, other = row[new], other.take(new)
     if not len(row):
         return None
-    prices = price(problem.model, problem.cluster, problem.constants, other)
-    fits = prices.peak_memory_bytes <= problem.cluster.memory_bytes
-    best = first_of_each(row, np.where(fits, prices.step_time_s, np.inf))
-    better = prices.step_time_s[best] < first.step_time_s[row[best]] * (1 - GAIN)
-    best = best[fits[best] & better]
+    row, prices = _faster(problem, other, row, first.step_time_s)
+    fits = np.flatnonzero(prices.peak_memory_bytes <= problem.cluster.memory_bytes)
+    best = fits[first_of_each(row[fits], prices.step_time_s[fits])]
     return prices.take(best) if len(best) else None
+
+
+def _faster(problem: Problem, tried: LayoutTable, row: Ints, least: Floats) -> tuple[Ints, Prices]:
+    """Prices of the variants of rows that take less time than their row, and these rows.
+
+    The memory of unequal stages takes several times as long to price as their time.
+
+    Args:
+        row: the row of each variant, [n].
+        least: seconds of each row.
+    """
+    where = problem.model, problem.cluster, problem.constants
+    faster = step_time(*where, tried) < least[row] * (1 - GAIN)
+    return row[faster], price(*where, tried.take(faster))
 
 
 def has_movable_layers(problem: Problem, table: LayoutTable) -> Bools:
