@@ -78,10 +78,11 @@ def _ranked(
         added += _recomputing(problem, overfull, [prices, *added], plain_alone=False)
     for one in pinned:
         added += _further(one, space, found, [prices, *added])
-    added = without_repeats([*added, *_with_graphs(problem, started)])
     if len(rows) < len(every):
         first = first_prices(problem.objective, prices)
         rows, prices = rows[first], prices.take(first)
+    # Solving may end at a layout that is listed.
+    added = without_repeats([*added, *_with_graphs(problem, started)], prices)
     behind = every[~np.isin(every, rows)]
     prices = concatenate_prices([prices, *added])
     more = len(prices) - len(rows)

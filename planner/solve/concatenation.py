@@ -41,17 +41,21 @@ def concatenate_prices(parts: Sequence[Prices]) -> Prices:
     )
 
 
-def without_repeats(parts: Sequence[Prices]) -> list[Prices]:
-    """The parts without layouts that occur in an earlier part or row."""
-    known: set[tuple[Any, ...]] = set()
+def without_repeats(parts: Sequence[Prices], listed: Prices | None = None) -> list[Prices]:
+    """The parts without layouts that are listed, or that occur in an earlier part or row."""
+    known = set() if listed is None else set(_keys(listed.table))
     found: list[Prices] = []
     for part in parts:
-        table = part.table
-        columns = [getattr(table, name).tolist() for name in ARRAY_FIELDS if name != "split"]
-        splits = [table.splits[split] for split in table.split.tolist()]
-        keys = list(zip(*columns, splits, strict=True))
+        keys = _keys(part.table)
         first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
         new = sorted(place for key, place in first.items() if key not in known)
         known |= first.keys()
         found.append(part if len(new) == len(part) else part.take(np.array(new, dtype=np.int64)))
     return [part for part in found if len(part)]
+
+
+def _keys(table: LayoutTable) -> list[tuple[Any, ...]]:
+    """Each row as a tuple, in which equal splits of different tables are equal."""
+    columns = [getattr(table, name).tolist() for name in ARRAY_FIELDS if name != "split"]
+    splits = [table.splits[split] for split in table.split.tolist()]
+    return list(zip(*columns, splits, strict=True))

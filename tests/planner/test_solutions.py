@@ -34,6 +34,25 @@ def recomputations(result: SearchResult) -> set[str]:
     return {str(layout.recompute) for layout in full} - {"none"}
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"model": "llama2-70b", "world_size": 256, "local_world_size": 4, "max_global_batch_size": 2048},
+        {
+            "model": "qwen3-30b-a3b",
+            "world_size": 64,
+            "local_world_size": 4,
+            "device": "v100-32g",
+            "max_global_batch_size": 256,
+        },
+    ],
+)
+def test_no_solved_layout_is_listed_already(question: dict[str, Any]) -> None:
+    result = search(**{"device": "h100", **question})
+    layouts = [plan.layout for plan in result.plans(40)]
+    assert len(set(layouts)) == len(layouts)
+
+
 def test_the_best_plan_recomputes_no_more_than_it_must() -> None:
     result = search(**SMALL, device_memory_gib=74.0, pin=["pp=1", "zero_replicas=1"], prefer="fastest")
     best = result.best
