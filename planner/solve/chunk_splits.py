@@ -65,7 +65,6 @@ def moved_layers(problem: Problem, parts: Sequence[Prices], worth: Worth) -> Pri
         parts: prices of layouts that fit.
         worth: test if rows with given seconds would be among the first.
     """
-    where = problem.model, problem.cluster, problem.constants
     moves = moves_of(problem)
     first = _best(problem, concatenate_prices(parts), NEAR * worth.last)
     if not len(first):
