@@ -121,12 +121,16 @@ def _recompute_modules(block: Block, layout: Layout) -> None:
     modules = layout.recompute_modules
     if "core_attention" in modules:
         _wrap(block.attention.core)
+    norms = [norm for norm in (block.attention_norm, block.mlp_norm) if norm is not None]
     if "mlp" in modules:
+        if "norm" in modules and block.mlp_norm is not None and isinstance(block.mlp, MLP):
+            norms.remove(block.mlp_norm)
+            _normalise_within(block.mlp, block.mlp_norm)
         _wrap(block.mlp)
     with_output: list[nn.Module] = []
     networks = [] if "mlp" in modules else _networks(block)
     if "norm" in modules:
-        with_output += [norm for norm in (block.attention_norm, block.mlp_norm) if norm is not None]
+        with_output += norms
         if layout.sequence_parallel:
             # The matrices keep the norm's output gathered from all ranks; the modules here gather it again.
             gathering = [block.attention, *(network for network in networks if isinstance(network, MLP))]
@@ -140,6 +144,20 @@ def _recompute_modules(block: Block, layout: Layout) -> None:
         if isinstance(block.mlp, MixtureOfExperts):
             # Compilers leave those experts out whose rows they cannot know.
             _drop_outputs(block.mlp)
+
+
+def _normalise_within(network: MLP, norm: nn.Module) -> None:
+    """Let a network normalise its input itself, and `norm` pass that on.
+
+    Compilers keep tensors that one recomputed function hands to another, such as the output of a norm.
+    """
+    normalise, forward = norm.forward, network.forward
+    network.forward = lambda x: forward(normalise(x))  # type: ignore[method-assign]
+    norm.forward = _same  # type: ignore[method-assign]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _networks(block: Block) -> list[MLP | Experts]:
