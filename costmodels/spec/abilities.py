@@ -71,6 +71,8 @@ class Abilities(Record):
     """Schedules whose stages may hold different numbers of layers."""
     stages_alike: bool = False
     """True if all stages except the first and the last one must have the same number of layers."""
+    most_even_stages: bool = False
+    """True if the engine itself divides layers into stages that are as equal as possible."""
     offload_activations_schedules: tuple[Schedule, ...] = get_args(Schedule)
     """Schedules that work with offloaded activations."""
     untied_schedules: tuple[Schedule, ...] = ()

@@ -446,6 +446,12 @@ class ModelSpec(Record):
         return 0 if self.mtp is None else self.mtp.depths
 
     @property
+    def may_hide_dispatch(self) -> bool:
+        """Whether Megatron-Core hides dispatch behind passes of another microbatch: with one MTP module at
+        most (`transformer_config.py`, overlap_moe_expert_parallel_comm)."""
+        return self.mtp_depths <= 1
+
+    @property
     def mtp_module(self) -> "ModelSpec":
         """A model whose layers all equal this model's last layer, which is also the layer of each MTP
         module."""

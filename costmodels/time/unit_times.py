@@ -20,6 +20,8 @@ from costmodels.time.passes import Passes, mean_passes, passes
 
 def unit_passes(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> dict[str, Passes]:
     """Passes of the units of a pipeline rank, by the field of `Ranks` that counts the unit."""
+    if not model.may_hide_dispatch:
+        engine = engine.with_constants({"overlap.expert_parallel": 0.0})
     tp, cp, ep = table.tensor_parallel, table.context_parallel, table.expert_parallel
     etp = table.expert_tensor_parallel
     sizes_and_strides = {"tp": (tp, 1), "cp": (cp, tp), "etp": (etp, 1), "ep": (ep, etp)}

@@ -204,8 +204,9 @@ def _faster(problem: Problem, tried: LayoutTable, row: Ints, least: Floats) -> t
 
 def has_movable_layers(problem: Problem, table: LayoutTable) -> Bools:
     """Rows with pipelines whose stages may have unequal numbers of layers, [n]."""
-    result: Bools = table.runs(*problem.engine.runs.uneven_schedules) & (table.pipeline_parallel > 1)
-    return result
+    runs = problem.engine.runs
+    result: Bools = table.runs(*runs.uneven_schedules) & (table.pipeline_parallel > 1)
+    return result & (not runs.most_even_stages)
 
 
 def _best(problem: Problem, prices: Prices, last: float) -> Prices:

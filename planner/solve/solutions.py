@@ -130,6 +130,8 @@ def balanced(
         found: the layouts that fit.
         kinds, worth, floor, plain_alone: as for `planner.solve.recompute.least_recompute`.
     """
+    if problem.engine.runs.most_even_stages:
+        return None
     where = problem.model, problem.cluster, problem.constants
     # Unequal chunks stall the schedules of several chunks at the longest one in every round.
     rows = np.flatnonzero(found.mean)

@@ -182,6 +182,16 @@ def test_a_given_layout_is_priced_whatever_the_engine_runs() -> None:
     assert evaluate(layout, model=MODEL, engine="megatron").step_time_s > 0
 
 
+@pytest.mark.parametrize("engine", ["megatron-deepspeed", "bloom"])
+def test_an_engine_that_divides_layers_itself_is_given_no_list_of_stages(engine: str) -> None:
+    model = MODEL.model_copy(update={"layers": 14, "vocab": 128000})
+    jobs = {name: search(model, engine=name, pin={"pp": 4}, **JOB) for name in (engine, "megatron")}
+    stages = {
+        name: {layout.layers_per_stage for layout in layouts_of(job.table)} for name, job in jobs.items()
+    }
+    assert stages[engine] == {(4, 4, 3, 3)} < stages["megatron"]
+
+
 def test_devices_without_the_bundled_runtime_get_an_engine_that_runs_there() -> None:
     assert search(MODEL, device="ascend-910b", **JOB).problem.engine.name == "mindspeed"
     untried = search(MODEL, device="ascend-910b", engine="bundled", **JOB)

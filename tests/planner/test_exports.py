@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from costmodels import ModelSpec
 from costmodels.pricing import estimate
 from costmodels.spec.layout import Layout
+from costmodels.spec.model_parts import RopeScaling
 from planner import Plan, search
 from planner.formats.check import name_what_is_missing, plan_as_it_stands, problem_of_reading
 from planner.formats.facts.reading import Problems, Reading, verdict
@@ -296,6 +297,27 @@ def any_plans(draw: st.DrawFn, target: str) -> Plan:
     base = found(ENGINES[target], LLAMA, 60.0).best
     assert base is not None
     return base.model_copy(update={"model": model, "layout": built})
+
+
+KIMI = {"kind": "yarn", "factor": 32.0, "original_positions": 4096, "beta_fast": 1.0, "mscale": 1.0}
+
+
+def test_a_scaling_without_flags_is_refused_for_its_values_and_is_fields_of_megatron_bridge(
+    tmp_path: Path,
+) -> None:
+    base = found(ENGINES["megatron-bridge"], LLAMA, 60.0).best
+    assert base is not None
+    values = LLAMA.model_dump() | FEATURES["latent"] | {"rope_scaling": KIMI | {"mscale_all_dim": 1.0}}
+    plan = base.model_copy(update={"model": ModelSpec.model_validate(values)})
+    refused = export_plan(plan, to="megatron").inexpressible
+    assert "rope_scaling=yarn: beta_fast is always 32 there, not 1" in refused
+    written = export_plan(plan, to="megatron-bridge")
+    assert not written.inexpressible
+    reading = read_again(written, plan, tmp_path)
+    assert reading.model is not None and reading.model.rope_scaling == plan.model.rope_scaling
+    linear = plan.model.model_copy(update={"rope_scaling": RopeScaling(kind="linear", factor=2.0)})
+    refused = export_plan(plan.model_copy(update={"model": linear}), to="megatron").inexpressible
+    assert "rope_scaling=linear: it scales positions by yarn alone with latent attention" in refused
 
 
 @pytest.mark.parametrize("feature", ["mixed layers", "dense layers"])

@@ -32,7 +32,7 @@ def dispatch_flags(model: ModelSpec, layout: Layout, engine: Engine) -> dict[str
     if engine.experts.buffers and not model.router.capacity_factor:
         # Both libraries take the router's probabilities in fp32 alone (transformer_config.py).
         flags = {DISPATCHER: "flex", BACKEND: engine.experts.buffers, ROUTER: "fp32"}
-    if engine.overlap.expert_parallel and overlaps(layout):
+    if engine.overlap.expert_parallel and model.may_hide_dispatch and overlaps(layout):
         flags[OVERLAP] = ""
     return flags
 

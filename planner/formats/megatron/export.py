@@ -9,7 +9,7 @@ from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from costmodels.spec.model_parts import LatentAttention
 from planner.formats.megatron.dispatch import MANY_CONNECTIONS, OVERLAP
-from planner.formats.megatron.layers import BECAUSE, is_yarn, layer_flags, pattern_text
+from planner.formats.megatron.layers import BECAUSE, is_yarn, layer_flags, pattern_text, why_not_scaled
 from planner.formats.megatron.names import (
     COMMUNICATION_TYPES,
     CONTEXT_ALGORITHMS,
@@ -336,7 +336,8 @@ def model_flags(model: ModelSpec, missing: list[str], framework: str = "megatron
         }
     of_layers, said = layer_flags(model, framework, missing)
     of_experts, of_routers = _expert_flags(model, framework, missing)
-    lacks_of_model(missing, model, {**SAID, **said, **of_routers}, BECAUSE)
+    because = BECAUSE | {"rope_scaling": why_not_scaled(model, framework)}
+    lacks_of_model(missing, model, {**SAID, **said, **of_routers}, because)
     return flags | of_layers | of_experts | _latent_flags(model)
 
 

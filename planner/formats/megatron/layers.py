@@ -26,6 +26,14 @@ LLAMA3 = RopeScaling(kind="llama3", original_positions=8192)
 YARN_OF_LATENTS = RopeScaling(kind="yarn", original_positions=4096)
 """The YaRN of latent attention, except for the values that flags give (`MLATransformerConfig`)."""
 
+OF_LATENTS = {
+    "--original-max-position-embeddings": "original_positions",
+    "--beta-fast": "beta_fast",
+    "--beta-slow": "beta_slow",
+}
+"""Fields of `MLATransformerConfig` that have no flag, as the flags that they would be; Megatron-Bridge sets
+them."""
+
 SCALED, FACTOR = "--rope-scaling-type", "--rope-scaling-factor"
 """MindSpeed-LLM's kind of scaling, and its factor (mindspeed_llm/features_manager/common/rotary.py)."""
 
@@ -247,6 +255,45 @@ def _mindspeeds_scaling(model: ModelSpec, scaling: RopeScaling) -> RopeScaling:
     return RopeScaling(kind="yarn", **kept)
 
 
+def with_own_yarn(model: ModelSpec) -> tuple[ModelSpec, dict[str, float]]:
+    """A model with latent attention whose YaRN flags express, and the fields of `OF_LATENTS` beyond them."""
+    scaling = model.rope_scaling
+    if scaling is None or scaling.kind != "yarn" or model.latent_attention is None:
+        return model, {}
+    least = _yarn(scaling, latent=True)
+    own = {
+        flag[2:].replace("-", "_"): getattr(scaling, name)
+        for flag, name in OF_LATENTS.items()
+        if getattr(scaling, name) != getattr(least, name)
+    }
+    least = least.model_copy(
+        update={name: getattr(scaling, name) for name in ("attention_factor", "truncate")}
+    )
+    return model.model_copy(update={"rope_scaling": least}), own
+
+
+def why_not_scaled(model: ModelSpec, framework: str) -> str:
+    """The reason why a software has no flags for the scaling of a model's positions."""
+    scaling, latent = model.rope_scaling, model.latent_attention is not None
+    kinds = ("yarn",) if latent and framework != "mindspeed" else ("llama3", "yarn")
+    if scaling is None or scaling.kind not in kinds:
+        where = " with latent attention" if len(kinds) == 1 else ""
+        return f"it scales positions by {' or '.join(kinds)} alone{where}"
+    if framework == "mindspeed":
+        nearest = _mindspeeds_scaling(model, scaling)
+    elif scaling.kind == "llama3":
+        nearest = LLAMA3.model_copy(update={"factor": scaling.factor})
+    else:
+        nearest = _yarn(scaling, latent)
+    others = [name for name in type(scaling).model_fields if getattr(nearest, name) != getattr(scaling, name)]
+    pairs = [(name, _short(getattr(nearest, name)), _short(getattr(scaling, name))) for name in others]
+    return ", ".join(f"{name} is always {own} there, not {wanted}" for name, own, wanted in pairs)
+
+
+def _short(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def is_yarn(model: ModelSpec) -> bool:
     """Return whether Megatron-LM's YaRN scales the positions of attention without latents."""
     scaling = model.rope_scaling
@@ -427,6 +474,10 @@ class _Reader:
         if own == {"mscale": 1.0, "mscale_all_dim": 0.0}:
             own = {"mscale": 0.0, "mscale_all_dim": 0.0}
         if latent and named in (None, "yarn") and factor > 1:
+            own |= {
+                name: self.number(flag, getattr(YARN_OF_LATENTS, name)) for flag, name in OF_LATENTS.items()
+            }
+            own["original_positions"] = int(own["original_positions"])
             return {"rope_scaling": YARN_OF_LATENTS.model_copy(update={"factor": factor, **own}).model_dump()}
         if not latent and named == "yarn":
             sizes = {

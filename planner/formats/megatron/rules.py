@@ -11,6 +11,7 @@ from costmodels.spec.model import ModelSpec
 from planner.formats.facts.keyed import decimal
 from planner.formats.facts.launcher import Launch
 from planner.formats.facts.reading import Problems, Severity
+from planner.formats.megatron.dispatch import OVERLAP
 from planner.formats.megatron.model import Given
 from planner.formats.megatron.pairs import broken_pairs
 from planner.space.kind_rules import has_windows
@@ -39,6 +40,11 @@ class _Facts:
     def has(self, *names: str) -> bool:
         """Return whether any flag of `names` is given."""
         return any(name in self.given for name in names)
+
+    def words(self, name: str) -> list[str]:
+        """The words that a flag gives, in a list with commas too; none where it is not given."""
+        flag = self.given.get(name)
+        return [] if flag is None else [one for word in flag.values for one in word.text.split(",")]
 
     def number(self, name: str) -> float | None:
         """The number that a flag gives; None where it gives none."""
@@ -253,6 +259,7 @@ def _features(f: _Facts) -> Iterator[Fault]:
     if f.has("--grad-reduce-in-bf16") and f.has("--accumulate-allreduce-grads-in-fp32"):
         text = "and --accumulate-allreduce-grads-in-fp32 contradict each other"
         yield "illegal", "--grad-reduce-in-bf16", text, "leave one out"
+    yield from _exchange(f)
     yield from _connections(f)
 
 
@@ -283,13 +290,37 @@ def _numbers(f: _Facts) -> Iterator[Fault]:
         yield "illegal", "--use-torch-fsdp2", "goes with neither pipeline nor expert parallelism", ""
 
 
+def _exchange(f: _Facts) -> Iterator[Fault]:
+    """Errors of dispatch that passes of another microbatch hide (transformer_config.py)."""
+    if not f.has(OVERLAP) or f.framework != "megatron":
+        return
+    if f.ep == 1:
+        yield "illegal", OVERLAP, "needs expert parallelism", "leave it out"
+    if f.pp > 1 and f.chunks == 1:
+        name = _CHUNKS[1]
+        yield "illegal", OVERLAP, "needs several chunks of each pipeline rank", f"add {name}, or leave it out"
+    if f.words("--recompute-granularity") == ["full"]:
+        yield "illegal", OVERLAP, "does not go with full recomputation", "leave one out"
+    if "moe" in f.words("--recompute-modules"):
+        text = f"does not go with {OVERLAP}, as moe recomputes dispatch"
+        yield "illegal", "--recompute-modules", text, "leave moe out"
+    if f.has(_SHARED):
+        yield "illegal", _SHARED, f"and {OVERLAP} are given both", "leave one out"
+    if not f.model.may_hide_dispatch:
+        text = f"has one MTP module at most, not {f.model.mtp_depths}"
+        yield "illegal", OVERLAP, text, "leave it out"
+
+
+_SHARED = "--moe-shared-expert-overlap"
+
+
 def _connections(f: _Facts) -> Iterator[Fault]:
     """Errors in the order of communication and kernels on GPUs before Blackwell."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     sharded = f.has("--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp")
     if sharded and f.connections == "1":
         yield "illegal", name, "is 1, which keeps FSDP from overlapping", f"leave {name} out"
-    elif f.has("--overlap-moe-expert-parallel-comm"):
+    elif f.has(OVERLAP):
         return  # It asks for 32, and the parser leaves the choice between the two.
     elif f.framework == "megatron" and (f.tp > 1 or f.cp > 1) and not sharded and f.connections != "1":
         text = "is not set to 1 here: before Blackwell, tensor and context parallelism ask for it"

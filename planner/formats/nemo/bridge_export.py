@@ -7,6 +7,7 @@ from typing import Any
 from costmodels.spec.layout import Layout
 from costmodels.spec.model import ModelSpec
 from planner.formats.megatron.export import environment, layout_flags, model_flags, overlap_flags
+from planner.formats.megatron.layers import with_own_yarn
 from planner.formats.megatron.names import DEGREE_FLAGS
 from planner.formats.nemo.bridge_names import CHUNKS, FP8_RECIPES, KEYS, OFF, PRECISION, RECIPES
 from planner.formats.writing.export import Export, Values, flag_values, lacks, yaml_text
@@ -52,6 +53,7 @@ def export_bridge(
         exchange: flags of dispatch that the price assumes (`dispatch_flags`).
     """
     missing: list[str] = []
+    model, of_yarn = with_own_yarn(model)
     flags = model_flags(model, missing) | (exchange or {})
     in_script = []
     if model.activation not in ("gelu", "gelu_tanh"):
@@ -62,7 +64,8 @@ def export_bridge(
     if model.position == "learned" and model.max_positions != model.seq:
         missing.append(f"max_positions={model.max_positions}: there are as many as a sequence has tokens")
     of_layout = layout_values(layout, model, missing)
-    values = _values(flags, model) | of_layout | _values(overlap_flags(layout) if overlaps else {}, model)
+    values = _values(flags, model) | {f"model.{name}": value for name, value in of_yarn.items()} | of_layout
+    values |= _values(overlap_flags(layout) if overlaps else {}, model)
     variables = environment(layout_flags(layout, model, "megatron", []) | (exchange or {}))
     return Export(
         "megatron-bridge",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import planner
+from costmodels.spec.model_parts import MultiTokenPrediction
 from planner.formats.check import check
 
 JOB: dict[str, Any] = {"model": "qwen3-30b-a3b", "world_size": 16, "device": "h100", "global_batch_size": 256}
@@ -74,6 +75,36 @@ def test_a_pipeline_without_chunks_hides_no_exchange() -> None:
     assert (
         "--overlap-moe-expert-parallel-comm" not in planner.export(plan_of("megatron", 1), to="megatron").text
     )
+
+
+def test_two_mtp_modules_hide_no_exchange() -> None:
+    pins = {"pp": 2, "vpp": 2, "ep": 8, "recompute": "none", "micro_batch_size": 1}
+    found = {}
+    for depths in (1, 2):
+        modules = MultiTokenPrediction(depths=depths)
+        found[depths] = planner.suggest(**JOB, engine="megatron", pin=pins, mtp=modules)
+    written = {depths: planner.export(plan, to="megatron").text for depths, plan in found.items()}
+    assert [("--overlap-moe-expert-parallel-comm" in text) for text in written.values()] == [True, False]
+    assert found[2].estimate.time.expert_parallel > 1.3 * found[1].estimate.time.expert_parallel
+
+
+@pytest.mark.parametrize(
+    "given, blamed",
+    [
+        ("--moe-shared-expert-overlap", "--moe-shared-expert-overlap"),
+        ("--mtp-num-layers 2", "--overlap-moe-expert-parallel-comm"),
+        ("--recompute-granularity full --recompute-method uniform", "--overlap-moe-expert-parallel-comm"),
+        ("--recompute-granularity selective --recompute-modules layernorm moe", "--recompute-modules"),
+    ],
+)
+def test_scripts_that_hide_an_exchange_which_megatron_refuses_are_illegal(
+    tmp_path: Path, given: str, blamed: str
+) -> None:
+    text = planner.export(plan_of("megatron"), to="megatron").text
+    assert check([script(tmp_path, text)], device="h100").legal
+    found = check([script(tmp_path, f"{text} {given}")], device="h100")
+    assert not found.legal
+    assert blamed in [problem.flag for problem in found.problems if problem.severity == "illegal"]
 
 
 def test_overrides_of_megatron_bridge_say_the_exchange_and_are_read_at_its_price(tmp_path: Path) -> None:
