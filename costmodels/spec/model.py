@@ -447,7 +447,7 @@ class ModelSpec(Record):
 
     @property
     def may_hide_dispatch(self) -> bool:
-        """Whether Megatron-Core hides dispatch behind passes of another microbatch: with one MTP module at
+        """True if Megatron-Core may hide dispatch behind passes of another microbatch: with one MTP module at
         most (`transformer_config.py`, overlap_moe_expert_parallel_comm)."""
         return self.mtp_depths <= 1
 
