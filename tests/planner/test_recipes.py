@@ -178,3 +178,24 @@ def pretrain_recipe(num_nodes: int = 2):
     assert reading.layout is not None and reading.model is not None, reading.problems
     assert reading.layout.describe().startswith("tp=8+sp pp=1 dp=2") and reading.model.seq == 32768
     assert (reading.layout.global_batch_size, reading.world_size) == (64, 16)
+
+
+@pytest.mark.parametrize(
+    "lines, gradients",
+    [
+        ("cfg.ddp.grad_reduce_in_fp32 = True", 4),
+        ("cfg.mixed_precision = 'bf16_mixed'\n    cfg.ddp.grad_reduce_in_fp32 = False", 4),
+        ("cfg.mixed_precision.grad_reduce_in_fp32 = False\n    cfg.ddp.grad_reduce_in_fp32 = True", 2),
+        ("cfg.ddp.grad_reduce_in_fp32 = False", 2),
+    ],
+)
+def test_a_recipe_that_sums_gradients_in_fp32_is_priced_with_them(
+    tmp_path: Path, lines: str, gradients: int
+) -> None:
+    file = tmp_path / "recipe.py"
+    file.write_text(BRIDGE.replace("    os.remove", f"    {lines}\n    os.remove"))
+    recipe = "llama3_70b_pretrain_64gpu_h100_bf16_config"
+    found = check([file], define={"recipe": recipe}, device="h100", world_size=64)
+    assert found.plan is not None
+    stages = found.plan.estimate.memory
+    assert stages[0].gradients == pytest.approx(gradients / 2 * stages[0].parameters)

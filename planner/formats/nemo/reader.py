@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import Any
 
+from costmodels.catalogue import load_engine
 from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
@@ -22,7 +24,7 @@ from planner.formats.facts.source import Source, Surroundings
 from planner.formats.facts.tokenizers import TYPES
 from planner.formats.megatron.names import DEGREE_FLAGS
 from planner.formats.megatron.reader import read_command
-from planner.formats.nemo.bridge_names import FP8_RECIPES
+from planner.formats.nemo.bridge_names import FP8_RECIPES, RECIPES
 from planner.formats.nemo.names import FLAGS, NOT_MEGATRONS, OFF
 from planner.formats.python.recipes import PARALLEL, Recipe, chosen
 from planner.formats.shell.text import Word
@@ -130,6 +132,9 @@ def _read(
     define = {name: value for name, value in around.define.items() if name != "recipe"}
     keys = Keyed(_defined(entries, define), "nemo", source.file, problems)
     given, paths = _as_flags(keys, framework)
+    wide = _sums_in_fp32(keys, framework)
+    if wide:
+        given = [flag for flag in given if flag.name != OFF[_REDUCED]]
     model = around.model or _named_model(models)
     if around.model is None and model is not None:
         assumed.append(f"the model is {model.name} of the catalogue")
@@ -165,12 +170,40 @@ def _read(
         reading,
         framework=framework,
         engine="nemo",
+        engine_constants=dict(reading.engine_constants) | (_with_fp32_gradients() if wide else {}),
         device=device,
         flags=(*shown, *others),
         names={name: paths.get(flag, flag) for name, flag in DEGREE_FLAGS.items()},
         assumed=(*assumed, *reading.assumed),
         problems=(*problems.found, *found),
     )
+
+
+_REDUCED = "grad_reduce_in_fp32"
+_PRECISIONS = ("mixed_precision", "plugins", "MixedPrecision", "MegatronMixedPrecision")
+
+
+def _sums_in_fp32(keys: Keyed, framework: str) -> bool:
+    """Return whether a file says that gradients are summed and reduced in fp32.
+
+    The recipe of the number format replaces the field of the data-parallel configuration
+    (training/mixed_precision.py, `setup`); its usual value is true with bf16 weights.
+    """
+    said = [path for path in keys.entries if path.rpartition(".")[2] == _REDUCED]
+    of_formats = [path for path in said if path == _REDUCED or any(word in path for word in _PRECISIONS)]
+    formats = {entry.text for path, entry in keys.entries.items() if path.endswith("mixed_precision")}
+    if framework == "megatron-bridge" and said and not of_formats and formats & {*RECIPES} - {"fp16_mixed"}:
+        return True
+    last = (of_formats or said)[-1:]
+    return any(keys.entries[path].text.lower() == "true" for path in last)
+
+
+def _with_fp32_gradients() -> dict[str, Any]:
+    """Constants of the engine for gradients that are summed and reduced in fp32; recipes of performance, to
+    which the engine is fitted, use bf16."""
+    changes = {"gradients": 4.0, "reduced": 4.0, "stepping_cast": 0.0}
+    memory = load_engine("nemo").memory
+    return {"memory": {name: policy.model_copy(update=changes) for name, policy in memory.items()}}
 
 
 OTHERS = {"precision", "mixed_precision"}
