@@ -197,7 +197,7 @@ def _solved(job: Asked, chosen: random.Random) -> list[Drawn]:
 
 
 def _is_solved(layout: Layout) -> bool:
-    """Whether a layout recomputes some of its layers, or its stages are unequal."""
+    """True if a layout recomputes some of its layers, or its stages are unequal."""
     return layout.recompute_method == "block" or len(set(layout.layers_per_stage)) > 1
 
 
