@@ -199,3 +199,27 @@ def test_a_recipe_that_sums_gradients_in_fp32_is_priced_with_them(
     assert found.plan is not None
     stages = found.plan.estimate.memory
     assert stages[0].gradients == pytest.approx(gradients / 2 * stages[0].parameters)
+
+
+def test_files_of_one_name_are_told_apart_by_the_folders_of_their_imports(tmp_path: Path) -> None:
+    changed = """
+from software.recipes.small.model import pretrain_config as _base
+
+def pretrain_config():
+    cfg = _base()
+    cfg.train.micro_batch_size = 2
+    return cfg
+"""
+    base = BRIDGE.replace("llama3_70b_pretrain_64gpu_h100_bf16_config", "pretrain_config")
+    for folder, text in (("fast/small", changed), ("recipes/small", base)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.py").write_text(text)
+    files = [tmp_path / "fast/small/model.py", tmp_path / "recipes/small/model.py"]
+    reading = read_files(files, define={"recipe": "pretrain_config"}, world_size=64)
+    assert reading.layout is not None and reading.model is not None, reading.problems
+    assert (reading.layout.tensor_parallel, reading.layout.micro_batch_size) == (4, 2)
+    alone = check(files[:1], define={"recipe": "pretrain_config"}, device="h100", world_size=64)
+    assert alone.legal is None
+    assert {"train.global_batch_size", "model.tensor_model_parallel_size"} <= {
+        problem.flag for problem in alone.unknown
+    }

@@ -53,7 +53,9 @@ def test_compiled_layers_keep_what_is_counted(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modules", [("mlp",), ("mlp", "norm"), ("core_attention", "mlp", "norm")], ids="+".join)
+@pytest.mark.parametrize(
+    "modules", [("mlp",), ("mlp", "norm"), ("core_attention", "mlp", "norm")], ids="+".join
+)
 def test_a_recomputed_mlp_computes_its_norm_again(modules: tuple[str, ...]) -> None:
     """The output of a norm, which the MLP alone uses, is not kept."""
     assert abs(errors(llama(), recompute="selective", recompute_modules=modules)) < OFF

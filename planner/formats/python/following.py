@@ -59,11 +59,6 @@ class Style:
     """True if sections are arguments of that call, and are made by calls themselves."""
 
 
-def in_module(file: str, name: str) -> str:
-    """The name of a function as seen from other files."""
-    return f"{PurePath(file).stem}.{name}"
-
-
 @dataclass(frozen=True)
 class Function:
     """A function of one of the files."""
@@ -76,9 +71,10 @@ class Function:
 class Follower:
     """The reader of one function, or of a file's statements, and the values set so far."""
 
-    functions: Mapping[str, Function]
-    modules: dict[str, str]
-    """Modules of imported names."""
+    functions: Mapping[str, Sequence[Function]]
+    """The functions of each name, in the order of the files."""
+    modules: dict[tuple[str, str], str]
+    """Modules of imported names, by file and name."""
     given: Mapping[str, Any]
     constants: Mapping[str, Any]
     file: str
@@ -132,10 +128,10 @@ class Follower:
             return False, None
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                self.modules[alias.asname or alias.name] = f"{node.module or '.'}.{alias.name}"
+                self.modules[self.file, alias.asname or alias.name] = f"{node.module or '.'}.{alias.name}"
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                self.modules[alias.asname or alias.name] = alias.name
+                self.modules[self.file, alias.asname or alias.name] = alias.name
         elif isinstance(node, ast.Return):
             return True, None if node.value is None else self.value(node.value, known, depth)
         elif isinstance(node, ast.If):
@@ -363,7 +359,7 @@ class Follower:
     def _made(self, function: str, line: int) -> Made:
         made = Made(function)
         first, _, rest = function.partition(".")
-        module = self.modules.get(first, "")
+        module = self.modules.get((self.file, first), "")
         made.line, made.module = line, f"{module}.{rest}".rstrip(".") if module else ""
         return made
 
@@ -373,15 +369,21 @@ class Follower:
             return None
         name = written(function)
         first, _, rest = name.partition(".")
-        imported = self.modules.get(first, "")
+        imported = self.modules.get((self.file, first), "")
+        whole = f"{imported}.{rest}".rstrip(".") if imported else name
+        module, _, last = whole.rpartition(".")
         # Files that are given together may have functions of one name: the file's own comes first, then that
-        # of the module that it imports.
-        of_module = ".".join(f"{imported}.{rest}".rstrip(".").split(".")[-2:]) if imported else name
-        for one in (in_module(self.file, name), of_module, name):
-            if one in self.functions:
-                return self.functions[one]
-        last = of_module.rpartition(".")[2]
-        return self.functions.get(last) if imported and not _is_software(imported) else None
+        # of the file whose path is most like the imported module's.
+        own = [one for one in self.functions.get(name, ()) if one.file == self.file]
+        shared = [(_shared_parts(module, one.file), one) for one in self.functions.get(last, ())]
+        others = [pair for pair in shared if pair[0] and pair[1].file != self.file]
+        if not own and others:
+            return max(others, key=lambda pair: pair[0])[1]
+        if own or name in self.functions:
+            return (own or self.functions[name])[0]
+        if not imported or _is_software(imported):
+            return None
+        return next((one for one in self.functions.get(last, ()) if one.file != self.file), None)
 
     def _path(self, target: ast.expr, known: Mapping[str, Any]) -> str:
         """The path `model.num_layers` of `cfg.model.num_layers`; empty for other expressions."""
@@ -447,6 +449,13 @@ DTYPES = {
     "torch.uint8": "fp8",
 }
 """PyTorch's number formats by Megatron-LM's names."""
+
+
+def _shared_parts(module: str, file: str) -> int:
+    """The number of last parts that the name of a module and the path of a file have in common."""
+    pairs = zip(module.split(".")[::-1], PurePath(file).with_suffix("").parts[::-1], strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), module.count(".") + 1)
+
 
 SOFTWARE = ("megatron", "nemo", "nemo_run", "torch", "transformers")
 

@@ -15,7 +15,7 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError
 from costmodels.spelling import nearest
 from planner.formats.facts.entries import Entries
-from planner.formats.python.following import WHOLES, Follower, Function, Style, in_module
+from planner.formats.python.following import WHOLES, Follower, Function, Style
 from planner.formats.python.values import Made
 
 PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -51,16 +51,20 @@ class Recipe:
 
 
 def recipes(
-    texts: Sequence[tuple[str, str]], define: Mapping[str, str] | None = None, style: Style = MEGATRON
+    texts: Sequence[tuple[str, str]],
+    define: Mapping[str, str] | None = None,
+    style: Style = MEGATRON,
+    named: str = "",
 ) -> dict[str, Recipe]:
     """The recipes of Python files by name; raises `InputError` where a file is not Python.
 
     Args:
         texts: name and text of each file; functions may call those of other files.
         define: values of parameters and constants that override those of the files.
+        named: the name of a function that is a recipe although its degrees are set by others.
     """
-    functions: dict[str, Function] = {}
-    modules: dict[str, str] = {}
+    functions: dict[str, list[Function]] = {}
+    modules: dict[tuple[str, str], str] = {}
     trees: list[tuple[str, ast.Module]] = []
     for file, text in texts:
         try:
@@ -74,9 +78,7 @@ def recipes(
     for file, tree in trees:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef):
-                function = Function(node, file)
-                functions.setdefault(node.name, function)
-                functions.setdefault(in_module(file, node.name), function)
+                functions.setdefault(node.name, []).append(Function(node, file))
     given = {name: _literal(text) for name, text in (define or {}).items()}
     found: dict[str, Recipe] = {}
     try:
@@ -86,12 +88,10 @@ def recipes(
             reader = Follower(functions, modules, given, constants, file, style)
             reader.block(tree.body, constants, 0)
             whole.append(reader)
-        for name, function in functions.items():
-            if "." in name:
-                continue  # The function of a file by its module, which has a name of its own besides.
+        for name, (function, *_) in functions.items():
             reader = Follower(functions, modules, given, constants, function.file, style)
             reader.follow(function, {}, 0)
-            _keep(found, name, reader)
+            _keep(found, name, reader, name == named and bool(reader.bases))
         for reader in whole:
             _keep(found, "<file>", reader)
     except RecursionError:
@@ -109,8 +109,8 @@ def chosen(
     name.
     """
     others = {name: value for name, value in define.items() if name != "recipe"}
-    found = recipes(texts, others, style)
     file, named = texts[0][0], define.get("recipe", "")
+    found = recipes(texts, others, style, named)
     if not found:
         raise InputError(f"file {file}: no function in it sets degrees of parallelism")
     if named and named not in found:
@@ -130,8 +130,8 @@ def _literal(text: str) -> Any:
     return value if isinstance(value, (int, float, str, bool, list)) or value is None else text
 
 
-def _keep(found: dict[str, Recipe], name: str, reader: Follower) -> None:
-    if name in found or not reader.style.is_recipe(reader.entries):
+def _keep(found: dict[str, Recipe], name: str, reader: Follower, wanted: bool = False) -> None:
+    if name in found or not (wanted or reader.style.is_recipe(reader.entries)):
         return
     found[name] = Recipe(
         name,
