@@ -401,6 +401,12 @@ def _kept(layer: _Layer, parts: _Parts) -> Floats:
     # Compiled norms hand their output to experts that are not compiled, and these keep it.
     hands_over = layer.compiled & ~whole_expert_rows(model, table) if layer.moe else False
     dropped = dropped + (_recomputes_norms(layer) & ~hands_over) * parts.mlp_input
+    if layer.mlp == "dense":
+        # A recomputed MLP gathers its input from the other ranks again. It keeps its own part, which compilers
+        # make again too, since no GEMM uses it.
+        own = np.where(layer.compiled, 0.0, parts.mlp_input / layer.part)
+        gathers = table.recomputes("mlp") & ~_recomputes_norms(layer) & (layer.part > 1)
+        dropped = dropped + gathers * (parts.mlp_input - own)
     activated = table.recomputes("activation") * parts.activated * parts.width
     # A mixture of experts is recomputed with its router and the copies of its tokens.
     mixture = parts.activations + parts.routing + parts.summed
