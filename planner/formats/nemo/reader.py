@@ -222,7 +222,7 @@ _LAYOUT, _BUILDER = "pipeline_model_parallel_layout", "_pipeline_model_parallel_
 
 def _others(keys: Keyed, rest: set[str]) -> tuple[GivenFlag, ...]:
     """Keys without a flag of Megatron-LM; most are about logs, data and internals of the framework."""
-    leaves = {path.rpartition(".")[2] for path, entry in keys.entries.items() if not entry.null}
+    laid_out = any(path.rpartition(".")[2] == _LAYOUT for path in keys.entries)
     found = []
     for flag in keys.flags():
         path, leaf = flag.name, flag.name.rpartition(".")[2]
@@ -235,7 +235,7 @@ def _others(keys: Keyed, rest: set[str]) -> tuple[GivenFlag, ...]:
             role = "unknown" if not is_own and decides(leaf, flag.text) else "harmless"
             if own is not None and own.role == "unsupported":
                 role = "unsupported"
-        if (leaf == _BUILDER and _LAYOUT in leaves) or flag.text.lower() in _USUAL:
+        if (leaf == _BUILDER and laid_out) or flag.text.lower() in _USUAL:
             role = "harmless"
         found.append(dataclasses.replace(flag, known=dataclasses.replace(flag.known, role=role)))
     return tuple(found)

@@ -28,6 +28,8 @@ from planner.formats.python.values import (
     compared,
     computed,
     is_known,
+    item,
+    key_of,
     written,
 )
 
@@ -162,6 +164,8 @@ class Follower:
                 known[target.id] = self.given[target.id] if own else value
                 continue
             path = self._path(target, known)
+            if path and _converts(node.value, target) and not is_known(value):
+                continue  # `x = float(x)`
             if path and isinstance(node.value, ast.Call) and not is_known(value):
                 self.replaced.add(path)
                 self._drop(path)
@@ -229,6 +233,17 @@ class Follower:
             return known.get(node.id, Unresolved(node.id))
         if isinstance(node, (ast.List, ast.Tuple)):
             return [self.value(item, known, depth) for item in node.elts[:LARGEST]]
+        if isinstance(node, ast.Dict):
+            keys = [None if key is None else key_of(self.value(key, known, depth)) for key in node.keys]
+            items = [self.value(value, known, depth) for value in node.values]
+            if len(keys) > LARGEST or None in node.keys or not all(map(is_known, keys)):
+                return Unresolved(written(node))
+            return dict(zip(keys, items, strict=True))
+        if isinstance(node, ast.Subscript):
+            held, place = self.value(node.value, known, depth), self.value(node.slice, known, depth)
+            return item(node, held, place)
+        if isinstance(node, ast.ListComp):
+            return self._each(node, known, depth)
         if isinstance(node, ast.Call):
             return self._call(node, known, depth)
         if isinstance(node, ast.Attribute):
@@ -263,6 +278,14 @@ class Follower:
                 self.value(child, known, depth)
         return Unresolved(written(node))
 
+    def _each(self, node: ast.ListComp, known: dict[str, Any], depth: int) -> Any:
+        """The value of a list that is made of the items of another one."""
+        (first, *others), target = node.generators, node.generators[0].target
+        items = self.value(first.iter, known, depth)
+        if others or first.ifs or not isinstance(target, ast.Name) or not isinstance(items, list):
+            return Unresolved(written(node))
+        return [self.value(node.elt, {**known, target.id: one}, depth) for one in items]
+
     def _both(self, node: ast.BoolOp, known: dict[str, Any], depth: int) -> Any:
         """The value of `and` and `or`, with short-circuit evaluation."""
         decides = isinstance(node.op, ast.Or)
@@ -291,6 +314,8 @@ class Follower:
         self.models += [
             one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)
         ]
+        if name == "from_hf_pretrained":
+            self.models += [one for one in listed if isinstance(one, str) and is_known(one)]
         local = self._local(call.func)
         if local is not None:
             self.followed.add(local.node.name)
@@ -307,6 +332,13 @@ class Follower:
                 self._set(f"{name}.{key}", value, call.lineno)
         if function in FUNCTIONS:
             return called(function, listed)
+        if function == "getattr" and len(listed) > 1 and isinstance(listed[0], Part) and is_known(listed[1]):
+            held = self.values.get(f"{listed[0]}.{listed[1]}".lstrip("."), Unresolved(written(call)))
+            return held if is_known(held) else Unresolved(written(call))
+        if name == "get" and isinstance(call.func, ast.Attribute) and listed and is_known(listed[0]):
+            held = self.value(call.func.value, known, depth)
+            if isinstance(held, dict):
+                return held.get(key_of(listed[0]), listed[1] if len(listed) > 1 else None)
         if isinstance(call.func, ast.Attribute) and name in ("append", "extend") and len(listed) == 1:
             held = self.value(call.func.value, known, depth)
             if isinstance(held, list) and len(held) < LARGEST:
@@ -374,6 +406,11 @@ class Follower:
         module, _, last = whole.rpartition(".")
         # Files that are given together may have functions of one name: the file's own comes first, then that
         # of the file whose path is most like the imported module's.
+        for _ in range(DEEPEST):
+            again = self._exported(module, last)
+            if not again:
+                break
+            module, _, last = again.rpartition(".")
         own = [one for one in self.functions.get(name, ()) if one.file == self.file]
         shared = [(_shared_parts(module, one.file), one) for one in self.functions.get(last, ())]
         others = [pair for pair in shared if pair[0] and pair[1].file != self.file]
@@ -384,6 +421,14 @@ class Follower:
         if not imported or _is_software(imported):
             return None
         return next((one for one in self.functions.get(last, ()) if one.file != self.file), None)
+
+    def _exported(self, module: str, name: str) -> str:
+        """The full name of what a module of one of the files imports by a name; empty where it does not."""
+        of_files = [
+            (_shared_parts(module, file), whole) for (file, own), whole in self.modules.items() if own == name
+        ]
+        best = max(of_files, key=lambda pair: pair[0], default=(0, ""))
+        return best[1] if best[0] else ""
 
     def _path(self, target: ast.expr, known: Mapping[str, Any]) -> str:
         """The path `model.num_layers` of `cfg.model.num_layers`; empty for other expressions."""
@@ -410,6 +455,8 @@ class Follower:
     def _set(self, path: str, value: Any, line: int) -> None:
         if len(self.entries) > MOST_ENTRIES:
             return
+        if isinstance(value, dict):
+            value = Unresolved(str(value)[:80])
         self.entries.pop(path, None)  # The last value set stands last.
         self.values[path] = value
         self.files[path] = self.file
@@ -427,6 +474,13 @@ def _root(node: ast.expr) -> str:
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def _converts(value: ast.expr, target: ast.expr) -> bool:
+    """Return whether a value is its target in another type, such as `float(cfg.x)` for `cfg.x`."""
+    if not isinstance(value, ast.Call) or written(value.func) not in FUNCTIONS or len(value.args) != 1:
+        return False
+    return written(value.args[0]) == written(target)
 
 
 def _loaded(target: ast.expr) -> ast.expr:

@@ -40,8 +40,8 @@ def written(node: ast.AST) -> str:
 
 def is_known(value: Any) -> bool:
     """Return whether a value is a constant, in all its items."""
-    if isinstance(value, list):
-        return all(map(is_known, value))
+    if isinstance(value, (list, dict)):
+        return all(map(is_known, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, (Unresolved, Part))
 
 
@@ -63,9 +63,14 @@ _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
-    ast.In: lambda left, right: left in right,
-    ast.NotIn: lambda left, right: left not in right,
+    ast.In: lambda left, right: _contains(right, left),
+    ast.NotIn: lambda left, right: not _contains(right, left),
 }
+
+
+def _contains(whole: Any, part: Any) -> bool:
+    return (key_of(part) if isinstance(whole, dict) else part) in whole
+
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "int": int,
@@ -105,6 +110,24 @@ def computed(node: ast.BinOp, left: Any, right: Any) -> Any:
         if isinstance(node.op, ast.Mult) and sequence and type(count) is int and len(one) * count <= LARGEST:
             return one * count
     return unknown
+
+
+def key_of(value: Any) -> Any:
+    """A value as the key of a dictionary; `Unresolved` where it is none."""
+    if isinstance(value, list):
+        return tuple(map(key_of, value)) if is_known(value) else Unresolved("key")
+    return Unresolved("key") if isinstance(value, dict) else value
+
+
+def item(node: ast.AST, held: Any, place: Any) -> Any:
+    """The item of a dictionary or a list; `Unresolved` where there is none, or where it is not known."""
+    unknown = Unresolved(written(node))
+    if not is_known(place):
+        return unknown
+    try:
+        return held[key_of(place)] if isinstance(held, (dict, list)) else unknown
+    except (KeyError, IndexError, TypeError):
+        return unknown
 
 
 def _same_sequence(left: Any, right: Any) -> bool:
