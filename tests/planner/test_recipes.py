@@ -223,3 +223,65 @@ def pretrain_config():
     assert {"train.global_batch_size", "model.tensor_model_parallel_size"} <= {
         problem.flag for problem in alone.unknown
     }
+
+
+TABLE = """
+LAYOUTS = {(1, 1): None, (2, 1): [["embedding"] + ["decoder"] * 18, ["decoder"] * 14 + ["loss"]]}
+
+def layout_of(stages, chunks):
+    chunks = 1 if chunks is None else chunks
+    if (stages, chunks) not in LAYOUTS:
+        raise ValueError("no layout")
+    layout = LAYOUTS[(stages, chunks)]
+    if layout is not None:
+        layout = list([list(stage) for stage in layout])
+    return layout
+
+def set_layout(model):
+    model.pipeline_model_parallel_layout = layout_of(model.pipeline_model_parallel_size, None)
+
+def pretrain_config():
+    cfg = _pretrain_common()
+    hf_path = "meta-llama/Meta-Llama-3-8B"
+    cfg.model = AutoBridge.from_hf_pretrained(hf_path).to_megatron_provider()
+    cfg.model.tensor_model_parallel_size = 1
+    cfg.model.pipeline_model_parallel_size = 2
+    cfg.model.context_parallel_size = 1
+    cfg.model.seq_length = {"short": 4096}.get("short")
+    cfg.model.rotary_base = float(cfg.model.rotary_base)
+    cfg.train.global_batch_size = 64
+    cfg.train.micro_batch_size = 1
+    set_layout(cfg.model)
+    return cfg
+"""
+
+
+def test_tables_of_layouts_are_looked_up_and_names_of_other_modules_followed(tmp_path: Path) -> None:
+    for name, text in (
+        ("fast.py", "from software.alias import usual\n\ndef fast():\n    cfg = usual()\n    return cfg\n"),
+        ("alias.py", "from software.slow import pretrain_config as usual\n"),
+        ("slow.py", TABLE),
+    ):
+        (tmp_path / name).write_text(text)
+    files = [tmp_path / name for name in ("fast.py", "alias.py", "slow.py")]
+    reading = read_files(files, define={"recipe": "fast"}, world_size=16)
+    assert not [problem for problem in reading.problems if problem.severity != "note"]
+    assert reading.model is not None and reading.model.name == "llama3-8b" and reading.model.seq == 4096
+    assert reading.layout is not None and reading.layout.layers_per_stage == (18, 14)
+
+
+def test_a_recipe_of_muon_has_its_optimizer_and_the_last_value_of_each_field(tmp_path: Path) -> None:
+    changes = """
+    cfg.sharing = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    cfg.optimizer, cfg.scheduler = distributed_muon_with_cosine_annealing(max_lr=3e-4)
+    cfg.ddp.use_distributed_optimizer = False
+    os.remove"""
+    file = tmp_path / "recipe.py"
+    file.write_text(BRIDGE.replace("    os.remove", changes))
+    define = {"recipe": "llama3_70b_pretrain_64gpu_h100_bf16_config"}
+    layout = read_files([file], define=define, world_size=64).layout
+    assert layout is not None and layout.zero_stage == 1
+    assert (layout.optimizer, layout.muon_mode) == ("muon", "blockwise")
+    file.write_text(file.read_text().replace("distributed_muon_with_cosine_annealing", "other"))
+    layout = read_files([file], define=define, world_size=64).layout
+    assert layout is not None and (layout.optimizer, layout.zero_stage) == ("adam", 0)

@@ -310,6 +310,8 @@ def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, s
         if text.lower() in ("true", "false"):
             if text.lower() == "true" and not known[name].words:
                 give(name, entry, ())
+            elif paths.get(name, "").rpartition(".")[2] == leaf and "model" not in paths[name]:
+                del flags[name], paths[name]  # Of the same field, which was made with another value.
         elif known[name].words:
             give(name, entry, tuple(entry.items) if entry.items is not None else (text,))
     if "--num-query-groups" in flags:
@@ -362,7 +364,7 @@ def _value_named(flag: str, text: str) -> tuple[str, ...]:
     """The value of a flag for the name of a recipe."""
     if flag == "--fp8-recipe":
         return tuple(recipe for word, recipe in FP8_RECIPES.items() if word in text.lower())[:1]
-    if flag in ("--optimizer", "--tokenizer-type", "--tokenizer-name-or-path"):
+    if flag in ("--optimizer", "--muon-tp-mode", "--tokenizer-type", "--tokenizer-name-or-path"):
         return (text,)
     return ("e2m1",) if flag == "--fp4-format" else ()
 
@@ -371,6 +373,7 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
     """Switches that are turned on by other keys than Megatron-LM's."""
     found: list[tuple[str, Entry]] = []
     made = Entry("", "", 0)
+    of_muon: Entry | None = None
     for path, entry in keys.entries.items():
         leaf, text = path.rpartition(".")[2], entry.text.lower()
         if leaf in ("precision", "mixed_precision", "plugins"):
@@ -388,6 +391,8 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
             found.append(("--fp8-hybrid", entry))
         elif leaf == "name" and text in ("distributed_fused_adam", "mcore_distributed_optim"):
             found.append(("--use-distributed-optimizer", entry))
+        elif path.startswith("distributed_muon_with_"):
+            of_muon = entry
         elif path.endswith("optimizer.optimizer") and text not in _USUAL:
             found.append(("--optimizer", entry))
         elif path.endswith("tokenizer.type") and not entry.null:
@@ -397,6 +402,12 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
         elif leaf == "activation" and text.removeprefix("fast-") in ("swiglu", "geglu"):
             found.append((f"--{text.removeprefix('fast-')}", entry))
     given = {path.rpartition(".")[2]: entry.text.lower() for path, entry in keys.entries.items()}
+    if of_muon is not None and all(name != "--optimizer" for name, _ in found):
+        # recipes/utils/optimizer_utils.py
+        found += [
+            ("--optimizer", dataclasses.replace(of_muon, text="dist_muon")),
+            ("--muon-tp-mode", dataclasses.replace(of_muon, text=given.get("muon_tp_mode", "blockwise"))),
+        ]
     named = {name for name, _ in found}
     if framework == "megatron-bridge" or any("MegatronStrategy" in path for path in keys.entries):
         # Recipes start from bf16 and the distributed optimizer (recipes/common.py, recipes/optim).
