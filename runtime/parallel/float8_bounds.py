@@ -1,8 +1,9 @@
 """Upper bounds of the operands of tensor-wise GEMMs, for scales without a read of all elements.
 
 A scale needs the largest magnitude of its operand, or a bound that is little above it: a float keeps its
-relative precision over many powers of two. A norm's weights bound its output. The factors of a gated MLP's
-activation bound the gradients that it returns.
+relative precision over many powers of two. A norm's weights bound its output. The rows of a linear layer
+after the norm bound that layer's output, and so averages of its rows (attention) and activations without a
+gate. The factors of a gated MLP's activation bound the gradients that it returns.
 """
 
 from __future__ import annotations
@@ -21,11 +22,22 @@ from runtime.model.gated_delta import GatedDelta
 from runtime.model.mlp import ACTIVATIONS, MLP
 from runtime.model.norms import NormFromOne
 from runtime.model.transformer import Block
-from runtime.parallel.float8_tensorwise import Bounded, Options, is_tensorwise
+from runtime.parallel.float8_tensorwise import (
+    Bounded,
+    Narrow,
+    Options,
+    formats,
+    is_tensorwise,
+    multiplies_narrow,
+    narrow_weight,
+)
 from runtime.parallel.local_tensors import local_part
 
 ROUNDED = 1.01
 """Products in 16 bits exceed those of the largest factors by less."""
+
+ROUNDED_INPUTS = 1.1
+"""GEMMs of rounded inputs exceed those of the inputs by less: E4M3 rounds an element by at most 1/16."""
 
 STEEPEST = 1.13
 """The largest slope of gelu; that of silu is 1.1."""
@@ -47,6 +59,9 @@ def bound_operands(block: Block) -> None:
         else:
             # Results are added to the residual, whose gradients the backward pass of a norm makes.
             _set(linear, options=Options(by_rows=True))
+    for reader, linear in _averaged(block):
+        if linear in norms and multiplies_narrow(linear) and is_tensorwise(reader):
+            _set(reader, above=partial(output_bound, norms[linear], linear))
     network = _network(block)
     if network is not None:
         bound_gradients(network)
@@ -88,18 +103,67 @@ def _readers(attention: nn.Module) -> tuple[nn.Module | None, ...]:
     return attention.query, attention.key, attention.value, attention.gate
 
 
+def _averaged(block: Block) -> list[tuple[nn.Linear, nn.Linear]]:
+    """The linear layers whose inputs are within the magnitudes of another one's output, each with that one.
+
+    Attention averages values. An activation without a gate returns no more than its input.
+    """
+    attention, network, found = block.attention, _network(block), []
+    if isinstance(attention, Attention):
+        found.append((attention.output, attention.value))
+    elif isinstance(attention, LatentAttention):
+        found.append((attention.output, attention.key_value))
+    if network is not None and network.gate is None:
+        function = network.activation.function
+        if any(function is ACTIVATIONS[name] for name in SLOPES):
+            found.append((network.down, network.up))
+    return found
+
+
 def norm_bound(norm: nn.Module) -> Tensor:
     """An upper bound of the magnitudes of a norm's output, without a read of it.
 
     The mean square of D elements is at most 1 before weights multiply them, so that none exceeds the square
     root of D.
     """
+    weight_D, bias_D, longest = _factors(norm)
+    bound = weight_D.abs().amax() * longest
+    return bound if bias_D is None else bound + bias_D.abs().amax()
+
+
+def _factors(norm: nn.Module) -> tuple[Tensor, Tensor | None, float]:
+    """Weight and bias of a norm, and the largest length of a normalised row: the square root of D."""
     assert isinstance(norm, (nn.LayerNorm, nn.RMSNorm))
-    weight = local_part(norm.weight).detach().float()
-    bound = (1.0 + weight if isinstance(norm, NormFromOne) else weight).abs().amax()
-    bound = bound * math.sqrt(math.prod(norm.normalized_shape))
-    bias = getattr(norm, "bias", None)
-    return bound if bias is None else bound + local_part(bias).detach().float().abs().amax()
+    weight_D, bias_D = local_part(norm.weight).detach().float(), getattr(norm, "bias", None)
+    if isinstance(norm, NormFromOne):
+        weight_D = 1.0 + weight_D
+    bias_D = None if bias_D is None else local_part(bias_D).detach().float()
+    return weight_D, bias_D, math.sqrt(math.prod(norm.normalized_shape))
+
+
+def output_bound(norm: nn.Module, linear: nn.Linear) -> Tensor:
+    """An upper bound of the magnitudes of a linear layer's output after a norm, without a read of it.
+
+    No product of two vectors exceeds the product of their lengths (Cauchy and Schwarz).
+    """
+    weight_D, bias_D, longest = _factors(norm)
+    cast = _cast(linear)
+    rows_ND = cast.elements.float()
+    bound_N = (rows_ND * weight_D).square().sum(1).sqrt() * longest
+    if bias_D is not None:
+        bound_N = bound_N + (rows_ND * bias_D).abs().sum(1)
+    bound_N = bound_N * (ROUNDED_INPUTS * cast.inverse)
+    if linear.bias is not None:
+        bound_N = bound_N + local_part(linear.bias).detach().float().abs()
+    return ROUNDED * bound_N.amax()
+
+
+def _cast(linear: nn.Linear) -> Narrow:
+    """The weight in 8 bits by which a layer multiplies."""
+    place = getattr(linear, "narrow", None)
+    if place is not None:
+        return Narrow(place.rows, place.scale, place.inverse)
+    return narrow_weight(local_part(linear.weight).detach(), formats().operand)
 
 
 @torch._dynamo.allow_in_graph

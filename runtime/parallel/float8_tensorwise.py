@@ -148,7 +148,8 @@ _VIEWS = (
 """Operators that FSDP2, distributed tensors and autograd apply to a weight."""
 
 
-def _narrow_weight(weight: Tensor, dtype: torch.dtype) -> Narrow:
+def narrow_weight(weight: Tensor, dtype: torch.dtype) -> Narrow:
+    """A weight in 8 bits, which ranks may have gathered so."""
     if isinstance(weight, Float8Weight):
         return Narrow(weight.elements, weight.scale, weight.scale.reciprocal())
     return narrow(weight, dtype)
@@ -218,7 +219,7 @@ class _Product(torch.autograd.Function):
             weight = Narrow(rows_NK, *rest[1:])
         else:
             ctx.save_for_backward(x_MK, x.scale, weight_NK)
-            weight = _narrow_weight(weight_NK, kinds.operand)
+            weight = narrow_weight(weight_NK, kinds.operand)
         ctx.set_materialize_grads(False)
         rows_MN = _multiply(x.shared(), weight, x_MK.dtype, True, bias_N)
         return (rows_MN, x.scale.new_zeros(())) if options.slotted else rows_MN
@@ -237,7 +238,7 @@ class _Product(torch.autograd.Function):
             bound = grad_MN.abs().amax(-1).amax()
         gradient, of_x, of_weight = narrow(grad_MN, kinds.gradient, bound), None, None
         if needs_x:
-            weight = Narrow(*parts) if ctx.given else _narrow_weight(parts[0], kinds.operand).transposed()
+            weight = Narrow(*parts) if ctx.given else narrow_weight(parts[0], kinds.operand).transposed()
             of_x = _multiply(gradient, weight, dtype, fast=False)
         if needs_weight:
             x = Narrow(cast(x_MK, x_scale, kinds.operand), x_scale, x_scale.reciprocal())

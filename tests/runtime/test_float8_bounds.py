@@ -24,7 +24,7 @@ pytest.importorskip("torchao")
 
 from runtime.parallel import float8_tensorwise
 from runtime.parallel.float8 import float8
-from runtime.parallel.float8_bounds import norm_bound
+from runtime.parallel.float8_bounds import norm_bound, output_bound
 from runtime.parallel.float8_tensorwise import Narrow, Options
 
 pytestmark = pytest.mark.oldest
@@ -56,6 +56,24 @@ def test_norms_give_no_element_above_their_bound(kind: str, outliers: bool) -> N
     # The largest weight and the largest bias may be those of different elements.
     apart = 2 * float(norm.bias.detach().abs().max()) if kind == "layer" else 0.0
     assert not outliers or largest > 0.9 * bound - apart
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("aligned", [False, True])
+def test_no_output_of_a_layer_after_a_norm_is_above_its_bound(kind: str, aligned: bool) -> None:
+    norm: Any = NORMS[kind]()
+    linear = nn.Linear(64, 48).bfloat16()
+    linear.product = float8_tensorwise.tensorwise_linear  # type: ignore[assignment]
+    with torch.no_grad():
+        for seed, parameter in enumerate((*norm.parameters(), *linear.parameters())):
+            parameter.copy_(drawn(*parameter.shape, seed=seed))
+        factors = 1.0 + norm.weight if kind == "from one" else norm.weight
+        # Tokens with the directions of the rows that multiply them.
+        tokens = linear.weight.float() * factors if aligned else drawn(256, 64)
+        x = norm(tokens).bfloat16()
+        narrow = float8_tensorwise.tensorwise_linear(x, linear.weight, linear.bias)
+    largest = max(float(result.abs().max()) for result in (narrow, F.linear(x, linear.weight, linear.bias)))
+    assert largest <= float(output_bound(norm, linear)) < 2 ** (2 if aligned else 5) * largest
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -128,7 +146,7 @@ def gated(activation: str) -> MLP:
 
 
 def places(block: Block) -> dict[str, tuple[bool, Options]]:
-    """The options of each layer by its name, after True where a norm bounds the layer's input."""
+    """The options of each layer by its name, after True where weights bound the layer's input."""
     found: dict[str, tuple[bool, Options]] = {}
     for name, module in block.named_modules():
         product = module.__dict__.get("product")
@@ -148,14 +166,14 @@ ROWS, SLOT, NEITHER = Options(by_rows=True), Options(slotted=True), Options()
 @pytest.mark.parametrize(
     "text", ["", ",tp=2", ",tp=2,sp=1", ",recompute=selective,recompute_modules=activation"]
 )
-def test_layers_after_a_norm_get_its_bound(text: str) -> None:
+def test_layers_after_a_norm_and_after_attention_get_bounds(text: str) -> None:
     layout = parse_layout(f"gbs=2,precision=fp8{text}", SPEC)
     with fake_process_group(layout.world_size, 0):
         grid = build_grid(SPEC, layout, torch.device("cpu"))
         (block,) = build_stage(SPEC, layout, grid, 0, compiled=False).blocks
         assert places(block) == {
             **{f"attention.{name}": (True, NEITHER) for name in ("query", "key", "value")},
-            "attention.output": (False, ROWS),
+            "attention.output": (True, ROWS),
             "mlp.up": (True, SLOT),
             "mlp.gate": (True, SLOT),
             "mlp.down": (False, ROWS),
@@ -163,7 +181,8 @@ def test_layers_after_a_norm_get_its_bound(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_layer_with_a_bound_multiplies_what_that_norm_returns(name: str) -> None:
+def test_a_layer_with_a_bound_multiplies_what_that_norm_or_layer_returns(name: str) -> None:
+    """The layer multiplies the output of the norm, or averages or activations of the output of a layer."""
     spec: ModelSpec = MODELS[name]
     if spec.lora is not None:
         pytest.skip("fp8 is refused with adapters")
@@ -180,9 +199,11 @@ def test_a_layer_with_a_bound_multiplies_what_that_norm_returns(name: str) -> No
         product = module.__dict__["product"]
         while isinstance(product, partial):
             if "above" in product.keywords:
-                (norm,) = product.keywords["above"].args
-                assert torch.equal(given[0], returned[norm])
-                assert float(given[0].abs().max()) <= 1.01 * float(norm_bound(norm))
+                above = product.keywords["above"]
+                norm, *linear = above.args
+                if not linear:
+                    assert torch.equal(given[0], returned[norm])
+                assert 0 < float(given[0].abs().max()) <= 1.01 * float(above())
                 checked.append(module)
             product = product.func
 
