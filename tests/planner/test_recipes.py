@@ -283,5 +283,30 @@ def test_a_recipe_of_muon_has_its_optimizer_and_the_last_value_of_each_field(tmp
     assert layout is not None and layout.zero_stage == 1
     assert (layout.optimizer, layout.muon_mode) == ("muon", "blockwise")
     file.write_text(file.read_text().replace("distributed_muon_with_cosine_annealing", "other"))
-    layout = read_files([file], define=define, world_size=64).layout
-    assert layout is not None and (layout.optimizer, layout.zero_stage) == ("adam", 0)
+    for own, stage in (("True", 1), ("False", 0)):
+        # One of both fields is enough.
+        added = f"    cfg.optimizer.use_distributed_optimizer = {own}\n    os.remove"
+        (tmp_path / "own.py").write_text(file.read_text().replace("    os.remove", added))
+        layout = read_files([tmp_path / "own.py"], define=define, world_size=64).layout
+        assert layout is not None and (layout.optimizer, layout.zero_stage) == ("adam", stage)
+
+
+@pytest.mark.parametrize(
+    "made, precision",
+    [
+        ("_perf_precision('fp8_cs')", "fp8"),
+        ("_perf_precision('bf16')", "bf16"),
+        ("bf16_with_mxfp8_mixed()", "mxfp8"),
+        ("precision_of(variant)", None),
+    ],
+)
+def test_number_formats_are_those_of_functions_or_not_known(
+    tmp_path: Path, made: str, precision: str | None
+) -> None:
+    file = tmp_path / "recipe.py"
+    file.write_text(BRIDGE.replace("    os.remove", f"    cfg.mixed_precision = {made}\n    os.remove"))
+    define = {"recipe": "llama3_70b_pretrain_64gpu_h100_bf16_config"}
+    reading = read_files([file], define=define, world_size=64)
+    unknown = [problem.flag for problem in reading.problems if problem.severity == "unknown"]
+    assert unknown == ([] if precision else ["mixed_precision"])
+    assert precision is None or reading.precision == precision

@@ -31,3 +31,15 @@ RECIPES = {
 
 FP8_RECIPES = {"current": "tensorwise", "delayed": "delayed", "subchannel": "blockwise", "mxfp8": "mxfp8"}
 """Values of `--fp8-recipe` by their words in these recipe names."""
+
+PERFORMANCE = {
+    f"_perf_precision('{name}')": recipe
+    for name, recipe in {
+        "bf16": "bf16_mixed",
+        "fp8_cs": "bf16_with_fp8_current_scaling_mixed",
+        "fp8_ds": "bf16_with_fp8_delayed_scaling_mixed",
+        "fp8_mx": "bf16_with_mxfp8_mixed",
+        "nvfp4": "bf16_with_nvfp4_mixed",
+    }.items()
+}
+"""Recipes in `RECIPES` by the call of recipes of performance that makes them (perf_recipes/_common.py)."""

@@ -24,7 +24,7 @@ from planner.formats.facts.source import Source, Surroundings
 from planner.formats.facts.tokenizers import TYPES
 from planner.formats.megatron.names import DEGREE_FLAGS
 from planner.formats.megatron.reader import read_command
-from planner.formats.nemo.bridge_names import FP8_RECIPES, RECIPES
+from planner.formats.nemo.bridge_names import FP8_RECIPES, PERFORMANCE, RECIPES
 from planner.formats.nemo.names import FLAGS, NOT_MEGATRONS, OFF
 from planner.formats.python.recipes import PARALLEL, Recipe, chosen
 from planner.formats.shell.text import Word
@@ -91,6 +91,8 @@ def _name_inherited(recipe: Recipe, reading: Reading, define: Mapping[str, str],
     leaves |= {name.rpartition(".")[2] for name in define}
     bridge = reading.framework == "megatron-bridge"
     for base in recipe.bases:
+        if base.rpartition(".")[2] in RECIPES:
+            continue  # A number format, not a whole configuration.
         wanted = {leaf: part for leaf, part in _BATCH.items() if part not in recipe.replaced or not bridge}
         if not bridge or "model" not in recipe.replaced:
             wanted |= dict.fromkeys((*_DEGREES, "seq_length"), "model" if bridge else "strategy")
@@ -376,6 +378,10 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
     of_muon: Entry | None = None
     for path, entry in keys.entries.items():
         leaf, text = path.rpartition(".")[2], entry.text.lower()
+        if leaf == "mixed_precision":
+            text = PERFORMANCE.get(text.strip("${}"), text)
+            if "${" in text and "16" not in text and framework == "megatron-bridge":
+                keys.add("unknown", f"{entry.text.strip('${}')} makes it, which is not known", path, _FORMATS)
         if leaf in ("precision", "mixed_precision", "plugins"):
             if "nvfp4" in text:
                 found.append(("--fp4-format", entry))
@@ -391,7 +397,7 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
             found.append(("--fp8-hybrid", entry))
         elif leaf == "name" and text in ("distributed_fused_adam", "mcore_distributed_optim"):
             found.append(("--use-distributed-optimizer", entry))
-        elif path.startswith("distributed_muon_with_"):
+        elif path.startswith(_MUON):
             of_muon = entry
         elif path.endswith("optimizer.optimizer") and text not in _USUAL:
             found.append(("--optimizer", entry))
@@ -403,7 +409,6 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
             found.append((f"--{text.removeprefix('fast-')}", entry))
     given = {path.rpartition(".")[2]: entry.text.lower() for path, entry in keys.entries.items()}
     if of_muon is not None and all(name != "--optimizer" for name, _ in found):
-        # recipes/utils/optimizer_utils.py
         found += [
             ("--optimizer", dataclasses.replace(of_muon, text="dist_muon")),
             ("--muon-tp-mode", dataclasses.replace(of_muon, text=given.get("muon_tp_mode", "blockwise"))),
@@ -415,10 +420,29 @@ def _said_otherwise(keys: Keyed, framework: str) -> list[tuple[str, Entry]]:
         own = any(path.startswith("Trainer.") for path in keys.entries) and "plugins" not in given
         if not named & {"--bf16", "--fp16"} and not own:
             found.append(("--bf16", made))
-        if given.get("use_distributed_optimizer") != "false":
+        if given.get(_DISTRIBUTED) != "false" or (framework == "megatron-bridge" and _distributes(keys)):
             found.append(("--use-distributed-optimizer", made))
     return found
 
+
+_FORMATS = "give the file of that function too, or --define mixed_precision=bf16_mixed"
+
+_DISTRIBUTED = "use_distributed_optimizer"
+
+
+def _distributes(keys: Keyed) -> bool:
+    """Return whether Megatron-Bridge shards the optimizer: it does where one of both fields is true
+    (training/config.py). Of an optimizer that a file does not make, the field is true (recipes/common.py)."""
+    said = {"ddp": True, "optimizer": not any(path.startswith(_MUON) for path in keys.entries)}
+    for path, entry in keys.entries.items():
+        part, _, leaf = path.rpartition(".")
+        if leaf == _DISTRIBUTED:
+            said["ddp" if "ddp" in part or "DistributedData" in part else "optimizer"] = entry.text == "true"
+    return any(said.values())
+
+
+_MUON = "distributed_muon_with_"
+"""The function that makes Muon (recipes/utils/optimizer_utils.py)."""
 
 _PLAIN = ("GPTModelProvider", "GPTConfig", "TransformerConfig", "MegatronGPTModelProvider")
 """Classes whose layers equal Megatron-LM's defaults."""

@@ -172,7 +172,9 @@ class Follower:
                 if isinstance(value, Call):
                     self._spread(path, value)
                 else:
-                    name = written(node.value.func).rpartition(".")[2]
+                    name = (value if isinstance(value, Made) else written(node.value.func)).rpartition(".")[2]
+                    if name == written(node.value.func) and _is_short_call(node.value):
+                        name = written(node.value)
                     self._set(path, name if name[:1].isupper() else Unresolved(name), node.lineno)
             elif path and isinstance(value, Call):
                 self._drop(path)
@@ -423,7 +425,7 @@ class Follower:
         return next((one for one in self.functions.get(last, ()) if one.file != self.file), None)
 
     def _exported(self, module: str, name: str) -> str:
-        """The full name of what a module of one of the files imports by a name; empty where it does not."""
+        """The full name of a function that the module of a file imports by a name, or the empty text."""
         of_files = [
             (_shared_parts(module, file), whole) for (file, own), whole in self.modules.items() if own == name
         ]
@@ -481,6 +483,12 @@ def _converts(value: ast.expr, target: ast.expr) -> bool:
     if not isinstance(value, ast.Call) or written(value.func) not in FUNCTIONS or len(value.args) != 1:
         return False
     return written(value.args[0]) == written(target)
+
+
+def _is_short_call(call: ast.Call) -> bool:
+    """Return whether a function is called with nothing but a text."""
+    given = [*call.args, *(one.value for one in call.keywords)]
+    return len(given) == 1 and isinstance(given[0], ast.Constant) and isinstance(given[0].value, str)
 
 
 def _loaded(target: ast.expr) -> ast.expr:
