@@ -310,3 +310,20 @@ def test_number_formats_are_those_of_functions_or_not_known(
     unknown = [problem.flag for problem in reading.problems if problem.severity == "unknown"]
     assert unknown == ([] if precision else ["mixed_precision"])
     assert precision is None or reading.precision == precision
+
+
+def test_what_a_base_that_is_not_given_may_say_makes_no_recipe_illegal(tmp_path: Path) -> None:
+    text = BRIDGE.replace("cfg = small_config()", "cfg = llama3_70b_pretrain_config()")
+    text = text.replace("    os.remove", "    cfg.train.micro_batch_size = 1\n    os.remove")
+    text = text.replace("    os.remove", "    cfg.train.global_batch_size = 64\n    os.remove")
+    file = tmp_path / "recipe.py"
+    define = {"recipe": "llama3_70b_pretrain_64gpu_h100_bf16_config"}
+    made, size = "    cfg.model = AutoBridge", "virtual_pipeline_model_parallel_size = 5"
+    for base, legal in (("llama3_70b_pretrain_config", None), ("_pretrain_common", False)):
+        start, end = text.rsplit(made, 1)
+        kept = start + end.partition("\n")[2]  # The model is the base's.
+        kept = kept.replace("llama3_70b_pretrain_config()", f"{base}()").replace(size, size[:-1] + "3")
+        file.write_text(kept)
+        found = check([file], define=define, model="llama3-70b", device="h100", world_size=64)
+        assert found.legal is legal
+        assert "do not split evenly over 12 pipeline stages" in str(found.problems)

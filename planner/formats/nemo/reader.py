@@ -67,7 +67,9 @@ def read_recipe(source: Source, around: Surroundings) -> Reading:
     problems = Problems(source.file)
     _name_inherited(recipe, reading, around.define, problems)
     placed = [
-        dataclasses.replace(problem, file=recipe.files.get(problem.flag, recipe.file))
+        dataclasses.replace(
+            _open_to_base(problem, recipe, bridge), file=recipe.files.get(problem.flag, recipe.file)
+        )
         for problem in reading.problems
     ]
     return dataclasses.replace(
@@ -75,6 +77,22 @@ def read_recipe(source: Source, around: Surroundings) -> Reading:
         program=" ".join((recipe.name, *recipe.models)),
         files=recipe.files,
         problems=(*problems.found, *placed),
+    )
+
+
+_COMMON = re.compile(r"_?(?:pretrain|sft|peft)_common\w*")
+"""Base functions of Megatron-Bridge's recipes that set nothing of a model (recipes/common.py)."""
+
+
+def _open_to_base(problem: ConfigProblem, recipe: Recipe, bridge: bool) -> ConfigProblem:
+    """A problem of a recipe; one that fields of a base which is not given may solve is not known."""
+    names = [(base, base.rpartition(".")[2]) for base in recipe.bases]
+    others = [base for base, name in names if name not in RECIPES and not _COMMON.fullmatch(name)]
+    if problem.severity != "illegal" or not others or (bridge and "model" in recipe.replaced):
+        return problem
+    text = f"{problem.text}, unless {others[0]}(), which is in no file that is given, says otherwise"
+    return dataclasses.replace(
+        problem, severity="unknown", text=text, remedy=f"give the file of {others[0]} too", certain=False
     )
 
 
