@@ -383,8 +383,8 @@ def _in_eight_bits(layer: _Layer, parts: _Parts) -> _Parts:
 
 
 def _recomputes_norms(layer: _Layer) -> Bools:
-    """Rows that recompute norms; a compiled layer always keeps the outputs of its collectives."""
-    return layer.table.recomputes("norm") & ~(layer.compiled & (layer.part > 1))
+    """Rows that recompute norms."""
+    return layer.table.recomputes("norm")
 
 
 def _kept(layer: _Layer, parts: _Parts) -> Floats:
@@ -402,8 +402,8 @@ def _kept(layer: _Layer, parts: _Parts) -> Floats:
     hands_over = layer.compiled & ~whole_expert_rows(model, table) if layer.moe else False
     dropped = dropped + (_recomputes_norms(layer) & ~hands_over) * parts.mlp_input
     if layer.mlp == "dense":
-        # A recomputed MLP gathers its input from the other ranks again. It keeps its own part, which compilers
-        # make again too, since no GEMM uses it.
+        # A recomputed MLP gathers its input from the other ranks again, and keeps its own part of it. No GEMM
+        # uses that part, so that compilers make it again too.
         own = np.where(layer.compiled, 0.0, parts.mlp_input / layer.part)
         gathers = table.recomputes("mlp") & ~_recomputes_norms(layer) & (layer.part > 1)
         dropped = dropped + gathers * (parts.mlp_input - own)

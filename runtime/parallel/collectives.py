@@ -111,8 +111,13 @@ Operation = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
 """Maps a tensor, one of its dimensions and the ranks to a tensor."""
 
 
-def _conjugates(operation: Operation, conjugate: Operation) -> Operation:
-    """A differentiable `operation` with `conjugate` as its backward."""
+def _conjugates(operation: Operation, conjugate: Operation, traced: Operation | None = None) -> Operation:
+    """A differentiable `operation` with `conjugate` as its backward.
+
+    Args:
+        traced: the same for compilers, of differentiable operators. Compilers of PyTorch 2.11 keep results of
+            collectives within autograd functions, even if these are to be computed again.
+    """
 
     class Collective(torch.autograd.Function):
         @staticmethod
@@ -125,6 +130,8 @@ def _conjugates(operation: Operation, conjugate: Operation) -> Operation:
             return conjugate(grad, ctx.dim, ctx.group), None, None
 
     def collective(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        if traced is not None and torch.compiler.is_compiling():
+            return traced(x, dim, group)
         result: Tensor = Collective.apply(x, dim, group)  # type: ignore[no-untyped-call]
         return result
 
@@ -158,8 +165,19 @@ def _sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def _join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    parts = all_gather(x.contiguous(), group.group_name, group.size()).view(group.size(), *x.shape)
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    return _along(dim, all_gather(x.contiguous(), group.group_name, group.size()), x, group)
+
+
+def _traced_join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    gathered = torch.ops._c10d_functional_autograd.all_gather_into_tensor(
+        x.contiguous(), group.size(), group.group_name
+    )
+    return _along(dim, _wait(gathered), x, group)
+
+
+def _along(dim: int, gathered: Tensor, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Slices like `x` of all ranks, one after the other in the first dimension, concatenated along `dim`."""
+    return gathered.view(group.size(), *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _sum_slice(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -174,7 +192,7 @@ def _all_to_all(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 _copy, _reduce = _conjugates(_view, _sum), _conjugates(_sum, _identity)
-_gather, _reduce_scatter = _conjugates(_join, _sum_slice), _conjugates(_sum_slice, _join)
+_gather, _reduce_scatter = _conjugates(_join, _sum_slice, _traced_join), _conjugates(_sum_slice, _join)
 _split, _join_same = _conjugates(_slice, _join), _conjugates(_join, _slice)
 _exchange_slices = _conjugates(_all_to_all, _all_to_all)
 

@@ -48,6 +48,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from costmodels import Layout
+from runtime.model.attention import LatentAttention
 from runtime.model.experts import Experts, MixtureOfExperts
 from runtime.model.mlp import MLP
 from runtime.model.transformer import Block, Transformer
@@ -121,22 +122,13 @@ def _recompute_modules(block: Block, layout: Layout) -> None:
     modules = layout.recompute_modules
     if "core_attention" in modules:
         _wrap(block.attention.core)
-    norms = [norm for norm in (block.attention_norm, block.mlp_norm) if norm is not None]
-    if "mlp" in modules:
-        if "norm" in modules and block.mlp_norm is not None and isinstance(block.mlp, MLP):
-            norms.remove(block.mlp_norm)
-            _normalise_within(block.mlp, block.mlp_norm)
-        _wrap(block.mlp)
     with_output: list[nn.Module] = []
-    networks = [] if "mlp" in modules else _networks(block)
     if "norm" in modules:
-        with_output += norms
-        if layout.sequence_parallel:
-            # The matrices keep the norm's output gathered from all ranks; the modules here gather it again.
-            gathering = [block.attention, *(network for network in networks if isinstance(network, MLP))]
-            with_output += [module.get_submodule("entry") for module in gathering]
-    if "activation" in modules:
-        with_output += [network.activation for network in networks]
+        with_output += _norms_and_gathers(block, layout)
+    if "mlp" in modules:
+        _wrap(block.mlp)
+    elif "activation" in modules:
+        with_output += [network.activation for network in _networks(block)]
     for module in with_output:
         _wrap(module, drop_output=True)
     if with_output:
@@ -146,13 +138,39 @@ def _recompute_modules(block: Block, layout: Layout) -> None:
             _drop_outputs(block.mlp)
 
 
-def _normalise_within(network: MLP, norm: nn.Module) -> None:
-    """Let a network normalise its input itself, and `norm` pass that on.
+def _norms_and_gathers(block: Block, layout: Layout) -> list[nn.Module]:
+    """The modules whose outputs are dropped where the norms of a layer are recomputed.
+
+    With sequence parallelism, matrices keep the output of a norm gathered from all ranks. So gathering is
+    computed again too, together with the norm before it.
+    """
+    found: list[nn.Module] = []
+    again, gathers = "mlp" in layout.recompute_modules, layout.sequence_parallel
+    for norm, network in ((block.attention_norm, block.attention), (block.mlp_norm, block.mlp)):
+        if norm is None:
+            continue
+        if again and isinstance(network, MLP):
+            _normalise_within(network, norm)
+        elif gathers and not isinstance(network, (LatentAttention, MixtureOfExperts)):
+            entry = network.get_submodule("entry")
+            _normalise_within(entry, norm)
+            found.append(entry)
+        else:
+            found.append(norm)
+    if gathers and isinstance(block.attention, LatentAttention):
+        found.append(block.attention.get_submodule("entry"))
+    if gathers and not again and isinstance(block.mlp, MixtureOfExperts) and block.mlp.shared is not None:
+        found.append(block.mlp.shared.get_submodule("entry"))
+    return found
+
+
+def _normalise_within(module: nn.Module, norm: nn.Module) -> None:
+    """Let a module normalise its input itself, and `norm` pass that on.
 
     Compilers keep tensors that one recomputed function hands to another, such as the output of a norm.
     """
-    normalise, forward = norm.forward, network.forward
-    network.forward = lambda x: forward(normalise(x))  # type: ignore[method-assign]
+    normalise, forward = norm.forward, module.forward
+    module.forward = lambda x: forward(normalise(x))  # type: ignore[method-assign]
     norm.forward = _same  # type: ignore[method-assign]
 
 
