@@ -592,3 +592,17 @@ def test_blocks_of_no_layers_recompute_nothing_in_nemo(tmp_path: Path) -> None:
     lines = "".join(f"  activations_checkpoint_{name}: {value}\n" for name, value in names.items())
     found = _checked(tmp_path, "nemo.yaml", NEMO + lines)
     assert found.legal and found.plan is not None and found.plan.layout.recompute == "none"
+
+
+@pytest.mark.parametrize("packs, fits", [("--packing true", False), ("", None)])
+def test_samples_of_ms_swift_without_packing_may_be_shorter(
+    tmp_path: Path, packs: str, fits: bool | None
+) -> None:
+    file = tmp_path / "sft.sh"
+    file.write_text(
+        "NPROC_PER_NODE=2 megatron sft --load Qwen2.5-7B --tensor_model_parallel_size 2 --sequence_parallel "
+        f"true --micro_batch_size 64 --global_batch_size 64 --max_length 4096 {packs}\n"
+    )
+    found = check([file], device="a100-80g")
+    assert found.legal and found.fits is fits, found.problems
+    assert any("longest sample" in one for one in found.assumed) is (fits is None)
