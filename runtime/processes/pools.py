@@ -7,7 +7,13 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import active_children, get_context, resource_tracker
+from multiprocessing import (
+    active_children,
+    get_all_start_methods,
+    get_context,
+    resource_tracker,
+    set_start_method,
+)
 from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
@@ -49,7 +55,7 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 def brief_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     """A pool of processes that end at once when this process ends, even during work."""
     others = active_children()
-    pool = ProcessPoolExecutor(processes, mp_context=spawn_context())
+    pool = ProcessPoolExecutor(processes, mp_context=spawn_context(), initializer=_with_nameless_locks)
     try:
         yield pool
     finally:
@@ -59,6 +65,15 @@ def brief_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
             process.terminate()
         for process in workers:
             process.join()
+
+
+def _with_nameless_locks() -> None:
+    """Let this process make locks that have no name on the system, so that none is left when it is ended.
+
+    PyTorch's progress bars make a lock where tqdm is installed. Python warns of names that are left.
+    """
+    if "fork" in get_all_start_methods():
+        set_start_method("fork", force=True)
 
 
 class _Process(SpawnProcess):

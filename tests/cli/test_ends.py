@@ -135,6 +135,19 @@ def test_ctrl_c_leaves_workers_to_who_started_them() -> None:
     assert codes == [-signal.SIGTERM]
 
 
+@pytest.mark.slow
+def test_locks_of_workers_are_not_reported_as_lost() -> None:
+    """tqdm, where it is installed, makes such a lock for PyTorch's progress bars."""
+    lock = "import multiprocessing; multiprocessing.kept = multiprocessing.RLock()"
+    text = (
+        "from runtime.processes.pools import brief_pool\n"
+        "with brief_pool(1) as pool:\n"
+        f"    pool.submit(exec, {lock!r}).result()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_generation_says_what_it_waits_for(planner_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(options: GenerateOptions, waiting: Status) -> None:
         waiting.tell("reading the model")
