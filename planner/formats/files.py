@@ -269,7 +269,7 @@ def _of_gpt_neox(own: Sequence[str], texts: Mapping[str, str]) -> _Part | None:
         return None
     found = {file: PARSERS[Path(file).suffix.lower()](texts[file], f"file {file}") for file in own}
     first = next((file for file, entries in found.items() if gpt_neox.is_neox(entries)), None)
-    if first is None:
+    if first is None or any(primus.recognises(entries) for entries in found.values()):
         return None
     others = tuple((file, texts[file]) for file in own if file != first)
     kind = next(one for one in KINDS if one.framework == "gpt-neox")

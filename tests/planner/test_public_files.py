@@ -606,3 +606,47 @@ def test_samples_of_ms_swift_without_packing_may_be_shorter(
     found = check([file], device="a100-80g")
     assert found.legal and found.fits is fits, found.problems
     assert any("longest sample" in one for one in found.assumed) is (fits is None)
+
+
+MIND = (
+    "torchrun --nnodes 1 --nproc_per_node 8 pretrain_gpt.py --spec mindspeed_llm.spec layer "
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 4096 --micro-batch-size 1 "
+    "--max-position-embeddings 4096 --global-batch-size 16 --vocab-size 32000 --bf16 --swap-optimizer "
+)
+
+
+@pytest.mark.parametrize(
+    "flags, idle",
+    [
+        (
+            "--swap-attention --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            "--swap-attention",
+        ),
+        ("--kv-channels 128 --q-lora-rank 512 --kv-lora-rank 512", "--q-lora-rank"),
+    ],
+)
+def test_flags_of_mindspeed_without_effect_make_nothing_illegal(
+    tmp_path: Path, flags: str, idle: str
+) -> None:
+    file = tmp_path / "pretrain.sh"
+    file.write_text(f"{MIND}{flags}\n")
+    found = check([file], device="ascend-910b")
+    assert found.legal, found.problems
+    notes = [one.text for one in found.problems if one.flag == idle]
+    assert len(notes) == 1 and notes[0].startswith("has no effect")
+
+
+def test_presets_of_primus_are_no_configuration_of_gpt_neox(tmp_path: Path) -> None:
+    experiment = tmp_path / "experiment.yaml"
+    experiment.write_text(
+        "modules:\n  pre_trainer:\n    framework: megatron\n    config: pre_trainer.yaml\n"
+        "    model: small.yaml\n    overrides: {micro_batch_size: 1, global_batch_size: 64}\n"
+    )
+    preset = tmp_path / "small.yaml"
+    preset.write_text(
+        "num_layers: 4\nhidden_size: 512\nnum_attention_heads: 8\nseq_length: 2048\n"
+        "model_parallel_size: null\nmax_position_embeddings: 2048\nvocab_size: 32000\n"
+        "position_embedding_type: rope\n"
+    )
+    assert check([experiment, preset], device="mi300x", world_size=8).reading.framework == "primus"

@@ -35,6 +35,7 @@ def memory_degrees(job: Job, model: ModelSpec) -> dict[str, Any]:
     _leave_out_activations(job, values)
     _price_modules(job, values)
     _drop_idle(job, values)
+    _leave_out_swaps(job, values)
     try:
         options = ParallelOptions(**values)
         pins = options.pins(model)
@@ -164,6 +165,15 @@ def _drop_idle(job: Job, values: dict[str, Any]) -> None:
             flag = job.given[f"--{name.replace('_', '-')}"]
             text = "has no effect without --recompute-granularity"
             job.problems.add("note", text, flag.name, flag.line)
+
+
+def _leave_out_swaps(job: Job, values: dict[str, Any]) -> None:
+    """Remove `--swap-attention` where every layer is recomputed as a whole and keeps nothing to send."""
+    full = values.get("recompute_granularity") == "full" and values.get("recompute_method") != "block"
+    if full and values.pop("swap_attention", None):
+        flag = job.given["--swap-attention"]
+        text = "has no effect: every layer is recomputed as a whole"
+        job.problems.add("note", text, flag.name, flag.line)
 
 
 def _recomputes_every_mlp(job: Job, model: ModelSpec) -> bool:

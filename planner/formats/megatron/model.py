@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import Any
 
 from costmodels.catalogue.yaml_files import build
@@ -15,7 +16,7 @@ from planner.formats.facts.reading import Problems
 from planner.formats.facts.tokenizers import vocabulary_of, vocabulary_of_type
 from planner.formats.megatron.layers import with_layers
 from planner.formats.megatron.mindspeed_layers import noop_layers, take_out_noops
-from planner.options.experts import list_of_layers
+from planner.options.experts import LatentFlags, list_of_layers
 from planner.options.limits import check_bounds
 from planner.options.model import ModelOptions
 
@@ -107,6 +108,11 @@ def read_model(
         flag = given["--kv-channels"]
         text = "has no effect with --multi-latent-attention, whose heads have widths of their own"
         problems.add("note", text, flag.name, flag.line)
+    if described is None and not values.get("multi_latent_attention"):
+        for name in [one.name for one in fields(LatentFlags) if values.pop(one.name, None) is not None]:
+            flag = given[f"--{name.replace('_', '-')}"]
+            text = "has no effect without --multi-latent-attention"
+            problems.add("note", text, flag.name, flag.line)
     missing = [
         name for name in ("--num-layers", "--hidden-size", "--num-attention-heads") if name not in given
     ]
