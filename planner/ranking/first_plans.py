@@ -77,9 +77,8 @@ class Ranked:
         layout may be in the tail.
         """
         prices = self.ranking.prices
-        known = np.array(
-            [_row_of(prices.table, more.table.take(np.array([row]))) for row in range(len(more))]
-        )
+        each = (_row_of(prices.table, more.table.take(np.array([row]))) for row in range(len(more)))
+        known = np.fromiter(each, dtype=np.int64)
         old = known[known >= 0]
         prices = prices.simulate(old[~prices.simulated[old]]) if len(old) else prices
         new = more.take(known < 0)

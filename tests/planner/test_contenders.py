@@ -13,6 +13,7 @@ from planner import search
 from planner.objective import slowness
 from planner.problem import resolve_problem
 from planner.ranking import contenders
+from planner.ranking.first_plans import Ranked
 from planner.solve import bounds, recompute, solutions
 from planner.solve.bounds import floor_of
 from planner.solve.fit import fit
@@ -106,3 +107,13 @@ def test_the_pace_of_a_layout_is_that_of_its_price_or_less():
     # Rows that fit have model states that fit.
     fits = fit(*where, space)
     assert np.isfinite(pace[fits.rows]).all()
+
+
+def test_no_further_layouts_leave_a_ranking_as_it_is() -> None:
+    model = ModelSpec(name="small", layers=8, hidden=1024, heads=8, vocab=32000, seq=2048)
+    found = search(model, world_size=8, device="a100-80g", max_global_batch_size=32)
+    ranked = Ranked(found.ranking, found.rows, found.legal)
+    none = found.ranking.prices.take(np.zeros(0, dtype=np.int64))
+    same, rows = ranked.beside(none)
+    assert not len(rows) and rows.dtype == np.int64
+    assert same.ranking.places.tolist() == ranked.ranking.places.tolist()
