@@ -33,19 +33,23 @@ class Assignment(NamedTuple):
     """Numbers of the pairs: the R kept ones, then the dropped ones."""
     counts: Tensor
     """Rows of each expert, [E]."""
+    places: Tensor | None
+    """Places of the pairs in `order`; None if pairs may be dropped."""
 
     def without_dropped(self, rows: int) -> Assignment:
         """The assignment without dropped pairs: only the first `rows`."""
-        return Assignment(self.order[:rows], self.counts)
+        return Assignment(self.order[:rows], self.counts, None)
 
 
 def assign(chosen_Tk: Tensor, experts: int) -> Assignment:
     """The pairs of `chosen_Tk` sorted by expert; dropped pairs, with the number `experts`, are last."""
-    flat = chosen_Tk.flatten()
+    sorted_R, order = chosen_Tk.flatten().sort(stable=True)
+    numbers = torch.arange(max(len(order), experts), device=order.device)
     # Not bincount, which waits for the device.
-    counts_E = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
-    counts_E.scatter_add_(0, flat, torch.ones_like(flat))
-    return Assignment(flat.argsort(stable=True), counts_E[:experts])
+    ends_E = torch.searchsorted(sorted_R, numbers[:experts], right=True)
+    counts_E = ends_E - F.pad(ends_E[:-1], (1, 0))
+    places = torch.zeros_like(order).scatter_(0, order, numbers[: len(order)])
+    return Assignment(order, counts_E, places)
 
 
 def row_count(chosen_Tk: Tensor, counts_E: Tensor) -> int:
@@ -92,18 +96,20 @@ class _Permute(torch.autograd.Function):
     """Tokens permuted to the rows of an assignment; backward adds a token's rows in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(order_R)
-        ctx.top_k, ctx.tokens = top_k, x_TD.shape[0]
+    def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, top_k: int, places: Tensor | None) -> Tensor:
+        ctx.save_for_backward(order_R if places is None else places)
+        ctx.top_k, ctx.tokens, ctx.is_whole = top_k, x_TD.shape[0], places is not None
         return x_TD[order_R // top_k]
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (order_R,) = ctx.saved_tensors
-        pairs = spread(grad_RD, order_R, ctx.tokens * ctx.top_k)
-        if ctx.top_k == 1:
-            return pairs, None, None
-        return pairs.view(ctx.tokens, ctx.top_k, grad_RD.shape[1]).sum(1), None, None
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (saved,) = ctx.saved_tensors
+        # A gather and the sum over it are one kernel; spread rows are written first.
+        number = ctx.tokens * ctx.top_k
+        pairs = grad_RD.index_select(0, saved) if ctx.is_whole else spread(grad_RD, saved, number)
+        if ctx.top_k > 1:
+            pairs = pairs.view(ctx.tokens, ctx.top_k, grad_RD.shape[1]).sum(1)
+        return pairs, None, None, None
 
 
 class _Spread(torch.autograd.Function):
@@ -130,14 +136,67 @@ def spread(rows_RD: Tensor, order_R: Tensor, places: int) -> Tensor:
     return result
 
 
-def permute(x_TD: Tensor, order_R: Tensor, top_k: int) -> Tensor:
-    """Tokens as rows [R, D], sorted by expert."""
-    result_RD: Tensor = _Permute.apply(x_TD, order_R, top_k)  # type: ignore[no-untyped-call]
+def permute(x_TD: Tensor, order_R: Tensor, top_k: int, places: Tensor | None = None) -> Tensor:
+    """Tokens as rows [R, D], sorted by expert.
+
+    Args:
+        places: places of the pairs in `order_R`, if all are in it.
+    """
+    result_RD: Tensor = _Permute.apply(x_TD, order_R, top_k, places)  # type: ignore[no-untyped-call]
     return result_RD
 
 
-def combine(rows_RD: Tensor, weights_Tk: Tensor, order_R: Tensor) -> Tensor:
+class _Combine(torch.autograd.Function):
+    """The weighted sum [T, D] of each token's rows, of which none is dropped.
+
+    Compiled code reads the rows where they are. Backward goes through them once, for both gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, weights_Tk: Tensor, order_R: Tensor, places: Tensor) -> Tensor:
+        learns = ctx.needs_input_grad[1]
+        ctx.save_for_backward(weights_Tk, order_R, places, *((rows_RD,) if learns else ()))
+        weights_Tk, pairs_TkD = weights_Tk.to(rows_RD.dtype), _pairs(rows_RD, weights_Tk, places)
+        if not torch.compiler.is_compiling():
+            return torch.bmm(weights_Tk.unsqueeze(1), pairs_TkD).squeeze(1)
+        result_TD = (pairs_TkD.float() * weights_Tk.float().unsqueeze(-1)).sum(1)
+        # Compilers of PyTorch 2.11 lose the gradients of a cast that changes nothing.
+        return result_TD if rows_RD.dtype == torch.float32 else result_TD.to(rows_RD.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weights_Tk, order_R, places, *rows = ctx.saved_tensors
+        grad_RD = grad_TD.index_select(0, order_R // weights_Tk.shape[1])
+        to_weights = None
+        if rows:
+            to_weights = _gradient_of_weights(grad_TD, grad_RD, rows[0], weights_Tk, places)
+        to_rows = grad_RD * weights_Tk.to(grad_TD.dtype).flatten()[order_R].unsqueeze(1)
+        return to_rows, to_weights, None, None
+
+
+def _gradient_of_weights(
+    grad_TD: Tensor, grad_RD: Tensor, rows_RD: Tensor, weights_Tk: Tensor, places: Tensor
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        found_R = (grad_RD.float() * rows_RD.float()).sum(1)
+        found_Tk = found_R.index_select(0, places).view_as(weights_Tk)
+    else:
+        pairs_TkD = _pairs(rows_RD, weights_Tk, places)
+        found_Tk = torch.bmm(grad_TD.unsqueeze(1), pairs_TkD.transpose(1, 2)).squeeze(1)
+    return found_Tk.to(weights_Tk.dtype)
+
+
+def _pairs(rows_RD: Tensor, weights_Tk: Tensor, places: Tensor) -> Tensor:
+    """The rows of each token, [T, k, D]."""
+    return rows_RD.index_select(0, places).view(*weights_Tk.shape, rows_RD.shape[1])
+
+
+def combine(rows_RD: Tensor, weights_Tk: Tensor, assignment: Assignment) -> Tensor:
     """The weighted sum [T, D] of each token's rows."""
+    order_R, places = assignment.order, assignment.places
+    if places is not None:
+        result_TD: Tensor = _Combine.apply(rows_RD, weights_Tk, order_R, places)  # type: ignore[no-untyped-call]
+        return result_TD
     pairs_TkD = spread(rows_RD, order_R, weights_Tk.numel()).view(*weights_Tk.shape, rows_RD.shape[1])
     return torch.bmm(weights_Tk.unsqueeze(1).to(rows_RD.dtype), pairs_TkD).squeeze(1)
 
@@ -281,10 +340,11 @@ class LocalDispatch:
         assignment = assign(chosen_Tk, self.experts)
         if self.drops:
             assignment = assignment.without_dropped(row_count(chosen_Tk, assignment.counts))
-        return _Sorted(permute(x_TD, assignment.order, chosen_Tk.shape[1]), weights_Tk, assignment)
+        rows_RD = permute(x_TD, assignment.order, chosen_Tk.shape[1], assignment.places)
+        return _Sorted(rows_RD, weights_Tk, assignment)
 
     def receive(self, sent: _Sorted) -> tuple[Tensor, Tensor]:
         return sent.rows, sent.assignment.counts
 
     def give_back(self, sent: _Sorted, rows_RD: Tensor) -> Tensor:
-        return combine(rows_RD, sent.weights, sent.assignment.order)
+        return combine(rows_RD, sent.weights, sent.assignment)

@@ -156,7 +156,8 @@ class ExchangeDispatch:
             assignment = assignment.without_dropped(sum(exchange.sent))
 
         def start() -> _Travelling:
-            started = exchange.start(permute(x_TD, assignment.order, chosen_Tk.shape[1]))
+            rows_RD = permute(x_TD, assignment.order, chosen_Tk.shape[1], assignment.places)
+            started = exchange.start(rows_RD)
             order = _places_by_expert(arriving, totals)
             return _Travelling(started, weights_Tk, assignment, exchange, arriving.sum((0, 1)), totals, order)
 
@@ -172,7 +173,7 @@ class ExchangeDispatch:
     def give_back(self, sent: _Travelling, rows_RD: Tensor) -> Tensor:
         exchange, rows_RD = self.way_back(sent, rows_RD)
         rows_RD = exchange.whole(rows_RD)
-        return combine(rows_RD, sent.weights, sent.assignment.order)
+        return combine(rows_RD, sent.weights, sent.assignment)
 
     def way_back(self, sent: _Travelling, rows_RD: Tensor) -> tuple[Exchange, Tensor]:
         """Results to be returned to the ranks of their tokens, and the exchange for it."""
@@ -215,7 +216,7 @@ class HalvedDispatch:
             nonlocal leaving_RD
             rows_RD = exchange.finish(started)
             del leaving_RD
-            return combine(rows_RD, sent.weights, sent.assignment.order)
+            return combine(rows_RD, sent.weights, sent.assignment)
 
         return finish
 

@@ -31,6 +31,7 @@ SAME = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
 ORDER = torch.tensor([3, 0, 5, 1, 4, 2])
 COUNTS = torch.tensor([2, 0, 4])
+PAIRS = routing.Assignment(ORDER, COUNTS, ORDER.argsort())
 
 
 def _nf4(dtype: torch.dtype) -> Case:
@@ -83,6 +84,10 @@ def _summing(dtype: torch.dtype) -> Case:
 FUNCTIONS: dict[str, Callable[[torch.dtype], Case]] = {
     "model.routing._Permute": lambda dtype: Case(
         lambda x: routing.permute(x, ORDER, 2), (drawn(3, 8).to(dtype),)
+    ),
+    "model.routing._Combine": lambda dtype: Case(
+        lambda rows, weights: routing.combine(rows, weights, PAIRS),
+        (drawn(6, 8).to(dtype), drawn(3, 2, seed=1)),
     ),
     "model.routing._Spread": lambda dtype: Case(
         lambda x: routing.spread(x, ORDER, 8), (drawn(6, 8).to(dtype),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -126,15 +127,41 @@ def test_a_tokens_rows_are_added_up_in_the_order_of_its_choices() -> None:
     """Whatever the order of the experts: the sum of floats must not depend on it."""
     x = leaf(2, 4, seed=1)
     gradient = torch.tensor([1e8, 1.0, -1e8, 2.0, 3.0, 5.0])
-    for order in (torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([5, 2, 1, 4, 0, 3])):
-        rows = permute(x, order, 3)
+    orders = torch.tensor([0, 1, 2, 3, 4, 5]), torch.tensor([5, 2, 1, 4, 0, 3])
+    for order, whole in product(orders, (False, True)):
+        places = order.argsort() if whole else None
+        rows = permute(x, order, 3, places)
         [found] = torch.autograd.grad(rows, x, gradient[order].unsqueeze(1).expand(-1, 4))
         assert torch.equal(found[:, 0], gradient.view(2, 3).sum(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_are_combined_where_they_are_as_those_that_are_spread_first(
+    dtype: torch.dtype, compiled: bool
+) -> None:
+    """Results and gradients are bitwise those of rows that are spread first, which dropped pairs need."""
+    found = []
+    assignment = assign(torch.tensor([[0, 3, 1], [2, 1, 0], [3, 2, 1], [1, 3, 2], [3, 1, 0], [1, 0, 3]]), 4)
+    for way in (assignment, assignment._replace(places=None)):
+        rows, weights = leaf(18, 8, seed=1, dtype=dtype), leaf(6, 3, seed=2)
+        is_compiled = compiled and way is assignment
+        add_up = torch.compile(combine, backend="aot_eager") if is_compiled else combine
+        result = add_up(rows, weights, way)
+        result.backward(leaf(6, 8, seed=3, dtype=dtype).detach())
+        found.append((result.detach(), rows.grad, weights.grad))
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None and one.dtype == other.dtype
+        if compiled:
+            # Compiled code adds up in fp32 what bmm rounds.
+            torch.testing.assert_close(one, other, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=1e-6)
+        else:
+            assert torch.equal(one, other)
+
+
 def test_half_precision_rows_are_combined_in_their_format() -> None:
     rows, weights = leaf(4, 8, seed=1, dtype=torch.bfloat16), leaf(2, 2, seed=2)
-    result = combine(rows, weights, torch.tensor([0, 2, 1, 3]))
+    result = combine(rows, weights, assign(torch.tensor([[0, 1], [0, 1]]), 2))
     assert result.dtype == torch.bfloat16
     result.sum().backward()  # type: ignore[no-untyped-call]
     assert weights.grad is not None
