@@ -650,3 +650,18 @@ def test_presets_of_primus_are_no_configuration_of_gpt_neox(tmp_path: Path) -> N
         "position_embedding_type: rope\n"
     )
     assert check([experiment, preset], device="mi300x", world_size=8).reading.framework == "primus"
+
+
+@pytest.mark.parametrize("dequantizes, legal", [("true", True), ("false", None)])
+def test_weights_that_axolotl_dequantizes_train_in_the_usual_format(
+    tmp_path: Path, dequantizes: str, legal: bool | None
+) -> None:
+    file = tmp_path / "full.yaml"
+    file.write_text(
+        "base_model: openai/gpt-oss-20b\nmodel_quantization_config: Mxfp4Config\n"
+        f"model_quantization_config_kwargs: {{dequantize: {dequantizes}}}\nsequence_len: 4096\n"
+        "sample_packing: true\nmicro_batch_size: 1\ngradient_accumulation_steps: 2\nbf16: true\n"
+        "gradient_checkpointing: true\nfsdp_version: 2\nfsdp_config: {reshard_after_forward: true}\n"
+    )
+    found = check([file], device="h100", world_size=8)
+    assert found.legal is legal, found.problems

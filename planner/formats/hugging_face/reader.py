@@ -244,8 +244,15 @@ def _name_missing_files(files: Files, found: tuple[Launch, Entries] | None, job:
         job.command.add("unknown", text, "--config", "give that file too")
 
 
+_DEQUANTIZES = "--model_quantization_config_kwargs.dequantize"
+
+
 def _name_unknown_keys(job: Job, problems: Problems) -> None:
     """Add problems for keys that are not read, and for flags that the software does not have."""
+    if (job.command.text(_DEQUANTIZES) or "").lower() == "true":
+        # The weights that are read in few bits train in the usual number format.
+        for name in (_DEQUANTIZES, "--model_quantization_config"):
+            job.command.entries.pop(name, None)
     for keys in job.all:
         keys.name_unread()
         others = [flag for flag in keys.flags() if flag.line]
