@@ -30,11 +30,19 @@ def _exchange(plan: Plan) -> dict[str, str]:
     return dispatch_flags(plan.model, plan.layout, plan.engine.for_device(plan.cluster.device))
 
 
+def _sums_in_fp32(plan: Plan) -> bool:
+    """Return whether the price of a plan assumes gradients that are summed in fp32."""
+    policy = plan.engine.memory_policy(plan.layout.precision)
+    return policy.gradients >= 4 and plan.layout.gradient_reduction == "fp32"
+
+
 TARGETS: dict[str, Callable[[Plan], Export]] = {
     "megatron": lambda plan: export_megatron(
         plan.model, plan.layout, overlaps=_overlaps(plan), exchange=_exchange(plan)
     ),
-    "megatron-bridge": lambda plan: export_bridge(plan.model, plan.layout, _overlaps(plan), _exchange(plan)),
+    "megatron-bridge": lambda plan: export_bridge(
+        plan.model, plan.layout, _overlaps(plan), _exchange(plan), wide_gradients=_sums_in_fp32(plan)
+    ),
     "torchtitan": lambda plan: export_torchtitan(plan.model, plan.layout),
     "deepspeed": lambda plan: export_deepspeed(plan.model, plan.layout),
     "nanotron": lambda plan: export_nanotron(plan.model, plan.layout),

@@ -44,13 +44,19 @@ RESET: Values = {
 
 
 def export_bridge(
-    model: ModelSpec, layout: Layout, overlaps: bool = False, exchange: dict[str, str] | None = None
+    model: ModelSpec,
+    layout: Layout,
+    overlaps: bool = False,
+    exchange: dict[str, str] | None = None,
+    *,
+    wide_gradients: bool = True,
 ) -> Export:
     """The file of overrides of a pre-training script (`--config-file`).
 
     Args:
         overlaps: True if the price assumes overlap of data-parallel communication.
         exchange: flags of dispatch that the price assumes (`dispatch_flags`).
+        wide_gradients: True if the price assumes gradients that are summed in fp32.
     """
     missing: list[str] = []
     model, of_yarn = with_own_yarn(model)
@@ -66,13 +72,21 @@ def export_bridge(
     of_layout = layout_values(layout, model, missing)
     values = _values(flags, model) | {f"model.{name}": value for name, value in of_yarn.items()} | of_layout
     values |= _values(overlap_flags(layout) if overlaps else {}, model)
+    notes = _notes(layout)
+    if wide_gradients:
+        values["ddp.grad_reduce_in_fp32"] = True
+    elif layout.precision != "fp16":
+        notes += (
+            "gradients are priced as summed in bf16: a recipe sums them so with "
+            "mixed_precision.grad_reduce_in_fp32 = False, for which overrides have no words",
+        )
     variables = environment(layout_flags(layout, model, "megatron", []) | (exchange or {}))
     return Export(
         "megatron-bridge",
         yaml_text(values),
         tuple(missing),
         flag_values(of_layout),
-        notes=_notes(layout),
+        notes=notes,
         environment=variables,
         in_script=tuple(in_script),
     )

@@ -121,3 +121,19 @@ def test_overrides_of_megatron_bridge_say_the_exchange_and_are_read_at_its_price
     found = check([file], device="h100", world_size=16)
     assert found.plan is not None and found.legal
     assert found.plan.estimate.step_time_s == pytest.approx(plan.estimate.step_time_s)
+
+
+def test_overrides_of_megatron_bridge_say_in_which_format_gradients_are_summed(tmp_path: Path) -> None:
+    narrow = planner.export(plan_of("nemo"), to="megatron-bridge")
+    assert "grad_reduce_in_fp32" not in narrow.text and "summed in bf16" in str(narrow.notes)
+    wide = planner.export(plan_of("megatron"), to="megatron-bridge")
+    assert "summed in bf16" not in str(wide.notes)
+    file = tmp_path / "overrides.yaml"
+    ratios = []
+    for text in (narrow.text, wide.text):
+        file.write_text(text)
+        found = check([file], device="h100", world_size=16)
+        assert found.plan is not None
+        stage = found.plan.estimate.memory[0]
+        ratios.append(stage.gradients / stage.parameters)
+    assert ratios == pytest.approx([1, 2])
