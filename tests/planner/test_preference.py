@@ -158,8 +158,7 @@ def test_stages_are_balanced_before_a_plain_pipeline_is_given_up_for_zero_3_acro
     assert layout.layers_per_stage[0] < max(layout.layers_per_stage)
     even = layout.model_copy(update={"layers_per_stage": even_split(126, layout.pipeline_parallel)})
     assert found.best.estimate.tokens_per_s > evaluate(even, model="llama3-405b", device="h100").tokens_per_s
-    fastest = next(plan for plan in found.plans(2) if plan.layout.zero_stage == 3)
-    assert fastest.estimate.tokens_per_s > found.best.estimate.tokens_per_s
+    assert found.plans(2)[1].estimate.tokens_per_s > found.best.estimate.tokens_per_s
 
 
 def test_simplicity_decides():
