@@ -72,8 +72,8 @@ def test_evaluate_prices_a_plan_as_the_search_does() -> None:
         ),
         (
             {"model": "llama3-405b", "world_size": 16384, "device": "h100", "global_batch_size": 2048},
-            # 126 layers in 64 chunks of one or two, as arXiv:2407.21783, section 3.3.2, has them.
-            {"sequence_parallel": True, "pipeline_parallel": 8, "virtual_pipeline_parallel": 8},
+            # Tensor parallelism within nodes and chunks of few layers, as in arXiv:2407.21783, section 3.3.2.
+            {"tensor_parallel": 8, "sequence_parallel": True, "virtual_pipeline_parallel": 8},
         ),
     ],
 )
