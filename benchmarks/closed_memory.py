@@ -118,6 +118,9 @@ JOBS = {**USUAL, **OTHERS}
 SOLVED = "solved"
 """The kind of layouts that a search solves."""
 
+APART = (*OTHERS, SOLVED)
+"""Kinds that are not among the usual ones."""
+
 SOLVED_OF_ONE = 2
 """Solved layouts that are drawn from one random job."""
 
@@ -334,7 +337,7 @@ def kinds_of(one: Compared) -> Iterator[str]:
     """The kinds of a layout, as rows of the table."""
     layout, model = one.drawn.layout, one.drawn.model
     kind = one.drawn.job.partition(":")[0]
-    if kind in OTHERS or kind == SOLVED:
+    if kind in APART:
         yield kind
         return
     yield "all usual"
@@ -354,7 +357,7 @@ def by_kind(every: Sequence[Compared]) -> list[dict[str, Any]]:
     for one in every:
         for kind in kinds_of(one):
             kinds[kind].append(one)
-    order = sorted(kinds, key=lambda kind: (kind != "all usual", kind in OTHERS or kind == SOLVED, kind))
+    order = sorted(kinds, key=lambda kind: (kind != "all usual", kind in APART, kind))
     return [_row(kind, kinds[kind]) for kind in order]
 
 

@@ -194,7 +194,7 @@ def activation_bytes(
         return kept, working, np.zeros(len(table))
     # The input of attention, its queries, keys and values, and its output.
     moved = parts.attention + parts.copies * ~table.recomputes("core_attention")
-    moved = moved + parts.attention_input * ~_recomputes_norms(layer)
+    moved = moved + parts.attention_input * ~table.recomputes("norm")
     moved = np.where(table.offload_activations & (table.recompute != FULL), moved, 0.0)
     return kept - moved, working, moved
 
@@ -382,11 +382,6 @@ def _in_eight_bits(layer: _Layer, parts: _Parts) -> _Parts:
     )
 
 
-def _recomputes_norms(layer: _Layer) -> Bools:
-    """Rows that recompute norms."""
-    return layer.table.recomputes("norm")
-
-
 def _kept(layer: _Layer, parts: _Parts) -> Floats:
     """Bytes kept from forward to backward with each row's recomputation."""
     model, table, e, t = layer.model, layer.table, layer.element, layer.tokens
@@ -397,20 +392,21 @@ def _kept(layer: _Layer, parts: _Parts) -> Floats:
     compiled = compiled * bool(layer.scores and not model.attention_softcap)
     output = compiled * e * t * values / tp
     dropped = table.recomputes("core_attention") * (parts.core + parts.copies + output)
-    dropped = dropped + _recomputes_norms(layer) * parts.attention_input
+    norms, mlp = table.recomputes("norm"), table.recomputes("mlp")
+    dropped = dropped + norms * parts.attention_input
     # Compiled norms hand their output to experts that are not compiled, and these keep it.
     hands_over = layer.compiled & ~whole_expert_rows(model, table) if layer.moe else False
-    dropped = dropped + (_recomputes_norms(layer) & ~hands_over) * parts.mlp_input
+    dropped = dropped + (norms & ~hands_over) * parts.mlp_input
     if layer.mlp == "dense":
         # A recomputed MLP gathers its input from the other ranks again, and keeps its own part of it. No GEMM
         # uses that part, so that compilers make it again too.
         own = np.where(layer.compiled, 0.0, parts.mlp_input / layer.part)
-        gathers = table.recomputes("mlp") & ~_recomputes_norms(layer) & (layer.part > 1)
+        gathers = mlp & ~norms & (layer.part > 1)
         dropped = dropped + gathers * (parts.mlp_input - own)
     activated = table.recomputes("activation") * parts.activated * parts.width
     # A mixture of experts is recomputed with its router and the copies of its tokens.
     mixture = parts.activations + parts.routing + parts.summed
-    dropped = dropped + np.where(table.recomputes("mlp"), mixture, activated)
+    dropped = dropped + np.where(mlp, mixture, activated)
     chosen = np.where(table.recompute == SELECTIVE, whole - dropped, whole)
     if layer.engine.activations.saves_alternate_products and layer.mlp == "dense":
         usual = (table.recompute == SELECTIVE) & (table.recompute_modules == CORE_ATTENTION)

@@ -148,8 +148,8 @@ def test_recomputation_is_solved_for_simpler_layouts_that_are_as_fast_as_the_fir
     assert best.layout == plain.layout
 
 
-def test_stages_are_balanced_before_a_plain_pipeline_is_given_up_for_zero_3_across_nodes() -> None:
-    """The even split is told apart from ZeRO 3 over 128 nodes; a pipeline with short ends is not."""
+def test_stages_are_balanced_before_a_plain_pipeline_is_given_up_for_a_faster_plan() -> None:
+    """A plain pipeline with short ends is within the error of the faster plan; its even split is slower."""
     job: dict[str, Any] = {"world_size": 1024, "device": "h100", "global_batch_size": 1024}
     found = search("llama3-405b", **job)
     assert found.best is not None
