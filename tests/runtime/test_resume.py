@@ -105,8 +105,8 @@ def test_a_killed_job_resumes_with_the_same_losses_to_the_bit(
     assert not partial.exists()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     whole = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
-    # Each run that is long enough says once what its steps went to.
-    records, whole = ([r for r in some if "parts" not in r] for some in (records, whole))
+    # What a run measured of itself differs: the parts of a step, and a rank that was slow on a busy machine.
+    records, whole = ([r for r in some if not r.keys() & {"parts", "straggler"}] for some in (records, whole))
     for name in ("grad_norm", "learning_rate", "validation_loss"):
         assert [r.get(name) for r in records] == [r.get(name) for r in whole]
 
