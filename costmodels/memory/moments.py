@@ -61,7 +61,7 @@ def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floa
         flight: microbatches of one chunk in flight, over all chunks, [n, k].
     """
     chunks = table.virtual_pipeline_parallel[:, None]
-    turn = np.where(chunks > 1, _turn(table)[:, None], 1)
+    turn = np.where(chunks > 1, turn_of(table)[:, None], 1)
     # In one turn ZeRO reduces the gradients of each chunk before those of the next one are there.
     most = np.where(
         (chunks > 1) & (table.micro_batches[:, None] <= turn) & ~table.keeps_whole[:, None], 1, chunks
@@ -92,7 +92,7 @@ def fullest_moment(table: LayoutTable, flight: Floats, held: Held) -> tuple[Floa
     return activations, logits, gradients
 
 
-def _turn(table: LayoutTable) -> Ints:
+def turn_of(table: LayoutTable) -> Ints:
     """Microbatches that a chunk processes before the next chunk has its turn, [n]."""
     result: Ints = np.where(table.runs(*V_SCHEDULES), 1, table.pipeline_parallel)
     return result
@@ -118,7 +118,8 @@ def least_moment(table: LayoutTable, _: Floats, held: Held) -> tuple[Floats, Flo
 
 def least_gradient_share(table: LayoutTable) -> Floats:
     """The least share of a rank's stages whose gradients exist at the same time, [n]."""
-    result: Floats = np.where(table.keeps_whole, 1.0, 1 / table.virtual_pipeline_parallel)
+    every = table.keeps_whole | (table.micro_batches > turn_of(table))
+    result: Floats = np.where(every, 1.0, 1 / table.virtual_pipeline_parallel)
     return result
 
 
@@ -133,7 +134,7 @@ def lets_go(table: LayoutTable) -> Bools:
 def least_stages(table: LayoutTable) -> Floats:
     """The fewest stages of a rank with whole parameters while the most stages have gradients, [n]."""
     chunks = table.virtual_pipeline_parallel
-    whole = np.where(table.micro_batches > _turn(table), chunks, 1)
+    whole = np.where(table.micro_batches > turn_of(table), chunks, 1)
     gathered = np.where(frees_after_forward(table), 1, np.minimum(chunks, GATHERED_STAGES))
     result: Floats = np.where(table.keeps_whole, whole, gathered) * 1.0 * ~lets_go(table)
     return result

@@ -203,6 +203,11 @@ class LayoutTable:
         """The rows that an index or mask array selects, or those of a slice without copying."""
         return replace(self, **{name: getattr(self, name)[rows] for name in ARRAY_FIELDS})
 
+    def ends(self, name: str) -> tuple[Any, Any]:
+        """The least and the largest value of one column; values that no row has may lie beyond the rows'."""
+        column = getattr(self, name)
+        return column.min(), column.max()
+
     def column(self, name: str, rows: Ints) -> Any:
         """One column of the rows that an index selects."""
         return getattr(self, name)[rows]

@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -314,12 +313,12 @@ class _Choice:
 
 
 def _widest(table: LayoutTable) -> Floats:
-    """The largest differences between two rows of a table, [kinds, 1]."""
-    found = []
-    for end in (np.min, np.max):
-        columns: dict[str, Any] = {name: np.array([end(getattr(table, name))]) for name in ARRAY_FIELDS}
-        found.append(replace(table, **columns))
-    return differences(*found)
+    """The largest differences between two rows of a table, or more, [kinds, 1]."""
+    ends = {name: table.ends(name) for name in ARRAY_FIELDS}
+    least, largest = (
+        replace(table, **{name: np.array([each[end]]) for name, each in ends.items()}) for end in (0, 1)
+    )
+    return differences(least, largest)
 
 
 def _blocks(points: Floats) -> Iterator[slice]:

@@ -35,7 +35,8 @@ from planner.solve.memory_bounds import (
     FullestRank,
     fullest_rank,
     kept_bytes,
-    least_recompute_seconds,
+    least_bytes,
+    recomputation_of_layer,
 )
 from planner.solve.recompute import recompute_kinds, with_most_recompute, with_recompute
 from planner.space.grid import MicroBatches, Space, micro_batch_sizes, table_at
@@ -200,7 +201,7 @@ def _admitted(
         good = good & (some_part.micro_batches >= full) & (slowest < NEVER)
         good = good & ~_listed(problem, reserve, some_part, _has_fewer(some_part))
         admitted[rows[:, None], 0, few] = good[:, 0]
-    return part, admitted
+    return part, admitted & units.possible[kept][:, None, None, None, None, :]
 
 
 def _least_pace(problem: Problem, degrees: OpenGrid) -> Floats:
@@ -315,10 +316,16 @@ class _Units:
     freed: Floats
     """Bytes that recomputation can save in a layer for each sequence, [shapes, 2 at most]."""
     again: Floats
-    """Seconds that recomputation of these bytes takes for each sequence (`least_recompute_seconds`), [shapes,
-    2 at most, parts]."""
+    """Seconds that recomputation of these bytes takes for each sequence (`Recomputation.seconds`), [shapes, 2
+    at most, parts]."""
+    working: Floats
+    """Bytes of one layer's backward pass for each sequence (`Recomputation.working`), [shapes, 2 at most]."""
+    busy: Floats
+    """These bytes and those that the layer keeps (`Recomputation.busy`), [shapes, 2 at most]."""
     rank: FullestRank
     """The fullest rank of each pair."""
+    possible: Bools
+    """Stages of ZeRO whose model states alone may fit, [pairs, stages]."""
 
     def take(self, pairs: Ints, places: Ints) -> _Units:
         """The bounds of some pairs and sizes, with the axes of a grid."""
@@ -328,11 +335,11 @@ class _Units:
             return found.reshape(len(pairs), 1, *found.shape[1:], 1, 1)
 
         each = {name: axes(getattr(self, name)) for name in ("whole", "layer", "kept")}
-        freed, again = self.freed[self.shape[pairs]], self.again[self.shape[pairs]]
+        own = {name: getattr(self, name)[self.shape[pairs]] for name in ("freed", "again", "working", "busy")}
         rank = FullestRank(
             **{name: held[pairs].reshape(-1, *(1,) * 5) for name, held in vars(self.rank).items()}
         )
-        return _Units(np.arange(len(pairs)), **each, freed=freed, again=again, rank=rank)
+        return _Units(np.arange(len(pairs)), **each, **own, rank=rank, possible=self.possible[pairs])
 
 
 @dataclass(frozen=True)
@@ -421,13 +428,11 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
     found = [least_units(*where, at(every, stage)) for stage in sorted(stages)]
     whole, layer = (priced.whole(reduce(np.minimum, each)) for each in zip(*found, strict=True))
     free = problem.cluster.parts or "layers_per_stage" in problem.pins
-    kept, freed, again = (
-        np.zeros((len(first), sizes, splits)),
-        np.zeros((len(first), splits)),
-        np.zeros((len(first), splits, 1 + STEPS)),
-    )
+    kept, again = np.zeros((len(first), sizes, splits)), np.zeros((len(first), splits, 1 + STEPS))
+    freed, working, busy = np.zeros((3, len(first), splits))
     nothing = np.zeros(pairs)
-    rank = FullestRank(nothing, nothing, nothing, nothing, np.zeros(pairs, dtype=np.bool_))
+    possible = np.ones((pairs, zero), dtype=np.bool_)
+    rank = FullestRank(*[nothing] * 8, np.zeros(pairs, dtype=np.bool_))
     if not free and (kinds or pinned):
         own = problem.constants.for_device(problem.cluster.device)
         kept = priced.whole(kept_bytes(problem.model, own, at(every)))
@@ -437,13 +442,20 @@ def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
             sorted({int(degrees.micro_batch_size.argmin()), int(degrees.micro_batch_size.argmax())})
         )
         corners = tuple(each.ravel() for each in np.meshgrid(first, ends, np.arange(splits), indexing="ij"))
-        bytes_freed, seconds = least_recompute_seconds(*where, at(corners), kinds)
-        freed = bytes_freed.reshape(len(first), len(ends), splits).max(axis=1)
-        again = seconds.reshape(len(first), len(ends), splits, 1 + STEPS).min(axis=1)
+        found_again = recomputation_of_layer(*where, at(corners), kinds)
+        shape_of = (len(first), len(ends), splits)
+        freed = found_again.freed.reshape(shape_of).max(axis=1)
+        again = found_again.seconds.reshape(*shape_of, 1 + STEPS).min(axis=1)
+        working = found_again.working.reshape(shape_of).min(axis=1)
+        busy = found_again.busy.reshape(shape_of).min(axis=1)
         least = int(degrees.micro_batch_size.argmin())
         none = np.zeros(pairs, dtype=np.int64)
-        rank = fullest_rank(*where, at((np.arange(pairs), none + least, none), _most_zero(problem, degrees)))
-    return _Units(shape, whole, layer, kept, freed, again, rank)
+        each_pair = (np.arange(pairs), none + least, none)
+        rank = fullest_rank(*where, at(each_pair, _most_zero(problem, degrees)))
+        for one in range(zero):
+            states, gradients = least_bytes(*where, at(each_pair, none + one), rank.layers)
+            possible[:, one] = states + gradients <= problem.cluster.memory_bytes
+    return _Units(shape, whole, layer, kept, freed, again, working, busy, rank, possible)
 
 
 def _most_zero(problem: Problem, degrees: OpenGrid) -> Ints:
@@ -483,19 +495,26 @@ def _recomputation_seconds(problem: Problem, part: OpenGrid, units: _Units, micr
     cannot fit."""
     chunks, pipeline, rank = part.virtual_pipeline_parallel, part.pipeline_parallel, units.rank
     flying = np.minimum(rank.in_flight, micro_batches * rank.layers)
-    # Without a buffer, and without chunks, gradients are there beside all activations from the microbatch on
-    # that follows the warm-up (`costmodels.memory.moments.least_moment`).
-    together = rank.has_buffer | ((chunks == 1) & (micro_batches > pipeline))
-    left = problem.cluster.memory_bytes - rank.states - np.where(together, rank.gradients, 0.0)
-    unfit = np.maximum(flying * units.kept - left, 0.0)
+    # Without a buffer, gradients are there beside all activations from the microbatch on that follows the
+    # warm-up (`costmodels.memory.moments.least_moment`). With chunks, each has them after its first turn.
+    turns = part.runs("interleaved") & (micro_batches * chunks - rank.flights > (chunks - 1) * pipeline)
+    together = rank.has_buffer | np.where(chunks == 1, micro_batches > pipeline, turns)
+    more = micro_batches > np.where(part.runs(*V_SCHEDULES), 1, pipeline)
+    states = np.where(more, rank.more_states, rank.states)
+    gradients = np.where(more, rank.more_gradients, rank.gradients)
+    left = problem.cluster.memory_bytes - states - np.where(together, gradients, 0.0)
+    size, axes = part.micro_batch_size, (slice(None), None, None, slice(None), None, None)
+    freed, working, busy = (each[axes] for each in (units.freed, units.working, units.busy))
+    # A layer in its backward pass has its activations, kept or computed again, and those of its gradients.
+    unfit = np.maximum(flying * units.kept + rank.running * working * size - left, 0.0)
+    least = np.maximum(flying - rank.running, 0.0) * (units.kept - freed * size) + rank.running * busy * size
     # Each byte of a layer is there as often as the layer is in flight, which is once for each rank at most.
     often = np.where(chunks > 1, flying, pipeline * rank.layers)
-    each = unfit / np.maximum(often, 1e-9) / part.micro_batch_size
-    freed = units.freed[:, None, None, :, None, None]
+    each = unfit / np.maximum(often, 1e-9) / size
     share = np.minimum(np.where(each > 0, each / np.where(freed > 0, freed, 1e-30), 0.0), 2.0)
     step = np.minimum(share * STEPS, STEPS).astype(np.int64)
-    pairs, splits = np.ogrid[: len(freed), : freed.shape[3]]
+    pairs, splits = np.ogrid[: len(units.freed), : units.freed.shape[1]]
     again = units.again[pairs[:, None, None, :, None, None], splits[:, None, None, :, None, None], step]
-    seconds = again * part.micro_batch_size * rank.layers
-    never = rank.states + rank.gradients > problem.cluster.memory_bytes
+    seconds = again * size * rank.layers
+    never = (states + gradients > problem.cluster.memory_bytes) | (least > left)
     return np.where(never | (share > 1 + 1e-9), NEVER, seconds)

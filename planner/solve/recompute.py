@@ -104,11 +104,12 @@ def least_recompute(
         seconds = step_time(model, cluster, engine, some)
         kept = np.flatnonzero(worth(some, seconds) | some.offload_activations)
         some, seconds = some.take(kept), seconds[kept]
-        fit = worth(some, seconds) & (_peak(model, cluster, engine, some) <= cluster.memory_bytes)
+        solved = some
         if new:
+            fit = worth(some, seconds) & (_peak(model, cluster, engine, some) <= cluster.memory_bytes)
             priced.append(price(model, cluster, engine, some.take(fit)))
-        unfit = some.offload_activations | ~fit
-        solved, seconds = some.take(unfit), seconds[unfit]
+            unfit = some.offload_activations | ~fit
+            solved, seconds = some.take(unfit), seconds[unfit]
         possible = _could_fit(model, cluster, engine, solved, kinds)
         solved, seconds = solved.take(possible), seconds[possible]
         # Layers that recompute move fewer bytes to the host.

@@ -83,6 +83,13 @@ class GridTable(LayoutTable):
             **self.formats,
         )
 
+    def ends(self, name: str) -> tuple[Any, Any]:
+        """The least and the largest value of one column of the grid."""
+        if name in vars(self):
+            return super().ends(name)
+        array = self._columns[name]
+        return array.min(), array.max()
+
     def column(self, name: str, rows: Ints) -> Any:
         """One column of the rows that an index selects; other columns are not computed."""
         if name in vars(self):
