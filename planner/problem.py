@@ -56,6 +56,11 @@ class Problem:
         """The rules of the engine and the job, besides those of all layouts."""
         return engine_rules(self.engine, self.precision) + self.rules
 
+    @property
+    def has_open_batch(self) -> bool:
+        """True if a step may have any number of sequences up to the given one."""
+        return self.batch.maximum and self.objective in ("throughput", "cost")
+
     def space(self) -> Space:
         """The legal layouts; raises `InputError` when the pins do not divide the world size."""
         return self._built()

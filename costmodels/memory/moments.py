@@ -118,8 +118,7 @@ def least_moment(table: LayoutTable, _: Floats, held: Held) -> tuple[Floats, Flo
 
 def least_gradient_share(table: LayoutTable) -> Floats:
     """The least share of a rank's stages whose gradients exist at the same time, [n]."""
-    every = table.keeps_whole | (table.micro_batches > turn_of(table))
-    result: Floats = np.where(every, 1.0, 1 / table.virtual_pipeline_parallel)
+    result: Floats = np.where(table.keeps_whole, 1.0, 1 / table.virtual_pipeline_parallel)
     return result
 
 

@@ -119,7 +119,7 @@ def _micro_batches(problem: Problem, space: Space, found: Fit, which: Which) -> 
     if which == "usual":
         return MicroBatches(usual, np.zeros(len(usual), dtype=np.bool_))
     pin = problem.pins.get("micro_batch_size")
-    free = problem.batch.maximum and problem.objective in ("throughput", "cost")
+    free = problem.has_open_batch
     fewest = which == "fewest"
     if not free or (fewest and recompute_kinds(problem.pins, problem.engine)):
         return MicroBatches(usual[:0], np.zeros(0, dtype=np.bool_))
@@ -183,6 +183,7 @@ def _admitted(
     kept, places = np.flatnonzero(most >= size.min()), np.flatnonzero(size <= most.max())
     part = degrees.map(lambda array: _taken(array, kept, places))
     admitted = np.zeros((len(kept), 1, len(places), degrees.shape[3], 1, 1), dtype=np.bool_)
+    with_fewer = problem.has_open_batch and bool(recompute_kinds(problem.pins, problem.engine))
     # Pairs that can have as large microbatches are looked at together.
     order = np.argsort(most[kept], kind="stable")
     start = 0
@@ -193,15 +194,25 @@ def _admitted(
         rows, start = order[start:end], end
         few = np.arange(np.count_nonzero(size[places] <= most[kept[rows[-1]]]))
         some_part = part.map(partial(_taken, rows=rows, places=few))
-        full = np.where(some_part.runs(*V_SCHEDULES), 2, 1) * some_part.pipeline_parallel
         own = units.take(kept[rows], places[few])
-        slowest = _slowest(problem, some_part, own, some_part.micro_batches)
-        seconds = least_step_seconds(some_part, own.whole, slowest)
-        good = slowness(problem.objective, some_part.global_batch_size, seconds) <= worth.last
-        good = good & (some_part.micro_batches >= full) & (slowest < NEVER)
+        good = _could_be(problem, worth, some_part, own)
+        if with_fewer:
+            # The row is a base of the same layout with fewer microbatches, which may fit where it does not.
+            fewest = OpenGrid.on({**some_part.columns, "fewest": np.ones((1,) * 6, dtype=np.bool_)})
+            turns = (some_part.pipeline_parallel == 1) | some_part.runs("interleaved")
+            good = good | (turns & _could_be(problem, worth, fewest, own))
         good = good & ~_listed(problem, reserve, some_part, _has_fewer(some_part))
         admitted[rows[:, None], 0, few] = good[:, 0]
     return part, admitted & units.possible[kept][:, None, None, None, None, :]
+
+
+def _could_be(problem: Problem, worth: Worth, part: OpenGrid, units: _Units) -> Bools:
+    """Layouts of a grid that could be worth it and could fit, by their lower bounds."""
+    full = np.where(part.runs(*V_SCHEDULES), 2, 1) * part.pipeline_parallel
+    slowest = _slowest(problem, part, units, part.micro_batches)
+    seconds = least_step_seconds(part, units.whole, slowest)
+    good: Bools = slowness(problem.objective, part.global_batch_size, seconds) <= worth.last
+    return good & (part.micro_batches >= full) & (slowest < NEVER)
 
 
 def _least_pace(problem: Problem, degrees: OpenGrid) -> Floats:

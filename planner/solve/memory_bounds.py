@@ -15,6 +15,7 @@ import numpy as np
 
 from costmodels.dataclass import dataclass
 from costmodels.layers.shapes import distinct_shapes
+from costmodels.memory.moments import least_gradient_share
 from costmodels.memory.peak import least_states
 from costmodels.memory.unit_sizes import row_unit_sizes, unit_sizes
 from costmodels.ranks.rank_layers import ZERO, Ranks, all_ranks
@@ -78,9 +79,12 @@ def fullest_rank(model: ModelSpec, cluster: Cluster, engine: Engine, table: Layo
     # Nothing else of a step is sure to be there while most activations are.
     one = least_bytes(model, cluster, engine, table, layers)
     many = replace(table, global_batch_size=table.micro_batch_size * table.data_parallel * MANY)
-    more = least_bytes(model, cluster, engine, many, layers)
+    more_states, more_gradients = least_bytes(model, cluster, engine, many, layers)
+    if engine.sharding.fully_sharded:
+        # From the second turn on, all stages have gradients when the last turn goes backward.
+        more_gradients = more_gradients / least_gradient_share(table)
     buffer = np.full(len(table), not engine.sharding.fully_sharded)
-    return FullestRank(layers, flying, flights, running, *one, *more, buffer)
+    return FullestRank(layers, flying, flights, running, *one, more_states, more_gradients, buffer)
 
 
 def least_bytes(

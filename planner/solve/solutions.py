@@ -61,7 +61,6 @@ def solutions(
         others: prices of other layouts that fit, which leave fewer places.
         plain_alone: `space` lists only layouts without recomputation.
     """
-    fewer = problem.batch.maximum and problem.objective in ("throughput", "cost")
     where = problem.model, problem.cluster, problem.constants
     kinds = recompute_kinds(problem.pins, problem.engine)
     own = []
@@ -76,7 +75,9 @@ def solutions(
         return [some for some in own if len(some)]
     worth = worth_among(problem.objective, [prices, *own, *others])
     every: list[Prices | None] = [*own]
-    every.append(least_recompute(*where, space, found, kinds, worth, floor, plain_alone, fewer))
+    every.append(
+        least_recompute(*where, space, found, kinds, worth, floor, plain_alone, problem.has_open_batch)
+    )
     if "layers_per_stage" not in problem.pins and not problem.cluster.parts:
         solved = [some for some in every if some is not None]
         worth = worth_among(problem.objective, [prices, *solved, *others])

@@ -19,7 +19,6 @@ from costmodels.spec.hardware import Precision
 from costmodels.spec.layout import (
     CHUNKS_OF_SCHEDULES,
     SHORT_NAMES,
-    V_SCHEDULES,
     Layout,
     even_split,
     schedule_takes,
@@ -250,12 +249,11 @@ def build(
     table = _table(model, degrees, legal, where, precision, pins, stages_alike)
     states = flat_places((*shape[:2], 1, 1, 1, shape[5]), where)
     work = flat_places((*shape[:4], 1, 1), where)
-    turn = np.where(degrees.runs(*V_SCHEDULES), 1, degrees.pipeline_parallel)
-    one = degrees.micro_batches <= turn
-    if one.any():
-        # In one turn of microbatches, gradients may be reduced before those of the next chunk are there.
+    alone = degrees.micro_batches == 1
+    if alone.any():
+        # With one microbatch gradients may be reduced before they are whole.
         states = 2 * states
-        states += one.ravel().take(flat_places(one.shape, where))
+        states += alone.ravel().take(flat_places(alone.shape, where))
     return Space(table, states, work, considered, illegal, reserve)
 
 

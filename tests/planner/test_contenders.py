@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 from costmodels import ModelSpec, price
+from costmodels.pricing import peak_memory
 from costmodels.spec.table import ARRAY_FIELDS
 from planner import search
 from planner.objective import slowness
 from planner.problem import resolve_problem
 from planner.ranking import contenders
 from planner.ranking.first_plans import Ranked
-from planner.solve import bounds, recompute, solutions
+from planner.solve import bounds, further, recompute, solutions
 from planner.solve.bounds import floor_of
+from planner.solve.concatenation import concatenate_tables
 from planner.solve.fit import fit
 from planner.solve.pace import least_pace
 from planner.solve.solutions import FIRST
@@ -117,3 +119,40 @@ def test_no_further_layouts_leave_a_ranking_as_it_is() -> None:
     same, rows = ranked.beside(none)
     assert not len(rows) and rows.dtype == np.int64
     assert same.ranking.places.tolist() == ranked.ranking.places.tolist()
+
+
+@pytest.mark.parametrize(
+    ("model", "job"),
+    [
+        ("deepseek-v2-lite", {"device": "a100-40g", "world_size": 8, "max_global_batch_size": 16}),
+        ("llama2-7b", {"device": "a100-40g", "world_size": 8, "max_global_batch_size": 32}),
+        ("llama2-70b", {"device": "a100-40g", "world_size": 32, "max_global_batch_size": 64}),
+        ("mixtral-8x7b", {"device": "h100", "world_size": 16, "max_global_batch_size": 32}),
+        ("llama3-8b", {"device": "a100-40g", "world_size": 8, "max_global_batch_size": 16, "engine": "nemo"}),
+    ],
+)
+def test_further_layouts_left_out_for_their_memory_fit_with_no_recomputation(
+    model: str, job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = resolve_problem(model, **job)
+    where = problem.model, problem.cluster, problem.constants
+    space = problem.space()
+    found, worth = fit(*where, space), bounds.Worth(problem.objective, 1e90)
+    some = further.further_space(problem, space, found, worth, "other")
+    monkeypatch.setattr(further, "_recomputation_seconds", lambda *_: np.zeros((1,) * 6))
+    nothing = np.zeros(1)
+    monkeypatch.setattr(further, "least_bytes", lambda *_: (nothing, nothing))
+    every = further.further_space(problem, space, found, worth, "other")
+    assert some is not None and every is not None
+    names = [name for name in ARRAY_FIELDS if name != "split"]
+    kept = {tuple(row) for row in np.column_stack([getattr(some.table, name) for name in names]).tolist()}
+    rows = np.column_stack([getattr(every.table, name) for name in names]).tolist()
+    out = np.array([place for place, row in enumerate(rows) if tuple(row) not in kept])
+    assert len(out) > 100 and len(rows) == len(out) + len(kept)
+    left_out = every.table.take(out[:: max(1, len(out) // 2000)])
+    # Each stands for the same layout with fewer microbatches too.
+    table = concatenate_tables([left_out, recompute.with_fewest_micro_batches(left_out)])
+    assert (peak_memory(*where, table) > problem.cluster.memory_bytes).all()
+    kinds = recompute.recompute_kinds(problem.pins, problem.engine)
+    rows_that_fit, _ = recompute.fastest_that_fit(*where, table, kinds, usual=True)
+    assert not len(rows_that_fit)
