@@ -126,7 +126,7 @@ def test_no_further_layouts_leave_a_ranking_as_it_is() -> None:
     [
         ("deepseek-v2-lite", {"device": "a100-40g", "world_size": 8, "max_global_batch_size": 16}),
         ("llama2-7b", {"device": "a100-40g", "world_size": 8, "max_global_batch_size": 32}),
-        ("llama2-70b", {"device": "a100-40g", "world_size": 32, "max_global_batch_size": 64}),
+        ("gpt3-175b", {"device": "l40s", "world_size": 64, "max_global_batch_size": 128}),
         ("mixtral-8x7b", {"device": "h100", "world_size": 16, "max_global_batch_size": 32}),
         ("llama3-8b", {"device": "a100-40g", "world_size": 8, "max_global_batch_size": 16, "engine": "nemo"}),
     ],
