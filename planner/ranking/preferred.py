@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -314,11 +315,11 @@ class _Choice:
 
 def _widest(table: LayoutTable) -> Floats:
     """The largest differences between two rows of a table, or more, [kinds, 1]."""
-    ends = {name: table.ends(name) for name in ARRAY_FIELDS}
-    least, largest = (
-        replace(table, **{name: np.array([each[end]]) for name, each in ends.items()}) for end in (0, 1)
-    )
-    return differences(least, largest)
+    found = []
+    for end in (0, 1):
+        columns: dict[str, Any] = {name: np.array([table.ends(name)[end]]) for name in ARRAY_FIELDS}
+        found.append(replace(table, **columns))
+    return differences(*found)
 
 
 def _blocks(points: Floats) -> Iterator[slice]:

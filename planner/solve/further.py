@@ -21,38 +21,23 @@ from typing import Literal
 
 import numpy as np
 
-from costmodels.dataclass import dataclass
 from costmodels.pricing import peak_memory
 from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
-from costmodels.spec.table import NONE, Bools, Floats, Ints, LayoutTable, distinct_rows
+from costmodels.spec.table import NONE, Bools, Floats, Ints, distinct_rows
 from planner.inputs.choice import Choice
 from planner.objective import slowness
 from planner.problem import Problem
 from planner.solve.bounds import Worth, least_step_seconds, least_units
 from planner.solve.fit import Fit
-from planner.solve.memory_bounds import (
-    STEPS,
-    FullestRank,
-    fullest_rank,
-    kept_bytes,
-    least_bytes,
-    recomputation_of_layer,
-)
-from planner.solve.recompute import recompute_kinds, with_most_recompute, with_recompute
+from planner.solve.grid_bounds import NEVER, SHAPE, Units, priced_sizes, slowest_rank_seconds, units_of
+from planner.solve.recompute import recompute_kinds, with_most_recompute
 from planner.space.grid import MicroBatches, Space, micro_batch_sizes, table_at
 from planner.space.open_grid import OpenGrid
 from planner.space.rule import Rule
 from planner.space.rules import LONGEST_CHUNK, RULES
 
-NEVER = 1e100
-"""Seconds of an impossible layout: large, but products and sums of it are still finite."""
-
 AT_ONCE = 1 << 21
 """Most elements of one intermediate array."""
-
-KNOTS, ALL_BELOW = 1.1, 16
-"""The ratio between consecutive priced sizes of microbatches, and the size up to which all sizes are priced.
-A sequence takes less time in a larger microbatch."""
 
 EVERY, FINE = 512, 1.005
 """All sizes of microbatches up to the first number are examined; beyond it, each size is the last one times
@@ -60,16 +45,6 @@ the second number."""
 
 MANY = 256
 """Number of sizes of microbatches above which sizes that are too large for any device are removed first."""
-
-SHAPE = (
-    "tensor_parallel",
-    "context_parallel",
-    "context_parallel_form",
-    "expert_parallel",
-    "expert_tensor_parallel",
-)
-"""Columns of the pairs of mesh and chunks that, with the schedule, determine a microbatch's time and
-bytes."""
 
 RESERVE = [rule for rule in RULES if rule.reserve]
 
@@ -178,7 +153,7 @@ def _admitted(
         degrees, most = degrees.map(lambda array: _taken(array, some, np.arange(len(size)))), most[some]
     if not len(most):
         return degrees, np.zeros((0, 1, len(size), 1, 1, 1), dtype=np.bool_)
-    units = _units(problem, degrees, most)
+    units = units_of(problem, degrees, most)
     most = _most_worth(problem, degrees, worth, units, most)
     kept, places = np.flatnonzero(most >= size.min()), np.flatnonzero(size <= most.max())
     part = degrees.map(lambda array: _taken(array, kept, places))
@@ -206,10 +181,10 @@ def _admitted(
     return part, admitted & units.possible[kept][:, None, None, None, None, :]
 
 
-def _could_be(problem: Problem, worth: Worth, part: OpenGrid, units: _Units) -> Bools:
+def _could_be(problem: Problem, worth: Worth, part: OpenGrid, units: Units) -> Bools:
     """Layouts of a grid that could be worth it and could fit, by their lower bounds."""
     full = np.where(part.runs(*V_SCHEDULES), 2, 1) * part.pipeline_parallel
-    slowest = _slowest(problem, part, units, part.micro_batches)
+    slowest = slowest_rank_seconds(problem, part, units, part.micro_batches)
     seconds = least_step_seconds(part, units.whole, slowest)
     good: Bools = slowness(problem.objective, part.global_batch_size, seconds) <= worth.last
     return good & (part.micro_batches >= full) & (slowest < NEVER)
@@ -235,12 +210,12 @@ def _least_pace(problem: Problem, degrees: OpenGrid) -> Floats:
     return pace * (1 if problem.objective != "step-time" else degrees.data_parallel.ravel())
 
 
-def _most_worth(problem: Problem, degrees: OpenGrid, worth: Worth, units: _Units, most: Ints) -> Ints:
+def _most_worth(problem: Problem, degrees: OpenGrid, worth: Worth, units: Units, most: Ints) -> Ints:
     """Sequences of the largest microbatch of each pair that could be worth it, found from `KNOTS` only,
     [pairs]."""
     pairs, _, _, splits, _, _ = degrees.shape
     size = degrees.micro_batch_size.ravel()
-    knots = np.flatnonzero(_knots(size))
+    knots = np.flatnonzero(priced_sizes(size))
     largest = np.zeros(pairs, dtype=np.int64)
     upper = np.append(size[knots][1:] - 1, size.max())
     block = max(1, AT_ONCE // (len(knots) * splits))
@@ -248,7 +223,7 @@ def _most_worth(problem: Problem, degrees: OpenGrid, worth: Worth, units: _Units
         rows = np.arange(start, min(start + block, pairs))
         part = degrees.map(partial(_taken, rows=rows, places=knots))
         full = np.where(part.runs(*V_SCHEDULES), 2, 1) * part.pipeline_parallel
-        slowest = _slowest(problem, part, units.take(rows, knots), full)
+        slowest = slowest_rank_seconds(problem, part, units.take(rows, knots), full)
         if problem.objective == "step-time":
             pace = slowest * full
         else:
@@ -256,13 +231,6 @@ def _most_worth(problem: Problem, degrees: OpenGrid, worth: Worth, units: _Units
         good = ((pace <= worth.last) & (slowest < NEVER)).any(axis=(1, 3, 4, 5))
         largest[rows] = np.where(good, upper, 0).max(axis=1)
     return np.minimum(largest, most)
-
-
-def _knots(size: Ints) -> Bools:
-    """Sizes whose shapes are priced: all small ones, and larger ones a tenth apart."""
-    place = np.floor(np.log(size) / np.log(KNOTS))
-    result: Bools = (size <= ALL_BELOW) | (np.diff(place, prepend=-1.0) > 0) | (size == size.max())
-    return result
 
 
 def _taken(array: Ints | Bools, rows: Ints, places: Ints) -> Ints | Bools:
@@ -311,88 +279,6 @@ def _is_covered(problem: Problem, degrees: OpenGrid) -> Bools:
     )
 
 
-@dataclass(frozen=True)
-class _Units:
-    """Lower bounds of a microbatch's time and kept bytes. Arrays are [shapes, sizes, at most 2], except
-    `shape` and `rank`."""
-
-    shape: Ints
-    """The number of the shape of each pair of mesh and chunks."""
-    whole: Floats
-    """Seconds on all pipeline ranks together."""
-    layer: Floats
-    """Seconds in one layer."""
-    kept: Floats
-    """Bytes that a layer keeps."""
-    freed: Floats
-    """Bytes that recomputation can save in a layer for each sequence, [shapes, 2 at most]."""
-    again: Floats
-    """Seconds that recomputation of these bytes takes for each sequence (`Recomputation.seconds`), [shapes, 2
-    at most, parts]."""
-    working: Floats
-    """Bytes of one layer's backward pass for each sequence (`Recomputation.working`), [shapes, 2 at most]."""
-    busy: Floats
-    """These bytes and those that the layer keeps (`Recomputation.busy`), [shapes, 2 at most]."""
-    rank: FullestRank
-    """The fullest rank of each pair."""
-    possible: Bools
-    """Stages of ZeRO whose model states alone may fit, [pairs, stages]."""
-
-    def take(self, pairs: Ints, places: Ints) -> _Units:
-        """The bounds of some pairs and sizes, with the axes of a grid."""
-
-        def axes(array: Floats) -> Floats:
-            found = array[self.shape[pairs][:, None], places]
-            return found.reshape(len(pairs), 1, *found.shape[1:], 1, 1)
-
-        each = {name: axes(getattr(self, name)) for name in ("whole", "layer", "kept")}
-        own = {name: getattr(self, name)[self.shape[pairs]] for name in ("freed", "again", "working", "busy")}
-        rank = FullestRank(
-            **{name: held[pairs].reshape(-1, *(1,) * 5) for name, held in vars(self.rank).items()}
-        )
-        return _Units(np.arange(len(pairs)), **each, **own, rank=rank, possible=self.possible[pairs])
-
-
-@dataclass(frozen=True)
-class _PricedSizes:
-    """The sizes of microbatches that are priced, for each shape; the other sizes follow from them."""
-
-    size: Ints
-    """All sizes, [sizes]."""
-    knots: Ints
-    """Places of the priced sizes among all of them."""
-    places: tuple[Ints, ...]
-    """Places of the priced layouts: along the axes of shapes, knots and sequence parallelism."""
-    shape: tuple[int, ...]
-    """Lengths of these axes."""
-
-    @classmethod
-    def of(cls, size: Ints, largest: Ints, splits: int) -> _PricedSizes:
-        """The priced sizes up to the one from which the largest size of each shape follows.
-
-        Args:
-            largest: the largest size of each shape, [shapes].
-            splits: length of the axis of sequence parallelism.
-        """
-        knots = np.flatnonzero(_knots(size))
-        after = np.minimum(np.searchsorted(size[knots], largest, side="left"), len(knots) - 1)
-        shape = (len(largest), len(knots), splits)
-        able = (np.arange(len(knots)) <= after[:, None])[:, :, None]
-        return cls(size, knots, np.nonzero(np.broadcast_to(able, shape)), shape)
-
-    def whole(self, found: Floats) -> Floats:
-        """Values of every size, [shapes, sizes, splits], from the least one of a sequence at the neighbouring
-        priced sizes."""
-        size, priced = self.size, self.size[self.knots]
-        before = np.searchsorted(priced, size, side="right") - 1
-        behind = np.minimum(before + (priced[before] < size), len(priced) - 1)
-        each = np.full(self.shape, np.inf)
-        each[self.places] = found
-        each /= priced[:, None]
-        array: Floats = np.minimum(each[:, before], each[:, behind]) * size[:, None]
-        return np.minimum(array, NEVER)
-
-
 def _has_near_chunks(problem: Problem, degrees: OpenGrid) -> Bools:
     """Pairs whose pipeline also runs equal chunks, in half to twice the number.
 
@@ -408,124 +294,3 @@ def _has_near_chunks(problem: Problem, degrees: OpenGrid) -> Bools:
     near = equal & (2 * other >= chunks) & (other <= 2 * chunks)
     result: Bools = np.logical_or.reduce(near, axis=0)[place].reshape(columns[0].shape)
     return result
-
-
-def _units(problem: Problem, degrees: OpenGrid, most: Ints) -> _Units:
-    where = problem.model, problem.cluster, problem.constants
-    pairs, _, sizes, splits, _, zero = degrees.shape
-    columns = [*(getattr(degrees, name) for name in SHAPE), degrees.runs(*SPLIT_BACKWARD)]
-    first, shape = distinct_rows([np.broadcast_to(column.ravel(), (pairs,)) for column in columns])
-    kinds = recompute_kinds(problem.pins, problem.engine)
-    # Several layers that start from one input keep less than a layer that does.
-    pinned = isinstance(problem.pins.get("recompute"), str) and "recompute_num_layers" not in problem.pins
-
-    def at(places: tuple[Ints, ...], stage: Ints | int = 0) -> LayoutTable:
-        """Layouts that recompute as pinned, or nothing, at places along the axes of pairs, sizes and sequence
-        parallelism."""
-        pair, size, split = (each.astype(np.int32) for each in places)
-        same = np.zeros_like(pair)
-        where = (pair, same, size, split, same, same + np.asarray(stage, dtype=np.int32))
-        table = table_at(degrees, where, problem.precision, problem.pins)
-        table = table if pinned else with_recompute(table, NONE, 0)
-        return replace(table, global_batch_size=table.micro_batch_size * table.data_parallel)
-
-    # All pairs of a shape have as many devices for the same sequences, and some of them a full pipeline.
-    largest = np.zeros(len(first), dtype=np.int64)
-    np.maximum.at(largest, shape, most)
-    priced = _PricedSizes.of(degrees.micro_batch_size.ravel(), largest, splits)
-    every = (first[priced.places[0]], priced.knots[priced.places[1]], priced.places[2])
-    # Ranks that hold all of their parameters may launch in another way.
-    stages = {0, zero - 1} if problem.constants.sharding.plain_whole else {0}
-    found = [least_units(*where, at(every, stage)) for stage in sorted(stages)]
-    whole, layer = (priced.whole(reduce(np.minimum, each)) for each in zip(*found, strict=True))
-    free = problem.cluster.parts or "layers_per_stage" in problem.pins
-    kept, again = np.zeros((len(first), sizes, splits)), np.zeros((len(first), splits, 1 + STEPS))
-    freed, working, busy = np.zeros((3, len(first), splits))
-    nothing = np.zeros(pairs)
-    possible = np.ones((pairs, zero), dtype=np.bool_)
-    rank = FullestRank(*[nothing] * 8, np.zeros(pairs, dtype=np.bool_))
-    if not free and (kinds or pinned):
-        own = problem.constants.for_device(problem.cluster.device)
-        kept = priced.whole(kept_bytes(problem.model, own, at(every)))
-        kept = np.where(kept < NEVER, kept, 0.0)
-        # GEMMs take the least for each sequence in large microbatches, hosts in small ones.
-        ends = np.array(
-            sorted({int(degrees.micro_batch_size.argmin()), int(degrees.micro_batch_size.argmax())})
-        )
-        corners = tuple(each.ravel() for each in np.meshgrid(first, ends, np.arange(splits), indexing="ij"))
-        found_again = recomputation_of_layer(*where, at(corners), kinds)
-        shape_of = (len(first), len(ends), splits)
-        freed = found_again.freed.reshape(shape_of).max(axis=1)
-        again = found_again.seconds.reshape(*shape_of, 1 + STEPS).min(axis=1)
-        working = found_again.working.reshape(shape_of).min(axis=1)
-        busy = found_again.busy.reshape(shape_of).min(axis=1)
-        least = int(degrees.micro_batch_size.argmin())
-        none = np.zeros(pairs, dtype=np.int64)
-        each_pair = (np.arange(pairs), none + least, none)
-        rank = fullest_rank(*where, at(each_pair, _most_zero(problem, degrees)))
-        for one in range(zero):
-            states, gradients = least_bytes(*where, at(each_pair, none + one), rank.layers)
-            possible[:, one] = states + gradients <= problem.cluster.memory_bytes
-    return _Units(shape, whole, layer, kept, freed, again, working, busy, rank, possible)
-
-
-def _most_zero(problem: Problem, degrees: OpenGrid) -> Ints:
-    """The place of the highest stage of ZeRO that each pair may have, [pairs]."""
-    stages = degrees.zero_stage
-    pairs = degrees.shape[0]
-    if stages.shape[5] == 1:
-        return np.zeros(pairs, dtype=np.int64)
-    fixed = {name for name, value in problem.pins.items() if not isinstance(value, Choice)}
-    lifted = any(rule.is_lifted(fixed) for rule in RULES if rule.name == "zero_pipeline")
-    piped = (degrees.pipeline_parallel > 1) & (not lifted)
-    legal = np.where(piped & (stages > 1), -1, stages)
-    every = np.broadcast_to(legal, (pairs, 1, 1, 1, 1, stages.shape[5])).reshape(pairs, -1)
-    result: Ints = every.argmax(axis=1)
-    return result
-
-
-def _slowest(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints) -> Floats:
-    """Lower bound of the seconds of one microbatch on the slowest pipeline rank, with the axes of a grid;
-    `NEVER` where nothing fits.
-
-    If chunks are equal up to one layer, the first rank has the most layers, so no rank computes longer.
-    """
-    chunks, pipeline = part.virtual_pipeline_parallel, part.pipeline_parallel
-    most = np.zeros(())
-    if "layers_per_stage" not in problem.pins:
-        each, rest = np.divmod(problem.model.layers, part.stages)
-        most = np.where(chunks > 1, each * chunks - (-rest // pipeline), 0)
-    again = _recomputation_seconds(problem, part, units, micro_batches)
-    mean = units.whole / pipeline + np.where(chunks > 1, 0.0, again)
-    slowest: Floats = np.maximum(mean, most * units.layer + again)
-    return slowest
-
-
-def _recomputation_seconds(problem: Problem, part: OpenGrid, units: _Units, micro_batches: Ints) -> Floats:
-    """Least seconds of recomputation of one microbatch with which a pipeline rank fits; `NEVER` where it
-    cannot fit."""
-    chunks, pipeline, rank = part.virtual_pipeline_parallel, part.pipeline_parallel, units.rank
-    flying = np.minimum(rank.in_flight, micro_batches * rank.layers)
-    # Without a buffer, gradients are there beside all activations from the microbatch on that follows the
-    # warm-up (`costmodels.memory.moments.least_moment`). With chunks, each has them after its first turn.
-    turns = part.runs("interleaved") & (micro_batches * chunks - rank.flights > (chunks - 1) * pipeline)
-    together = rank.has_buffer | np.where(chunks == 1, micro_batches > pipeline, turns)
-    more = micro_batches > np.where(part.runs(*V_SCHEDULES), 1, pipeline)
-    states = np.where(more, rank.more_states, rank.states)
-    gradients = np.where(more, rank.more_gradients, rank.gradients)
-    left = problem.cluster.memory_bytes - states - np.where(together, gradients, 0.0)
-    size, axes = part.micro_batch_size, (slice(None), None, None, slice(None), None, None)
-    freed, working, busy = (each[axes] for each in (units.freed, units.working, units.busy))
-    # A layer in its backward pass has its activations, kept or computed again, and those of its gradients.
-    unfit = np.maximum(flying * units.kept + rank.running * working * size - left, 0.0)
-    least = np.maximum(flying - rank.running, 0.0) * (units.kept - freed * size) + rank.running * busy * size
-    # Each byte of a layer is there as often as the layer is in flight, which is once for each rank at most.
-    often = np.where(chunks > 1, flying, pipeline * rank.layers)
-    each = unfit / np.maximum(often, 1e-9) / size
-    share = np.minimum(np.where(each > 0, each / np.where(freed > 0, freed, 1e-30), 0.0), 2.0)
-    step = np.minimum(share * STEPS, STEPS).astype(np.int64)
-    pairs, splits = np.ogrid[: len(units.freed), : units.freed.shape[1]]
-    again = units.again[pairs[:, None, None, :, None, None], splits[:, None, None, :, None, None], step]
-    seconds = again * size * rank.layers
-    never = (states + gradients > problem.cluster.memory_bytes) | (least > left)
-    return np.where(never | (share > 1 + 1e-9), NEVER, seconds)

@@ -8,8 +8,9 @@ the memory, layers recompute; the best set of modules bounds the time for each f
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from costmodels.spec.engine import Engine
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import SPLIT_BACKWARD, Recompute, Schedule, even_split
 from costmodels.spec.model import ModelSpec
-from costmodels.spec.table import FULL, SCHEDULES, Bools, Floats, LayoutTable, combined_key
+from costmodels.spec.table import FULL, SCHEDULES, Bools, Floats, Ints, LayoutTable, combined_key
 from costmodels.time.unit_times import unit_passes
 from planner.solve.recompute import recompute_sets, with_recompute
 
@@ -56,6 +57,12 @@ class FullestRank:
     more_gradients: Floats
     has_buffer: Bools
     """True where gradients have a buffer from the start of a step."""
+
+    @classmethod
+    def empty(cls, rows: int) -> FullestRank:
+        """Ranks that hold nothing."""
+        columns: dict[str, Any] = {field.name: np.zeros(rows) for field in fields(cls)}
+        return cls(**{**columns, "has_buffer": np.zeros(rows, dtype=np.bool_)})
 
 
 def fullest_rank(model: ModelSpec, cluster: Cluster, engine: Engine, table: LayoutTable) -> FullestRank:
@@ -128,11 +135,13 @@ def _layers_of_fullest(
         flying = (alone * (alone + 1) / 2 + (layers - alone)) / pipeline
         return layers / pipeline, flying, float(pipeline), alone / pipeline
     ranks = all_ranks(even_split(model.layers, pipeline * chunks), pipeline, leading, schedule)
-    dense = not model.routed_layers
-    own, flying = (ranks.dense, ranks.dense_in_flight) if dense else (ranks.moe, ranks.moe_in_flight)
-    fullest = int(flying.argmax())
+    if model.routed_layers:
+        own, often = ranks.moe, ranks.moe_in_flight
+    else:
+        own, often = ranks.dense, ranks.dense_in_flight
+    fullest = int(often.argmax())
     every = (ranks.dense_in_flight + ranks.moe_in_flight)[fullest] / (ranks.dense + ranks.moe)[fullest]
-    return float(own[fullest]), float(flying[fullest]), chunks * float(every), float(own[fullest] >= 1)
+    return float(own[fullest]), float(often[fullest]), chunks * float(every), float(own[fullest] >= 1)
 
 
 def kept_bytes(model: ModelSpec, engine: Engine, table: LayoutTable) -> Floats:
@@ -152,6 +161,30 @@ class Recomputation:
     """The least bytes that the backward pass needs besides kept ones, with any recomputation, [n]."""
     busy: Floats
     """The least sum of kept bytes and bytes of the backward pass, with any recomputation, [n]."""
+
+    @classmethod
+    def of_nothing(cls, *shape: int) -> Recomputation:
+        """Bounds of layers that keep nothing; arrays of `shape` instead of [n]."""
+        none = np.zeros(shape)
+        return cls(none, np.zeros((*shape, STEPS + 1)), none, none)
+
+    def loosest(self, shape: tuple[int, int, int]) -> Recomputation:
+        """The bounds that hold for all sizes of microbatches; arrays of [shapes, splits] instead of [n].
+
+        Args:
+            shape: lengths of the axes of [n]: shapes, sizes and splits.
+        """
+
+        def least(array: Floats) -> Floats:
+            found: Floats = array.reshape(*shape, *array.shape[1:]).min(axis=1)
+            return found
+
+        freed = -least(-self.freed)
+        return Recomputation(freed, least(self.seconds), least(self.working), least(self.busy))
+
+    def take(self, rows: Ints) -> Recomputation:
+        """The bounds of some rows."""
+        return Recomputation(**{name: held[rows] for name, held in vars(self).items()})
 
 
 def recomputation_of_layer(

@@ -15,7 +15,7 @@ from planner.objective import slowness
 from planner.problem import resolve_problem
 from planner.ranking import contenders
 from planner.ranking.first_plans import Ranked
-from planner.solve import bounds, further, recompute, solutions
+from planner.solve import bounds, further, grid_bounds, recompute, solutions
 from planner.solve.bounds import floor_of
 from planner.solve.concatenation import concatenate_tables
 from planner.solve.fit import fit
@@ -139,9 +139,8 @@ def test_further_layouts_left_out_for_their_memory_fit_with_no_recomputation(
     space = problem.space()
     found, worth = fit(*where, space), bounds.Worth(problem.objective, 1e90)
     some = further.further_space(problem, space, found, worth, "other")
-    monkeypatch.setattr(further, "_recomputation_seconds", lambda *_: np.zeros((1,) * 6))
-    nothing = np.zeros(1)
-    monkeypatch.setattr(further, "least_bytes", lambda *_: (nothing, nothing))
+    monkeypatch.setattr(grid_bounds, "recomputation_seconds", lambda *_: np.zeros((1,) * 6))
+    monkeypatch.setattr(grid_bounds, "least_bytes", lambda *given: 2 * [np.zeros(len(given[-1]))])
     every = further.further_space(problem, space, found, worth, "other")
     assert some is not None and every is not None
     names = [name for name in ARRAY_FIELDS if name != "split"]

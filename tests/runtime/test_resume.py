@@ -105,7 +105,7 @@ def test_a_killed_job_resumes_with_the_same_losses_to_the_bit(
     assert not partial.exists()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     whole = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").read_text().splitlines()]
-    # What a run measured of itself differs: the parts of a step, and a rank that was slow on a busy machine.
+    # Parts of a step are measured, and so is a rank that was slow on a busy machine: both differ.
     records, whole = ([r for r in some if not r.keys() & {"parts", "straggler"}] for some in (records, whole))
     for name in ("grad_norm", "learning_rate", "validation_loss"):
         assert [r.get(name) for r in records] == [r.get(name) for r in whole]
