@@ -18,7 +18,7 @@ from runtime.dryrun.requirements import check_installed, ranks_to_trace
 from runtime.settings.training_options import TrainingOptions
 
 if TYPE_CHECKING:
-    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing.context import BaseContext
 
 MOST_TRIED = 8
 """Most plans that are traced until one fits."""
@@ -29,12 +29,12 @@ def traces_of(
     training: TrainingOptions,
     ranks: Sequence[int],
     status: Status,
-    early: ProcessPoolExecutor | None = None,
+    early: BaseContext | None = None,
 ) -> list[MemoryTrace]:
     """The dry runs of ranks of a plan.
 
     Args:
-        early: a process that was started for the dry runs before the plan was known.
+        early: a context of processes with PyTorch (`runtime.dryrun.ranks.early_tracer`).
     """
     on_gpu = plan.cluster.device.kind != "cpu"
     with exit_on_ctrl_c():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing.context import BaseContext
 
 from costmodels import Layout, ModelSpec
 from costmodels.catalogue.local_machine import available_cores, available_memory
@@ -17,10 +18,14 @@ from runtime.dryrun.kept_traces import keep_trace, kept_trace, trace_name
 from runtime.dryrun.memory_trace import DeviceKind, MemoryTrace
 from runtime.dryrun.quiet import collector_off
 from runtime.processes.pools import brief_pool
+from runtime.processes.preloading import preloading
 from runtime.settings.training_options import TrainingOptions
 
 PROCESS_BYTES = 3 * 2**29
 """Bytes of host memory of a tracing process: PyTorch, its compiler, and their data of a model."""
+
+SHARED = ("torch", "torch._inductor.compile_fx", "runtime.dryrun.run")
+"""Modules that tracing processes share, loaded once."""
 
 Tell = Callable[[str], None]
 """A function that reports the current work."""
@@ -35,12 +40,12 @@ def trace_ranks(
     device: DeviceKind,
     options: TrainingOptions,
     tell: Tell = lambda _: None,
-    early: ProcessPoolExecutor | None = None,
+    early: BaseContext | None = None,
 ) -> list[MemoryTrace]:
     """The memory traces of `ranks`, in order.
 
     Args:
-        early: a process that has loaded or is loading PyTorch (`early_tracer`).
+        early: a context of processes with PyTorch (`early_tracer`).
     """
     groups = alike_ranks(spec, layout, ranks)
     names = {rank: trace_name(spec, layout, rank, compiled, device, options) for rank in groups}
@@ -61,19 +66,15 @@ def trace_ranks(
 
 
 @contextmanager
-def early_tracer() -> Iterator[ProcessPoolExecutor | None]:
-    """A process that loads PyTorch while this one searches; None if PyTorch, a free core or memory is
-    missing.
-
-    It ends with this context.
-    """
+def early_tracer() -> Iterator[BaseContext | None]:
+    """A context of processes with PyTorch, loaded while this process searches; None if PyTorch, a free core
+    or memory is missing."""
     has_room = available_cores() > 1 and available_memory() > 2 * PROCESS_BYTES
     if not has_room or find_spec("torch") is None:
         yield None
         return
-    with brief_pool(1) as pool:
-        pool.submit(_load)
-        yield pool
+    with preloading(SHARED) as context:
+        yield context
 
 
 def _load() -> None:
@@ -82,7 +83,7 @@ def _load() -> None:
 
 
 def _traced(
-    job: Callable[..., MemoryTrace], ranks: Sequence[int], tell: Tell, early: ProcessPoolExecutor | None
+    job: Callable[..., MemoryTrace], ranks: Sequence[int], tell: Tell, early: BaseContext | None
 ) -> dict[int, MemoryTrace]:
     """The dry runs of `ranks`, in as many processes as cores and memory allow."""
     room = int(available_memory() // PROCESS_BYTES)
@@ -97,22 +98,15 @@ def _traced(
             found[rank] = job(rank=rank)
         return found
     with ExitStack() as stack:
-        free = [] if early is None else [early]
-        if more := processes - len(free):
-            free += more * [stack.enter_context(brief_pool(more))]
+        context = stack.enter_context(preloading(SHARED)) if early is None else early
+        pool = stack.enter_context(brief_pool(processes, context))
         many = f"{len(ranks)} pipeline ranks, {processes} at a time"
         tell(f"tracing {'a rank' if len(ranks) == 1 else many}")
-        left, running = list(ranks), dict[Future[MemoryTrace], tuple[int, ProcessPoolExecutor]]()
+        running = {pool.submit(job, rank=rank): rank for rank in ranks}
         try:
-            while left or running:
-                while left and free:
-                    rank, pool = left.pop(0), free.pop(0)
-                    running[pool.submit(job, rank=rank)] = rank, pool
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    rank, pool = running.pop(future)
-                    found[rank] = future.result()
-                    free.append(pool)
-                    tell(f"traced {_of(len(found), len(ranks))}")
+            for future in as_completed(running):
+                found[running[future]] = future.result()
+                tell(f"traced {_of(len(found), len(ranks))}")
         except BrokenProcessPool:
             raise RuntimeError("a process of the dry run died; it may have been out of memory") from None
         return found

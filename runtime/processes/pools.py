@@ -20,7 +20,7 @@ from typing import Any
 
 
 @contextmanager
-def _among_pythons_own() -> Iterator[None]:
+def among_pythons_own() -> Iterator[None]:
     """Change to the folder of Python's own library within this context.
 
     A spawned Python first imports modules from its start folder, then gets this process's path and changes to
@@ -35,7 +35,7 @@ def _among_pythons_own() -> Iterator[None]:
 
 
 @contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
+def deaf_to_ctrl_c() -> Iterator[None]:
     """Within this context start processes that ignore Ctrl-C; here Ctrl-C is delayed.
 
     A terminal sends it to all processes, but this process should end the others, which would print
@@ -52,10 +52,16 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 
 
 @contextmanager
-def brief_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of processes that end at once when this process ends, even during work."""
+def brief_pool(processes: int, context: BaseContext | None = None) -> Iterator[ProcessPoolExecutor]:
+    """A pool of processes that end at once when this process ends, even during work.
+
+    Args:
+        context: `spawn_context` unless given.
+    """
     others = active_children()
-    pool = ProcessPoolExecutor(processes, mp_context=spawn_context(), initializer=_with_nameless_locks)
+    pool = ProcessPoolExecutor(
+        processes, mp_context=context or spawn_context(), initializer=_with_nameless_locks
+    )
     try:
         yield pool
     finally:
@@ -79,7 +85,7 @@ def _with_nameless_locks() -> None:
 class _Process(SpawnProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        with _among_pythons_own(), _deaf_to_ctrl_c():
+        with among_pythons_own(), deaf_to_ctrl_c():
             return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
 
 
@@ -89,7 +95,7 @@ class _Context(SpawnContext):
 
 def spawn_context() -> SpawnContext:
     """A multiprocessing context with new processes, as threads of PyTorch do not survive a fork."""
-    with _among_pythons_own():
+    with among_pythons_own():
         # A Python of its own too, which the first lock would start.
         resource_tracker.ensure_running()
     return _Context()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from costmodels import Layout, ModelSpec
+from costmodels.errors import InputError
 from runtime.dryrun import kept_traces, ranks
 from runtime.dryrun.alike import alike_ranks
 from runtime.dryrun.kept_traces import keep_trace, kept_trace, trace_name
 from runtime.dryrun.memory_trace import CATEGORIES, MemoryTrace, Moment
 from runtime.dryrun.ranks import trace_ranks
 from runtime.processes.pools import brief_pool
+from runtime.processes.preloading import preloading
 from runtime.settings.training_options import TrainingOptions
 from tests.support.layouts import layout_of
 
@@ -160,21 +164,50 @@ def test_ranks_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def process_of(rank: int) -> Any:
-    """A stand-in for a dry run: the rank, and the process that was asked."""
-    return rank, os.getpid()
+    """A stand-in for a dry run: the rank, the process that was asked, and the process that started it."""
+    return rank, os.getpid(), os.getppid()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cores", [1, 2])
-def test_ranks_are_traced_where_pytorch_is_loaded_early(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_traced_by_forks_of_a_process_that_loaded_pytorch(
+    cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks, "available_cores", lambda: cores)
     monkeypatch.setattr(ranks, "available_memory", lambda: 2**40)
-    with brief_pool(1) as early:
-        known = early.submit(os.getpid).result()
+    with preloading(("json",)) as early:
         found: dict[int, Any] = {**ranks._traced(process_of, range(6), lambda _: None, early)}
-    assert all(asked == rank for asked, (rank, _) in found.items()) and len(found) == 6
-    processes = {process for _, process in found.values()}
-    assert known in processes and len(processes) <= cores
+    assert [found[rank][0] for rank in range(6)] == list(range(6))
+    assert len({process for _, process, _ in found.values()}) <= cores
+    (server,) = {parent for *_, parent in found.values()}
+    assert server != os.getpid()
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
+
+
+def loaded(name: str) -> bool:
+    return name in sys.modules
+
+
+@pytest.mark.slow
+def test_forks_have_the_modules_of_their_server() -> None:
+    with preloading(("no_such_module", "colorsys")) as context:
+        with brief_pool(1, context) as pool:
+            assert pool.submit(loaded, "colorsys").result()
+        # The server of another context is not shared, as it has other modules.
+        with preloading(("colorsys",)) as other:
+            assert other.get_start_method() == "spawn"
+
+
+def test_a_server_that_is_still_loading_ends_with_its_context() -> None:
+    server: Any = vars(forkserver)["_forkserver"]
+    started = []
+    with pytest.raises(InputError), preloading(("torch",)):
+        started.append(server._forkserver_pid)
+        raise InputError("no layout fits")
+    assert server._forkserver_pid is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
 
 
 def test_one_core_loads_nothing_early(monkeypatch: pytest.MonkeyPatch) -> None:
