@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_all_start_methods
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -47,9 +47,10 @@ def preloading(modules: Sequence[str]) -> Iterator[BaseContext]:
     before = server._preload_modules
     server.set_forkserver_preload(list(modules))
     try:
-        with among_pythons_own(), deaf_to_ctrl_c():
+        with among_pythons_own(), deaf_to_ctrl_c(), suppress(OSError):
+            # Its socket may have too long a path, or no place on the disk.
             server.ensure_running()
-        yield _Context()
+        yield spawn_context() if server._forkserver_pid is None else _Context()
     finally:
         server.set_forkserver_preload(before)
         if server._forkserver_pid is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from multiprocessing import forkserver
@@ -21,6 +22,7 @@ from runtime.dryrun.ranks import trace_ranks
 from runtime.processes.pools import brief_pool
 from runtime.processes.preloading import preloading
 from runtime.settings.training_options import TrainingOptions
+from tests.support import ROOT
 from tests.support.layouts import layout_of
 
 GPT = ModelSpec.model_validate(
@@ -208,6 +210,24 @@ def test_a_server_that_is_still_loading_ends_with_its_context() -> None:
     assert server._forkserver_pid is None
     with pytest.raises(ProcessLookupError):
         os.kill(started[0], 0)
+
+
+def test_processes_are_new_where_no_server_can_start(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    text = (
+        "from runtime.processes.pools import brief_pool\n"
+        "from runtime.processes.preloading import preloading\n"
+        "with preloading(('json',)) as context, brief_pool(1, context) as pool:\n"
+        "    print(context.get_start_method(), pool.submit(abs, -1).result())\n"
+    )
+    environment = os.environ | {"TMPDIR": str(deep)}
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    # Newer Pythons shorten the path themselves.
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout in ("spawn 1\n", "forkserver 1\n")
 
 
 def test_one_core_loads_nothing_early(monkeypatch: pytest.MonkeyPatch) -> None:
