@@ -22,6 +22,9 @@ FILE = Path(__file__).with_name("objectives.yaml")
 
 NOT_KNOWN = "not known"
 
+NOTHING = "nothing"
+"""The objective of programs that do not train: they generate, evaluate, or change files of weights."""
+
 OTHER = "the training objective is not the next token of one sample, and is not priced"
 
 DEFINED = "objective"
@@ -88,6 +91,9 @@ def with_objective(reading: Reading, define: Mapping[str, str]) -> Reading:
     if objective.name == NOT_KNOWN:
         text = "the training program decides the training objective, and is not given"
         remedy = f"give the command of the program too, or --define {DEFINED}=next-token"
+    if objective.name == NOTHING:
+        text = f"{objective.said} trains nothing by its name, so no step is priced"
+        remedy = f"give --define {DEFINED}=next-token if it trains"
     file = reading.files.get(objective.flag, reading.file)
     problem = ConfigProblem("unknown", text, objective.flag, objective.line, remedy, file)
     return dataclasses.replace(reading, problems=(*reading.problems, problem))
@@ -129,7 +135,8 @@ def _by_values(flags: _Flags) -> Objective | None:
         if name in tables.values:
             found = _of_value(text, tables.values[name])
         elif name in tables.named:
-            found = _by_words(text) or NEXT_TOKEN
+            named = _by_words(text)
+            found = NEXT_TOKEN if named in ("", NOTHING) else named
         if found != NEXT_TOKEN:
             return Objective(found, flag.name, flag.line, text)
     return None
@@ -154,10 +161,15 @@ def _of_value(text: str, next_token: Iterable[str]) -> str:
 
 
 def _by_words(text: str) -> str:
-    """The objective from the first word of a name that gives one; empty where none does."""
+    """The objective from the first word of a name that gives one; empty where none does.
+
+    A program of another objective, or one that trains, may also evaluate or convert.
+    """
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", text).lower()
     words = _tables().words
     found = [words[word] for word in re.findall(r"[a-z0-9]+", parted) if word in words]
+    if NOTHING in found and (set(found) > {NOTHING} or re.search("train|tun", parted)):
+        found = [one for one in found if one != NOTHING]
     return next((one for one in found if one != NEXT_TOKEN), found[0] if found else "")
 
 
