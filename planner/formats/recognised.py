@@ -62,7 +62,14 @@ MARKS = (
         "Levanter", (frozenset({"trainer.mp"}), frozenset({"trainer.tensor_parallel_axes"})), r"levanter[./]"
     ),
     Mark("OpenRLHF", (), r"openrlhf\.cli|--module openrlhf"),
-    Mark("FlagScale", (frozenset({"experiment.runner.", "experiment.task."}),)),
+    Mark(
+        "FlagScale",
+        (
+            frozenset({"experiment.runner.", "experiment.task."}),
+            frozenset({"system.", "model.", "data."}),  # The file of a task beside it (conf/train).
+        ),
+    ),
+    Mark("NeuronX Distributed Training", (frozenset({"distributed_strategy.", "model_source"}),)),
     Mark(
         "MindSpeed-LLM's FSDP2 backend",
         (

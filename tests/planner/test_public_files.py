@@ -299,6 +299,38 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
         "use_slow_tokenizer: true\ncheckpointing_steps: epoch\n",
         lambda r: r.legal is None and r.unknown == ("--mixed_precision",),
     ),
+    "flags of experts of a model without experts": (
+        "job.sh",
+        MEGATRON + "--vocab-size 32000 --moe-router-topk 2 --moe-layer-freq 2 --moe-router-pre-softmax",
+        lambda r: (
+            r.legal
+            and not r.reading.model.experts
+            and "has no effect without --num-experts" in {one.text for one in r.reading.problems}
+        ),
+    ),
+    "a width of experts that are not there": (
+        "job.sh",
+        MEGATRON + "--vocab-size 32000 --moe-ffn-hidden-size 512",
+        lambda r: r.legal is False,  # "Please set num_moe_experts or remove moe_ffn_hidden_size."
+    ),
+    "counts that a script's own text leaves to variables": (
+        "fsdp.yaml",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n"
+        "fsdp_config: {fsdp_version: 2}\nnum_machines: $NUM_NODES\nnum_processes: $NUM_PROCESSES\n",
+        lambda r: r.legal is None and {"num_machines", "num_processes"} <= {*r.unknown},
+    ),
+    "a value that Hydra's caller must give": (
+        "nemo.yaml",
+        NEMO.replace("tensor_model_parallel_size: 1", "tensor_model_parallel_size: ???"),
+        lambda r: r.legal is None and r.unknown == ("model.tensor_model_parallel_size",),
+    ),
+    "accelerate's launcher as a module": (
+        "job.sh",
+        "uv run python -m accelerate.commands.launch --mixed_precision bf16 --num_processes 4 tune.py "
+        "--model_name_or_path Qwen/Qwen3-0.6B --max_seq_length 512 --per_device_train_batch_size 2 "
+        "--use_lora --lora_rank 64\n",
+        lambda r: r.legal and (r.reading.precision, r.reading.program) == ("bf16", "tune.py"),
+    ),
     "a command in a block of a page": (
         "README.md",
         'Run\n\n```bash\nMODEL="meta-llama/Llama-2-7b-hf"\n\n'
@@ -372,6 +404,19 @@ def test_names_of_the_hub(name: str, model: str | None) -> None:
             "tune.sh",
             "torchrun --nproc_per_node 8 train_fsdp2.py examples/fsdp2/qwen3/tune.yaml",
             "MindSpeed-LLM's FSDP2 backend",
+        ),
+        (
+            "32b.yaml",
+            "system: {tensor_model_parallel_size: 8, precision: {bf16: true}}\n"
+            "model: {num_layers: 64, hidden_size: 5120, micro_batch_size: 1}\n"
+            "data: {tokenizer: {vocab_size: 32000}}\n",
+            "FlagScale",
+        ),
+        (
+            "hf_llama.yaml",
+            "model_source: hf\ntrainer: {devices: 32, num_nodes: 4}\n"
+            "distributed_strategy: {tensor_model_parallel_size: 32, zero1: true}\nmodel: {num_layers: 80}\n",
+            "NeuronX Distributed Training",
         ),
         (
             "vl.yaml",

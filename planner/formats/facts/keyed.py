@@ -134,7 +134,7 @@ class Keyed:
 
     def _is_unknown(self, entry: Entry) -> bool:
         text = resolved_value(entry, self.entries)
-        if "${" not in text and "{{" not in text:
+        if not _LEFT_OPEN.search(text):
             return False
         remedy = f"write the value out, or give --define {entry.path.lstrip('-')}=VALUE"
         text = f"{text} depends on a value that the file does not give"
@@ -166,6 +166,15 @@ class Keyed:
             words = () if entry.null else (Word(entry.text, entry.line),)
             found.append(GivenFlag(entry.path, words, entry.line, flag))
         return tuple(found)
+
+
+_LEFT_OPEN = re.compile(r"\$\{|\{\{|\$[A-Za-z_]|^\?\?\?$")
+"""A variable of a shell, a template or another key, or Hydra's mark of a value that the caller must give."""
+
+
+def word_of(text: str, line: int) -> Word:
+    """The value of a key as a word of a command; a value that the file leaves open is unknown."""
+    return Word(text, line, (text.strip("${}"),) if _LEFT_OPEN.search(text) else ())
 
 
 _REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")

@@ -27,6 +27,9 @@ LAUNCHERS = (
     "horovodrun",
 )
 
+LAUNCHER_MODULES = ("torch.distributed", "accelerate.commands.launch", "deepspeed.launcher")
+"""Modules that start another program (`python -m torch.distributed.run`)."""
+
 PER_NODE = (
     *("--nproc_per_node", "--nproc-per-node", "--local_worker_num", "--num_gpus", "--gpus-per-node"),
     *("--npus-per-node", "--gres", "--ntasks-per-node"),
@@ -246,7 +249,7 @@ def _program(command: Sequence[Word]) -> int:
             return at
         if word.text in ("-m", "--module") and at + 1 < len(command):
             found = at + 1
-            if not command[found].text.startswith("torch.distributed"):
+            if not command[found].text.startswith(LAUNCHER_MODULES):
                 return found
     return found
 

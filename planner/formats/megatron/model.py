@@ -16,7 +16,7 @@ from planner.formats.facts.reading import Problems
 from planner.formats.facts.tokenizers import vocabulary_of, vocabulary_of_type
 from planner.formats.megatron.layers import with_layers
 from planner.formats.megatron.mindspeed_layers import noop_layers, take_out_noops
-from planner.options.experts import LatentFlags, list_of_layers
+from planner.options.experts import ExpertFlags, LatentFlags, list_of_layers
 from planner.options.limits import check_bounds
 from planner.options.model import ModelOptions
 
@@ -113,6 +113,8 @@ def read_model(
             flag = given[f"--{name.replace('_', '-')}"]
             text = "has no effect without --multi-latent-attention"
             problems.add("note", text, flag.name, flag.line)
+    if described is None and not values.get("num_experts"):
+        _take_out_experts(values, given, problems)
     missing = [
         name for name in ("--num-layers", "--hidden-size", "--num-attention-heads") if name not in given
     ]
@@ -252,6 +254,16 @@ def _in_todays_words(values: dict[str, Any], given: Given, problems: Problems) -
         text = f"groups are ranked by their {top // groups} best experts, which is priced as no groups"
         problems.add("note", text, "--moe-router-group-topk", given["--moe-router-group-topk"].line)
         del values["moe_router_num_groups"], values["moe_router_group_topk"]
+
+
+def _take_out_experts(values: dict[str, Any], given: Given, problems: Problems) -> None:
+    """Drop the flags of experts of a model without experts, except a width, which Megatron-LM then refuses
+    (`TransformerConfig.__post_init__`)."""
+    for name in (one.name for one in fields(ExpertFlags)):
+        if name in ("num_experts", "moe_ffn_hidden_size") or values.pop(name, None) is None:
+            continue
+        flag = given[f"--{name.replace('_', '-')}"]
+        problems.add("note", "has no effect without --num-experts", flag.name, flag.line)
 
 
 def _deepspeeds_experts(values: dict[str, Any], given: Given, framework: str, problems: Problems) -> None:

@@ -15,7 +15,7 @@ from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.flag_catalogue import GivenFlag, known_flags
-from planner.formats.facts.keyed import Keyed, resolved_value
+from planner.formats.facts.keyed import Keyed, resolved_value, word_of
 from planner.formats.facts.launcher import Launch
 from planner.formats.facts.optimizers import optimizer_named
 from planner.formats.facts.reading import ConfigProblem, Problems, Reading
@@ -299,7 +299,7 @@ def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, s
         if name in flags and "model" in paths[name] and "model" not in entry.path:
             return  # The model's own key counts before that of its data.
         flags[name] = GivenFlag(
-            name, tuple(_word(text, entry.line) for text in words), entry.line, known[name]
+            name, tuple(word_of(text, entry.line) for text in words), entry.line, known[name]
         )
         paths[name] = entry.path
 
@@ -359,10 +359,6 @@ def keys_of_flags(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 _OTHER_LEAVES = ("sequence_length", "override_vocab_size")
-
-
-def _word(text: str, line: int) -> Word:
-    return Word(text, line, (text.strip("${}"),) if "${" in text else ())
 
 
 _PRODUCT = re.compile(r"\$\{multiply:\s*([\w.${}]+)\s*,\s*([\w.${}]+)\s*\}")

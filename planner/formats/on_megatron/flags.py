@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from planner.formats.facts.entries import Entry
 from planner.formats.facts.flag_catalogue import GivenFlag, known_flags
+from planner.formats.facts.keyed import word_of
 from planner.formats.facts.reading import Reading
 from planner.formats.megatron.names import DEGREE_FLAGS
-from planner.formats.shell.text import Word
 
 
 def as_flags(pairs: Iterable[tuple[str, Entry]]) -> list[GivenFlag]:
@@ -21,17 +21,9 @@ def as_flags(pairs: Iterable[tuple[str, Entry]]) -> list[GivenFlag]:
         if entry.null or (not flag.words and entry.text.lower() in ("false", "0", "")):
             continue
         texts = (entry.text,) if entry.items is None else entry.items
-        words = tuple(
-            Word(text, entry.line, (text.strip("${}"),) if "${" in text else ())
-            for text in texts
-            if flag.words
-        )
+        words = tuple(word_of(text, entry.line) for text in texts if flag.words)
         found.append(GivenFlag(name, words, entry.line, flag))
     return found
-
-
-def _word(text: str, line: int) -> Word:
-    return Word(text, line, (text.strip("${}"),) if "${" in text else ())
 
 
 def renamed(reading: Reading, names: Mapping[str, str], framework: str, engine: str) -> Reading:
