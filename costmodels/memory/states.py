@@ -83,14 +83,26 @@ def _states(
         summed = np.maximum(NARROW, wide) if engine.sharding.fully_sharded else NARROW + wide
         whole = np.where(copied, summed, whole) if engine.sharding.fully_sharded else summed
     sharded = np.where(on_host, 0.0, policy.gradients / shards)
+    narrowing = np.where(table.optimizer == ADAM, ADAM_STATE / 2, 0.0)
     state = policy.optimizer - ADAM_STATE + layer_state(table)
     if engine.sharding.narrow_moments:
-        state = state - np.where(table.optimizer == ADAM, ADAM_STATE / 2, 0.0)
-    return (
+        state = state - narrowing
+    found = (
         parameters + copy,
         np.where(sharded_gradient_rows(engine, table), sharded, whole),
         np.where(table.offload_optimizer, 0.0, state / shards),
     )
+    narrow = np.isin(table.zero_stage, engine.sharding.narrow_stages)
+    if not narrow.any():
+        return found
+    # Shards stay beside gathered weights, and DDP copies gradients into buckets.
+    each = np.where(on_host, 0.0, NARROW / shards)
+    weights = np.where(frees, each, NARROW + each * (table.zero_stage > 0))
+    summed = NARROW * (1 + ((table.zero_stage == 0) & (replicas > 1)))
+    gradients = np.where(sharded_gradient_rows(engine, table), each, summed)
+    moments = np.where(table.offload_optimizer, 0.0, (layer_state(table) - narrowing) / shards)
+    a, b, c = (np.where(narrow, *pair) for pair in zip((weights, gradients, moments), found, strict=True))
+    return a, b, c
 
 
 def model_states(

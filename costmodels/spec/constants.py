@@ -382,6 +382,8 @@ class ShardingConstants(Constants):
     layer, and of embedding and head."""
     narrow_moments: bool = False
     """True if Adam's two moments are in 16 bits (Megatron-Core's `--use-precision-aware-optimizer`)."""
+    narrow_stages: tuple[CountOrZero, ...] = ()
+    """ZeRO stages in which weights, gradients and moments are all in 16 bits, without a copy in fp32."""
     ends_apart: bool = False
     """True if embedding and head are gathered separately, like layers, and not together."""
     plain_whole: bool = False

@@ -12,6 +12,8 @@ from costmodels.dataclass import dataclass
 from costmodels.errors import InputError, on_one_line
 from costmodels.pricing import estimate
 from costmodels.spec.engine import Engine
+from costmodels.spec.estimate import Estimate
+from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
 from costmodels.spec.record import GIB
 from costmodels.spec.table import LayoutTable
@@ -168,7 +170,7 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
     if reading.layout is not None and not problems.fatal:
         plan = plan_as_it_stands(reading, reading.layout, problem, problems)
     best, fitting = _best(problem, plan, problems)
-    if plan is not None and not plan.fits and not reading.memory_is_bound:
+    if plan is not None and not plan.fits and not _may_fit(reading, plan.estimate, problem.cluster):
         fitting = (*own_layout_proposals(problem, plan.layout), *fitting)
     return _answer(reading, problems, assumed, plan, best, fitting)
 
@@ -187,7 +189,7 @@ def _answer(
     return Check(
         reading=reading,
         legal=legal,
-        fits=None if plan is None or (reading.memory_is_bound and not plan.fits) else plan.fits,
+        fits=None if plan is None else _fits(reading, plan),
         problems=tuple(ordered),
         assumed=(*reading.assumed, *assumed, *([plan.load_assumed] if plan and plan.load_assumed else [])),
         plan=plan,
@@ -195,6 +197,18 @@ def _answer(
         changes=_changes(reading, plan, best),
         proposals=tuple((one, _changes(reading, plan, one.plan)) for one in fitting),
     )
+
+
+def _fits(reading: Reading, plan: Plan) -> bool | None:
+    return True if plan.fits else None if _may_fit(reading, plan.estimate, plan.cluster) else False
+
+
+def _may_fit(reading: Reading, costs: Estimate, cluster: Cluster) -> bool:
+    """Return whether a job whose layout does not fit as priced may fit all the same."""
+    if reading.memory_is_bound or not reading.activations_are_bound:
+        return reading.memory_is_bound
+    states = (one.parameters + one.gradients + one.optimizer for one in costs.memory)
+    return max(states) < cluster.memory_bytes
 
 
 def name_what_is_missing(reading: Reading, problems: Problems) -> None:
@@ -318,7 +332,7 @@ def plan_as_it_stands(reading: Reading, layout: Layout, problem: Problem, proble
             f"{name} {size / GIB:.1f}" for name, size in parts
         )
         field = _LARGEST_PART.get(parts[0][0], "") if parts else ""
-        if reading.memory_is_bound:
+        if _may_fit(reading, costs, problem.cluster):
             problems.add("note", f"the layout may not fit: as priced it {text}", *places.of(field))
         else:
             problems.add("too_big", text, *places.of(field))

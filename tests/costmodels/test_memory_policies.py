@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels import Cluster, Engine, Layout, ModelSpec
-from costmodels.catalogue import load_engine
+from costmodels.catalogue import load_device, load_engine, load_model
 from costmodels.catalogue.yaml_files import catalogue_file
 from costmodels.memory.peak import DYNAMIC, communicator_count, stage_memory, update_bytes
 from costmodels.memory.unit_sizes import unit_sizes
@@ -276,3 +278,31 @@ def test_fitted_memory_constants_reach_the_engines() -> None:
     for name, fit in fits.items():
         engine = load_engine(name)
         assert engine == engine.with_constants(fit["constants"])
+
+
+def test_states_in_16_bits_are_those_of_pytorchs_adam() -> None:
+    weight = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    adam = torch.optim.AdamW(weight.parameters())
+    weight(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+    adam.step()
+    (parameter,) = weight.parameters()
+    assert parameter.grad is not None
+    moments = [held for held in adam.state[parameter].values() if held.numel() > 1]
+    each = sum(held.element_size() for held in (parameter, parameter.grad, *moments))
+    model = load_model("llama3-8b")
+    engine = load_engine("fsdp").with_constants({"sharding.narrow_stages": (0, 2, 3)})
+    device = load_device("a100-80g")
+    cluster = Cluster(device=device, world_size=8, devices_per_node=8, memory_bytes=device.memory_bytes)
+
+    def held(**degrees: Any) -> float:
+        layout = Layout(
+            **degrees, micro_batch_size=1, global_batch_size=16, layers_per_stage=(32,), precision="bf16"
+        )
+        parts = memory_of(model, cluster, engine, layout)
+        return sum(float(parts[name][0, 0]) for name in ("parameters", "gradients", "optimizer"))
+
+    assert held(data_parallel=1) == pytest.approx(each * model.parameters)
+    # DDP copies gradients into buckets.
+    assert held(data_parallel=8) == pytest.approx((each + 2) * model.parameters)
+    # FSDP2 keeps gathered weights beside its shards below ZeRO 3.
+    assert held(data_parallel=8, zero_stage=2) == pytest.approx((each / 8 + 2) * model.parameters)

@@ -286,7 +286,7 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
     "inputs of layers that wait in host memory": (
         "axolotl.yml",
         AXOLOTL + "gradient_checkpointing: offload\n",
-        lambda r: r.layout.recompute == "full" and r.reading.memory_is_bound,
+        lambda r: r.layout.recompute == "full" and r.reading.activations_are_bound,
     ),
     "TRL's own defaults": (
         "sft.yaml",
@@ -531,10 +531,10 @@ def test_the_callers_devices_stand_for_those_of_mpirun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "fits"),
     [
-        ("train.yml", AXOLOTL, None),
+        ("train.yml", AXOLOTL, True),
         ("train.yml", AXOLOTL.replace("bf16: auto", "bf16: false"), False),
         ("train.yml", AXOLOTL + "adapter: lora\nlora_r: 8\n", True),
-        ("train.sh", SWIFT_FULL, None),
+        ("train.sh", SWIFT_FULL, True),
         ("train.sh", SWIFT_FULL + " --torch_dtype float32", False),
     ],
 )
@@ -572,19 +572,23 @@ def test_a_script_is_read_with_the_script_that_it_starts(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("more", "fits"),
+    ("more", "whole"),
     [
-        ("", False),
-        ("plugins: [axolotl.integrations.liger.LigerPlugin]\n", False),
-        ("plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\n", None),
-        ("plugins: [a.CutCrossEntropyPlugin]\ncut_cross_entropy: false\n", False),
-        ("liger_fused_linear_cross_entropy: true\n", None),
+        ("", True),
+        ("plugins: [axolotl.integrations.liger.LigerPlugin]\n", True),
+        ("plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\n", False),
+        ("plugins: [a.CutCrossEntropyPlugin]\ncut_cross_entropy: false\n", True),
+        ("liger_fused_linear_cross_entropy: true\n", False),
     ],
 )
-def test_logits_that_are_never_whole_may_fit(tmp_path: Path, more: str, fits: bool | None) -> None:
-    long = re.sub("sequence_len: .*", "sequence_len: 400000", AXOLOTL) + "fsdp: [full_shard]\n"
-    found = _checked(tmp_path, "axolotl.yml", long + more)
-    assert found.legal and found.fits is fits
+def test_logits_are_whole_unless_the_loss_is_fused(tmp_path: Path, more: str, whole: bool) -> None:
+    tokens = 65536
+    long = re.sub("sequence_len: .*", f"sequence_len: {tokens}", AXOLOTL) + "fsdp: [full_shard]\n"
+    found = _checked(tmp_path, "axolotl.yml", long + "sample_packing: true\n" + more)
+    assert found.legal and found.plan is not None
+    logits = tokens * 32000 * 2
+    assert (found.plan.estimate.memory[0].logits > logits) is whole
+    assert found.fits is (None if found.reading.activations_are_bound and not found.plan.fits else False)
 
 
 def test_flash_attention_of_gpt_neox_and_deepspeed_writes_no_scores(tmp_path: Path) -> None:

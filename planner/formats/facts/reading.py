@@ -90,6 +90,8 @@ class Reading:
     """Constants of the engine that the files decide, by names such as `overlap.expert_parallel`."""
     memory_is_bound: bool = False
     """True if the job needs less memory than the priced layout, so it may fit even if the layout does not."""
+    activations_are_bound: bool = False
+    """True if this is so for activations and logits alone, not for model states."""
 
     @property
     def by_role(self) -> Mapping[str, tuple[str, ...]]:

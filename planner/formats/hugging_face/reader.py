@@ -25,6 +25,7 @@ from planner.formats.hugging_face import deepspeed_config
 from planner.formats.hugging_face.accelerate_flags import accelerate_entries
 from planner.formats.hugging_face.accelerate_names import STRATEGIES
 from planner.formats.hugging_face.adapters import with_adapters
+from planner.formats.hugging_face.engine_constants import Facts, engine_constants
 from planner.formats.hugging_face.fsdp_files import is_fsdp, under_fsdp
 from planner.formats.hugging_face.job import Job, software_of
 from planner.formats.hugging_face.names import (
@@ -36,8 +37,11 @@ from planner.formats.hugging_face.names import (
 )
 from planner.formats.hugging_face.sharding import sharding_of
 from planner.formats.hugging_face.step import (
+    SHORTER,
     batch_of,
+    keeps_fewer_activations,
     keeps_less,
+    packs_samples,
     precision_of,
     recomputes,
     trains_in_16_bits,
@@ -166,10 +170,15 @@ def read_hugging_face(
         places = Places(names, {flag.name: flag.line for flag in given})
         layout = _layout(job, model, world, places, assumed)
     _name_unknown_keys(job, problems)
-    lean = keeps_less(job) or (model is not None and model.lora is None and trains_in_16_bits(job))
+    narrow = precision == "bf16" and trains_in_16_bits(job)
+    if not packs_samples(job):
+        assumed.append(SHORTER)
+    engine = _engine(job, files, layout)
+    facts = Facts(engine, 0 if layout is None else layout.zero_stage, narrow)
     return Reading(
         framework=_framework(job, files, software),
-        engine=_engine(job, files, layout),
+        engine=engine,
+        engine_constants=engine_constants(job, model, facts),
         file=files.main.file,
         model=model,
         layout=layout,
@@ -184,7 +193,8 @@ def read_hugging_face(
         training=_training(job),
         assumed=tuple(assumed),
         problems=tuple(problems.found),
-        memory_is_bound=lean,
+        memory_is_bound=keeps_less(job),
+        activations_are_bound=keeps_fewer_activations(job, model),
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from costmodels.spec.model import ModelSpec
 from planner.formats.hugging_face import deepspeed_config
+from planner.formats.hugging_face.engine_constants import LIGER, has_liger
 from planner.formats.hugging_face.job import Job
 from planner.formats.hugging_face.names import ACCELERATE_KEYS, MICRO, STEPS
 
@@ -92,56 +94,71 @@ swift/trainers/arguments.py, llamafactory/hparams/model_args.py, and trl/trainer
 
 
 def keeps_less(job: Job) -> bool:
-    """Return whether a device keeps fewer activations, logits or parameters than the estimates assume."""
+    """Return whether a device keeps fewer parameters than the estimates assume."""
+    own = job.command.text("--deepspeed") == "zero3_offload" and job.software == "ms-swift"
+    files = (job.deepspeed, "zero_optimization.offload_param.device"), (job.accelerate, _PARAMETERS)
+    return own or any((keys.text(path) or "none") != "none" for keys, path in files)
+
+
+def keeps_fewer_activations(job: Job, model: ModelSpec | None) -> bool:
+    """Return whether a device keeps fewer activations or logits than the estimates assume, or may do so.
+
+    Samples that are not packed are as long as they are; the longest ones of a microbatch decide.
+    """
     if (job.command.text("--gradient_checkpointing") or "").lower() in OFFLOADED_INPUTS:
         return True
-    if any((job.command.text(name) or "false").lower() not in ("false", "no", "none", "0") for name in LESS):
+    for name in LESS if has_liger(job, model) else (*LESS, *LIGER):
+        if (job.command.text(name) or "false").lower() in ("false", "no", "none", "0"):
+            continue
+        if name in LIGER:
+            text = "the kernels that Liger has for this model are not known here, and are not priced"
+            job.command.add("note", text, name)
         return True
-    if _CUTS in (job.command.text("--plugins") or "") and "--cut_cross_entropy" not in job.command:
-        job.command.add("note", f"{_CUTS}: logits are never whole, which is not priced", "--plugins")
-        return True
-    files = (job.deepspeed, "zero_optimization.offload_param.device"), (job.accelerate, _PARAMETERS)
-    return any((keys.text(path) or "none") != "none" for keys, path in files)
+    return not packs_samples(job)
+
+
+def packs_samples(job: Job) -> bool:
+    """Return whether a microbatch is as long as the flags say: samples are packed, or how they are joined is
+    the script's own affair."""
+    if job.software == "llama-factory":
+        pretrains = job.command.text("--stage") == "pt"
+        return job.command.switch("--neat_packing") or job.command.switch("--packing", default=pretrains)
+    switch = {"ms-swift": "--packing", "trl": "--packing", "axolotl": "--sample_packing"}.get(job.software)
+    return switch is None or job.command.switch(switch)
+
+
+SHORTER = (
+    "samples are as long as is allowed (without packing a microbatch is as long as its longest sample, and "
+    "may take less time and memory)"
+)
 
 
 def trains_in_16_bits(job: Job) -> bool:
-    """Return whether all weights, gradients and states of the optimizer are in bf16, which adds a note.
+    """Return whether all weights, gradients and states of the optimizer are in bf16.
 
     A model that is loaded in bf16 stays so unless FSDP or DeepSpeed keeps an fp32 copy
-    (axolotl/loaders/model.py, swift/model/utils.py, `torch_dtype` of `from_pretrained`).
+    (axolotl/loaders/model.py, swift/model/utils.py, `torch_dtype` of `from_pretrained`). axolotl's own
+    FSDP2 keeps none (monkeypatch/accelerate/fsdp2.py).
     """
-    if job.uses_deepspeed or job.deepspeed.entries or job.is_under_fsdp or job.software == "llama-factory":
+    if job.uses_deepspeed or job.deepspeed.entries or job.software == "llama-factory":
         return False
-    entry = job.command.first("--torch_dtype", "--dtype")
-    said = "" if entry is None else entry.text.rpartition(".")[2].lower()
-    loaded = said == "bfloat16" or (not said and job.software == "ms-swift")
+    own = job.software == "axolotl" and job.accelerate.text("fsdp_config.fsdp_version") == "2"
+    if job.is_under_fsdp and not own:
+        return False
     if job.software == "axolotl":
         entry = job.command.first("--bf16")
-        loaded = entry is not None and entry.text.lower() in ("auto", "true", "full")
-    if loaded:
-        text = "weights, gradients and optimizer states stay in bf16; fp32 is priced, which takes more memory"
-        job.command.add("note", text, "" if entry is None else entry.path)
-    return loaded
+        return entry is not None and entry.text.lower() in ("auto", "true", "full")
+    entry = job.command.first("--torch_dtype", "--dtype")
+    said = "" if entry is None else entry.text.rpartition(".")[2].lower()
+    return said == "bfloat16" or (not said and job.software == "ms-swift")
 
 
-LESS = (
-    "--activation_offloading",
-    "--tiled_mlp",
-    "--use_liger_kernel",
-    "--use_liger",
-    "--enable_liger_kernel",
-    "--liger_cross_entropy",
-    "--liger_fused_linear_cross_entropy",
-    "--cut_cross_entropy",
-)
-"""Switches with which a device keeps less than the estimates assume.
+LESS = ("--activation_offloading", "--tiled_mlp", "--liger_cross_entropy", "--chunked_cross_entropy")
+"""Switches with which a device keeps fewer activations or logits than the estimates assume.
 
-Kept inputs are moved to host memory (TRL, axolotl), an MLP runs on parts of the sequence, or logits are never
-whole.
+Kept inputs are moved to host memory (TRL, axolotl), an MLP runs on parts of the sequence, or the loss on
+parts of the logits.
 """
-
-_CUTS = "CutCrossEntropyPlugin"
-"""axolotl's plugin, on unless `cut_cross_entropy` is false (integrations/cut_cross_entropy/args.py)."""
 
 _PARAMETERS = "deepspeed_config.offload_param_device"
 

@@ -15,17 +15,13 @@ from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source, Surroundings
 from planner.formats.hugging_face.adapters import with_adapters
+from planner.formats.hugging_face.step import SHORTER
 from planner.formats.megatron.reader import read_command
 from planner.formats.on_megatron.flags import as_flags, renamed
 from planner.formats.shell.text import Word
 from planner.inputs.huggingface.script_names import model_of
 
 SWIFT = key_table("ms-swift")
-
-SHORTER = (
-    "samples are as long as is allowed (without packing a microbatch is as long as its longest sample, and "
-    "may take less time and memory)"
-)
 
 SWIFT_COMMANDS = ("sft", "pt", "rlhf")
 
@@ -94,7 +90,9 @@ def read_swift(source: Source, around: Surroundings) -> Reading:
             "unknown", "no flag says the length of sequences", "--max_length", "give --define max_length=N"
         )
     elif (keys.text("packing") or "").lower() != "true" and reading.layout is not None:
-        reading = dataclasses.replace(reading, assumed=(*reading.assumed, SHORTER), memory_is_bound=True)
+        reading = dataclasses.replace(
+            reading, assumed=(*reading.assumed, SHORTER), activations_are_bound=True
+        )
     rest = [flag for flag in keys.flags() if flag_of.get(flag.name, "") not in said and flag.line]
     others = [dataclasses.replace(flag, name=f"--{flag.name}", known=_trainers_flag(flag)) for flag in rest]
     name_others(others, problems, "is no flag of ms-swift that is known here")

@@ -75,9 +75,9 @@ def test_weights_that_do_not_train_are_not_known(tmp_path: Path, software: str, 
 @pytest.mark.parametrize(
     ("text", "more"),
     [
-        (AXOLOTL + SHARDED, "activation_offloading: legacy\n"),
-        (AXOLOTL + SHARDED, "tiled_mlp: true\n"),
-        (FACTORY, "enable_liger_kernel: true\n"),
+        (AXOLOTL + SHARDED + "sample_packing: true\n", "activation_offloading: legacy\n"),
+        (AXOLOTL + SHARDED + "sample_packing: true\n", "tiled_mlp: true\n"),
+        (FACTORY.replace("Qwen/Qwen2.5-7B", "gpt2") + "packing: true\n", "enable_liger_kernel: true\n"),
     ],
 )
 def test_a_job_that_keeps_less_than_is_priced_is_not_called_too_big(
@@ -85,7 +85,7 @@ def test_a_job_that_keeps_less_than_is_priced_is_not_called_too_big(
 ) -> None:
     off = more.replace("true", "false").replace("legacy", "false")
     found = [written(tmp_path, {"job.yaml": text + added}, world_size=1).reading for added in (more, off)]
-    assert [one.memory_is_bound for one in found] == [True, False]
+    assert [one.activations_are_bound for one in found] == [True, False]
 
 
 def test_sequences_of_swift_are_split_by_heads(tmp_path: Path) -> None:
