@@ -324,6 +324,33 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
         NEMO.replace("tensor_model_parallel_size: 1", "tensor_model_parallel_size: ???"),
         lambda r: r.legal is None and r.unknown == ("model.tensor_model_parallel_size",),
     ),
+    "earlier names of layers and sequences alone": (
+        "job.sh",
+        MEGATRON.replace("--num-layers", "--encoder-num-layers").replace(
+            "--seq-length", "--encoder-seq-length"
+        )
+        + "--vocab-size 32000",
+        lambda r: r.legal and (r.reading.model.layers, r.reading.model.seq) == (8, 1024),
+    ),
+    "earlier and present names of layers": (
+        "job.sh",
+        MEGATRON + "--vocab-size 32000 --encoder-num-layers 8",
+        lambda r: r.legal is False,
+    ),
+    "a method of NeMo that selective recomputation does not use": (
+        "nemo.yaml",
+        NEMO.replace(
+            "  num_layers",
+            "  activations_checkpoint_granularity: selective\n  activations_checkpoint_method: uniform\n"
+            "  activations_checkpoint_num_layers: 1\n  num_layers",
+        ),
+        lambda r: r.legal and r.layout.recompute == "selective",
+    ),
+    "weights that stay in fp8": (
+        "job.sh",
+        MEGATRON + "--vocab-size 32000 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer",
+        lambda r: r.legal and r.reading.memory_is_bound,
+    ),
     "accelerate's launcher as a module": (
         "job.sh",
         "uv run python -m accelerate.commands.launch --mixed_precision bf16 --num_processes 4 tune.py "
@@ -411,6 +438,12 @@ def test_names_of_the_hub(name: str, model: str | None) -> None:
             "model: {num_layers: 64, hidden_size: 5120, micro_batch_size: 1}\n"
             "data: {tokenizer: {vocab_size: 32000}}\n",
             "FlagScale",
+        ),
+        (
+            "rlvr.yaml",
+            "num_gpus_per_node: 8\nactor_train:\n  strategy_args:\n    strategy_name: megatron_train\n"
+            "    strategy_config: {tensor_model_parallel_size: 2}\nreference: {model_args: {dtype: bf16}}\n",
+            "ROLL",
         ),
         (
             "hf_llama.yaml",

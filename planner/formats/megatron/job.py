@@ -89,7 +89,8 @@ class Job:
         flag = self.given.get("--fp8-param-gather")
         if flag is None or recipe in GATHERS_FP8:
             return flag is not None
-        text = f"not priced but with --fp8-recipe {' or '.join(GATHERS_FP8)}: weights are gathered in 16 bits"
+        self.memory_is_bound = True  # Weights stay in fp8, without copies in 16 bits.
+        text = f"not priced but with --fp8-recipe {' or '.join(GATHERS_FP8)}: weights are kept in 16 bits too"
         self.problems.add("note", text, flag.name, flag.line)
         return False
 

@@ -82,5 +82,5 @@ def broken_pairs(flags: Mapping[str, GivenFlag]) -> Iterator[tuple[str, str, str
         if need.flag in given and not set(need.one_of) & given:
             yield need.flag, f"needs {' or '.join(need.one_of)}", "add it, or leave this out"
     for flag, other, because in CONFLICTS:
-        if flag in given and other in given:
+        if {flag, other} <= given and flags[flag].name != flags[other].name:  # Else one is an earlier name.
             yield other, f"and {flag} are given both" + (f": {because}" if because else ""), "leave one out"

@@ -342,9 +342,11 @@ def _as_flags(keys: Keyed, framework: str) -> tuple[list[GivenFlag], dict[str, s
         give(name, entry, _value_named(name, entry.text))
     if "--sequence-parallel" not in flags and "Overlap" in paths.get("--tp-comm-overlap", ""):
         del flags["--tp-comm-overlap"]  # The callback turns it off by itself (comm_overlap.py).
-    if "--recompute-granularity" not in flags:
-        for name in ("--recompute-method", "--recompute-num-layers"):
-            flags.pop(name, None)  # Nothing is recomputed, whatever the method.
+    granularity = flags.get("--recompute-granularity")
+    if granularity is None or granularity.text == "selective":
+        flags.pop("--recompute-method", None)  # It is about whole layers.
+    if granularity is None or (granularity.text == "selective" and framework == "nemo"):
+        flags.pop("--recompute-num-layers", None)
     return list(flags.values()), paths
 
 

@@ -82,7 +82,7 @@ def job(folder: Path, file: str, text: str, **given: object) -> Read:
         ("train.sh", TRAINER.format("finetune_and_evaluate.py"), NEXT_TOKEN, ""),
         ("train.sh", MEGATRON.format("tools/run_text_generation_server.py"), "nothing", ""),
         ("train.sh", MEGATRON.format("examples/detxoify_lm/generate_samples_gpt.py"), "nothing", ""),
-        ("train.sh", MEGATRON.format("tasks/msdp/main.py"), "nothing", ""),
+        ("train.sh", MEGATRON.format("tasks/main.py"), "a task after pretraining", ""),
         ("train.sh", MEGATRON.format("examples/post_training/modelopt/quantize.py"), "nothing", ""),
         ("train.sh", MEGATRON.format("train_esm2.py"), "masked words", ""),
         (
