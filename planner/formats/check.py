@@ -153,6 +153,10 @@ def check(files: Sequence[str | Path] | str | Path, **given: Unpack[CheckKeyword
             problems.add(
                 "unknown", f"memory and time are not priced: {message}", remedy="give --engine bundled"
             )
+        elif message.startswith("engine ") and given.get("engine") is None:
+            reason = message.partition("; ")[0]
+            remedy = "give --device of one on which it runs, or --engine of another software"
+            problems.add("unknown", f"memory and time are not priced: {reason}", "--device", remedy=remedy)
         elif message.startswith("precision "):
             runs = reading.precision in load_device(device or usual_device(reading)).peak_flops
             # A precision that the device has, but for which the engine is not priced, is no fault of the job.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from costmodels.errors import InputError
 from planner import check
 from planner.formats.check import Check
 from planner.formats.facts.reading import verdict
@@ -695,6 +696,17 @@ MIND = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 4096 --micro-batch-size 1 "
     "--max-position-embeddings 4096 --global-batch-size 16 --vocab-size 32000 --bf16 --swap-optimizer "
 )
+
+
+def test_flags_of_mindspeed_on_other_devices_have_no_price(tmp_path: Path) -> None:
+    """Forks of Megatron-LM have some of MindSpeed's flags too."""
+    file = tmp_path / "pretrain.sh"
+    file.write_text(MIND)
+    found = check([file], device="h100")
+    assert found.legal is None
+    assert [one.flag for one in found.unknown] == ["--device"], found.problems
+    with pytest.raises(InputError, match="engine mindspeed does not run on h100"):
+        check([file], device="h100", engine="mindspeed")
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,8 @@ def job(folder: Path, file: str, text: str, **given: object) -> Read:
         ),
         ("train.sh", TRAINER.format("scripts/run_dpo.py"), "preferences", ""),
         ("train.sh", TRAINER.format("grpo/train.py"), "rewards", ""),
+        ("train.sh", TRAINER.format("train.py --tune_vision true"), "images", "--tune_vision"),
+        ("train.sh", TRAINER.format("train.py --tune_vision false"), NEXT_TOKEN, ""),
         ("train.sh", TRAINER.format("train.py --num_generations 8"), "rewards", "--num_generations"),
         ("train.yaml", TRL.format("packing: false"), NEXT_TOKEN, ""),
         ("train.yaml", TRL.format("beta: 0.1"), "preferences", "--beta"),
