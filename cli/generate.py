@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from planner.options.flags import flag_groups
 from runtime.generation.generate_options import GenerateOptions
 from runtime.huggingface.folder_kind import check_model_folder, model_folder
+from runtime.processes.interrupts import exit_on_ctrl_c
 from runtime.settings.idle_flags import idle_flag_notes
 
 

@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 
-from cli.interrupts import exit_on_ctrl_c
+from runtime.processes.interrupts import exit_on_ctrl_c
 
 COMMANDS = {
     "suggest": "cli.suggest",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, ClassVar
 
-from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from cli.tables import console, table
 from costmodels.dataclass import dataclass
@@ -15,6 +14,7 @@ from planner.history.step_parts import TERMS
 from planner.options.flags import flag, flag_groups
 from planner.plan import Plan
 from runtime.dryrun.requirements import check_torch, ranks_to_trace
+from runtime.processes.interrupts import exit_on_ctrl_c
 from runtime.settings.checks import check_plan
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from cli.interrupts import exit_on_ctrl_c
 from cli.status import Status
 from costmodels.errors import InputError
 from costmodels.spec.record import GIB
@@ -37,17 +36,16 @@ def traces_of(
         early: a context of processes with PyTorch (`runtime.dryrun.ranks.early_tracer`).
     """
     on_gpu = plan.cluster.device.kind != "cpu"
-    with exit_on_ctrl_c():
-        return trace_ranks(
-            plan.model,
-            plan.layout,
-            ranks,
-            compiled=training.compiles(plan.layout, on_gpu),
-            device="cuda" if on_gpu else "cpu",
-            options=training,
-            tell=status.tell,
-            early=early,
-        )
+    return trace_ranks(
+        plan.model,
+        plan.layout,
+        ranks,
+        compiled=training.compiles(plan.layout, on_gpu),
+        device="cuda" if on_gpu else "cpu",
+        options=training,
+        tell=status.tell,
+        early=early,
+    )
 
 
 def proof_of(plan: Plan, training: TrainingOptions, status: Status) -> Proof:

@@ -17,6 +17,7 @@ from runtime.dryrun.alike import alike_ranks
 from runtime.dryrun.kept_traces import keep_trace, kept_trace, trace_name
 from runtime.dryrun.memory_trace import DeviceKind, MemoryTrace
 from runtime.dryrun.quiet import collector_off
+from runtime.processes.interrupts import exit_on_ctrl_c
 from runtime.processes.pools import brief_pool
 from runtime.processes.preloading import preloading
 from runtime.settings.training_options import TrainingOptions
@@ -91,11 +92,12 @@ def _traced(
     tell("loading PyTorch")
     found = {}
     if processes == 1 and early is None:
-        # Only here: it takes seconds, and what is kept should not wait for it.
-        _load()
-        for number, rank in enumerate(ranks, 1):
-            tell(f"tracing {_of(number, len(ranks))}")
-            found[rank] = job(rank=rank)
+        with exit_on_ctrl_c():
+            # Only here: it takes seconds, and what is kept should not wait for it.
+            _load()
+            for number, rank in enumerate(ranks, 1):
+                tell(f"tracing {_of(number, len(ranks))}")
+                found[rank] = job(rank=rank)
         return found
     with ExitStack() as stack:
         context = stack.enter_context(preloading(SHARED)) if early is None else early

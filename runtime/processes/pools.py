@@ -11,11 +11,14 @@ from multiprocessing import (
     active_children,
     get_all_start_methods,
     get_context,
+    parent_process,
     resource_tracker,
     set_start_method,
 )
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 
@@ -59,9 +62,7 @@ def brief_pool(processes: int, context: BaseContext | None = None) -> Iterator[P
         context: `spawn_context` unless given.
     """
     others = active_children()
-    pool = ProcessPoolExecutor(
-        processes, mp_context=context or spawn_context(), initializer=_with_nameless_locks
-    )
+    pool = ProcessPoolExecutor(processes, mp_context=context or spawn_context(), initializer=_ready)
     try:
         yield pool
     finally:
@@ -73,13 +74,23 @@ def brief_pool(processes: int, context: BaseContext | None = None) -> Iterator[P
             process.join()
 
 
-def _with_nameless_locks() -> None:
-    """Let this process make locks that have no name on the system, so that none is left when it is ended.
+def _ready() -> None:
+    """Prepare a process of a pool: it ends with the process that started the pool, however that ends.
 
-    PyTorch's progress bars make a lock where tqdm is installed. Python warns of names that are left.
+    A process that is killed, or that Ctrl-C ends during an import, does not clean up. Locks that this process
+    makes have no name on the system, so that none is left when it is ended: PyTorch's progress bars make a
+    lock where tqdm is installed, and Python warns of names that are left.
     """
+    parent = parent_process()
+    assert parent is not None
+    Thread(target=_end_after, args=(parent.sentinel,), daemon=True).start()
     if "fork" in get_all_start_methods():
         set_start_method("fork", force=True)
+
+
+def _end_after(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
 
 
 class _Process(SpawnProcess):

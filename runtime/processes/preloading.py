@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import get_all_start_methods
+from multiprocessing import get_all_start_methods, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -47,6 +47,9 @@ def preloading(modules: Sequence[str]) -> Iterator[BaseContext]:
     before = server._preload_modules
     server.set_forkserver_preload(list(modules))
     try:
+        with among_pythons_own():
+            # Its first start would end this process's deafness.
+            resource_tracker.ensure_running()
         with among_pythons_own(), deaf_to_ctrl_c(), suppress(OSError):
             # Its socket may have too long a path, or no place on the disk.
             server.ensure_running()

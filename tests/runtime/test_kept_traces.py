@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -23,7 +25,9 @@ from runtime.processes.pools import brief_pool
 from runtime.processes.preloading import preloading
 from runtime.settings.training_options import TrainingOptions
 from tests.support import ROOT
+from tests.support.jobs import wait_until
 from tests.support.layouts import layout_of
+from tests.support.running_jobs import is_alive
 
 GPT = ModelSpec.model_validate(
     {"name": "gpt", "layers": 8, "hidden": 64, "heads": 4, "vocab": 128, "seq": 32}
@@ -170,29 +174,39 @@ def process_of(rank: int) -> Any:
     return rank, os.getpid(), os.getppid()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cores", [1, 2])
-def test_ranks_are_traced_by_forks_of_a_process_that_loaded_pytorch(
-    cores: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "available_cores", lambda: cores)
-    monkeypatch.setattr(ranks, "available_memory", lambda: 2**40)
-    with preloading(("json",)) as early:
+def trace_in_forks(cores: int) -> None:
+    """Check that forks of one process make all dry runs; to be run in a process without a server of forks."""
+    with (
+        patch.object(ranks, "available_cores", lambda: cores),
+        patch.object(ranks, "available_memory", lambda: 2**40),
+        preloading(("json",)) as early,
+    ):
         found: dict[int, Any] = {**ranks._traced(process_of, range(6), lambda _: None, early)}
     assert [found[rank][0] for rank in range(6)] == list(range(6))
     assert len({process for _, process, _ in found.values()}) <= cores
     (server,) = {parent for *_, parent in found.values()}
-    assert server != os.getpid()
-    with pytest.raises(ProcessLookupError):
-        os.kill(server, 0)
+    assert server != os.getpid() and not is_alive(server)
+
+
+def alone(text: str) -> None:
+    """Run Python code in a new process, which must print nothing."""
+    text = f"from tests.runtime.test_kept_traces import *\n{text}"
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cores", [1, 2])
+def test_ranks_are_traced_by_forks_of_a_process_that_loaded_pytorch(cores: int) -> None:
+    alone(f"trace_in_forks({cores})")
 
 
 def loaded(name: str) -> bool:
     return name in sys.modules
 
 
-@pytest.mark.slow
-def test_forks_have_the_modules_of_their_server() -> None:
+def share_modules() -> None:
+    """Check that forks have loaded modules; to be run in a process without a server of forks."""
     with preloading(("no_such_module", "colorsys")) as context:
         with brief_pool(1, context) as pool:
             assert pool.submit(loaded, "colorsys").result()
@@ -201,15 +215,43 @@ def test_forks_have_the_modules_of_their_server() -> None:
             assert other.get_start_method() == "spawn"
 
 
-def test_a_server_that_is_still_loading_ends_with_its_context() -> None:
+@pytest.mark.slow
+def test_forks_have_the_modules_of_their_server() -> None:
+    alone("share_modules()")
+
+
+def end_while_loading() -> None:
+    """Check that a server ends while it loads; to be run in a process without a server of forks."""
     server: Any = vars(forkserver)["_forkserver"]
-    started = []
-    with pytest.raises(InputError), preloading(("torch",)):
-        started.append(server._forkserver_pid)
+    with suppress(InputError), preloading(("torch",)):
+        started = server._forkserver_pid
         raise InputError("no layout fits")
-    assert server._forkserver_pid is None
-    with pytest.raises(ProcessLookupError):
-        os.kill(started[0], 0)
+    assert server._forkserver_pid is None and not is_alive(started)
+
+
+def test_a_server_that_is_still_loading_ends_with_its_context() -> None:
+    alone("end_while_loading()")
+
+
+@pytest.mark.parametrize("context", ["spawn_context()", "stack.enter_context(preloading(('json',)))"])
+def test_processes_of_a_pool_end_with_a_parent_that_is_killed(context: str, tmp_path: Path) -> None:
+    text = (
+        "import os, time\n"
+        "from contextlib import ExitStack\n"
+        "from runtime.processes.pools import brief_pool, spawn_context\n"
+        "from runtime.processes.preloading import preloading\n"
+        "stack = ExitStack()\n"
+        f"pool = stack.enter_context(brief_pool(1, {context}))\n"
+        "print(pool.submit(os.getpid).result(), flush=True)\n"
+        "pool.submit(time.sleep, 1e6).result()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    assert is_alive(worker)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_alive(worker), "the worker to end")
 
 
 def test_processes_are_new_where_no_server_can_start(tmp_path: Path) -> None:
