@@ -105,7 +105,7 @@ class Operators:
     experts."""
     alternate_gemms: tuple[Gemm, ...] = ()
     """GEMMs among `gemms` that selective recomputation repeats if it saves every second one: those of keys,
-    of attention's output, and the second one of a gated MLP
+    of attention's output, the second one of a gated MLP, and those of routed experts
     (`ActivationConstants.saves_alternate_products`)."""
     adapter_gemms: tuple[Gemm, ...] = ()
     """GEMMs of low-rank adapters; all other GEMMs then have frozen weights without gradients."""
@@ -250,16 +250,26 @@ def _experts(model: ModelSpec, engine: Engine, table: LayoutTable) -> _Mlp:
 
 
 def _alternate_gemms(
-    model: ModelSpec, table: LayoutTable, mlp: MlpKind, attention: tuple[Gemm, ...]
+    model: ModelSpec, table: LayoutTable, mlp: MlpKind, attention: tuple[Gemm, ...], part: _Mlp
 ) -> tuple[Gemm, ...]:
-    """GEMMs of a dense layer that are recomputed if every second one is saved."""
-    if mlp != "dense" or model.attention_pattern[0] in ("none", "linear"):
+    """GEMMs that are recomputed if every second one is saved, and the router and experts always."""
+    if mlp == "none" or model.attention_pattern[0] in ("none", "linear"):
         return ()
-    t, one = tokens(model, table), np.ones(len(table))
-    keys = Gemm(t, model.hidden * one, key_value_width(model, table) / 2, one)
-    if not model.gated:
-        return keys, attention[-1]
-    return keys, attention[-1], Gemm(t, model.hidden * one, model.ffn / table.tensor_parallel, one)
+    t, one, h = tokens(model, table), np.ones(len(table)), model.hidden * np.ones(len(table))
+    again: tuple[Gemm, ...] = (Gemm(t, h, key_value_width(model, table) / 2, one), attention[-1])
+    count = 4
+    if model.latent_attention is not None:
+        again, count = attention[1::2], len(attention)
+    width = (model.ffn if mlp == "dense" else model.shared_expert_ffn) / table.tensor_parallel
+    if width.any():
+        up, down = Gemm(t, h, width, one), Gemm(t, width, h, one)
+        again += ((up,) * model.gated) if count % 2 == 0 else (up, down)
+    return again if mlp == "dense" else (*again, *_routed_gemms(part))
+
+
+def _routed_gemms(part: _Mlp) -> tuple[Gemm, ...]:
+    """The router's GEMM and those of routed experts."""
+    return part.gemms[: len(part.gemms) - len(part.shared_gemms)]
 
 
 class _ContextBytes(NamedTuple):
@@ -351,7 +361,7 @@ def layer(model: ModelSpec, engine: Engine, table: LayoutTable, mlp: MlpKind) ->
         whole=compiles_experts(model),
         routed_bytes=part.routed_bytes,
         expert_gather_bytes=part.gather_bytes,
-        alternate_gemms=_alternate_gemms(model, table, mlp, attention),
+        alternate_gemms=_alternate_gemms(model, table, mlp, attention, part),
         adapter_gemms=adapters,
         is_frozen=model.lora is not None,
         kernels=kernels + _attention_kernels(model, engine) / LAYER_KERNELS,

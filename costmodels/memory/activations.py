@@ -32,6 +32,9 @@ from costmodels.spec.table import FULL, RING, SELECTIVE, Bools, Floats, LayoutTa
 CORE_ATTENTION = code_of("recompute_modules", ("core_attention",))
 """Default modules of selective recomputation, as bits."""
 
+CHOICE = 12.0
+"""Bytes of a token's choice of one expert: its place in 64 bits, and its weight in 32."""
+
 
 NARROW_PRODUCTS = ("fp8", "mxfp8")
 """Number formats whose GEMMs have 8-bit operands."""
@@ -386,7 +389,7 @@ def _kept(layer: _Layer, parts: _Parts) -> Floats:
     """Bytes kept from forward to backward with each row's recomputation."""
     model, table, e, t = layer.model, layer.table, layer.element, layer.tokens
     tp, whole = table.tensor_parallel, parts.whole
-    queries, values = attention_widths(model)
+    values = attention_widths(model)[1]
     # Attention that is not compiled keeps its output: in a ring, with offloading, and with capped scores.
     compiled = layer.compiled & ~layer.rings & ~table.offload_activations
     compiled = compiled * bool(layer.scores and not model.attention_softcap)
@@ -408,14 +411,40 @@ def _kept(layer: _Layer, parts: _Parts) -> Floats:
     mixture = parts.activations + parts.routing + parts.summed
     dropped = dropped + np.where(mlp, mixture, activated)
     chosen = np.where(table.recompute == SELECTIVE, whole - dropped, whole)
-    if layer.engine.activations.saves_alternate_products and layer.mlp == "dense":
+    if layer.engine.activations.saves_alternate_products and layer.mlp != "none":
         usual = (table.recompute == SELECTIVE) & (table.recompute_modules == CORE_ATTENTION)
-        # The last GEMM's output is a whole partial sum; those of reduce-scatters are saved besides.
-        saved = layer.residual * np.where(tp > 1, 3, 1) + t * model.hidden + parts.width
-        saved = saved + t * (queries + values) / tp
-        saved = e * (saved + t * key_value_width(model, table) / 2) + parts.core
-        chosen = np.where(usual, saved, chosen)
+        chosen = np.where(usual, _alternately_kept(layer, parts), chosen)
     return np.where(table.recompute == FULL, e * model.residual_streams * layer.residual, chosen)
+
+
+def _alternately_kept(layer: _Layer, parts: _Parts) -> Floats:
+    """Bytes of a layer that keeps its input, outputs of attention and collectives, and of every second GEMM.
+
+    Grouped GEMMs of experts are none of these; their rows before and after the all-to-all are kept, and the
+    chosen experts with their weights.
+    """
+    model, table, e, t = layer.model, layer.table, layer.element, layer.tokens
+    tp = table.tensor_parallel
+    # Outputs of reduce-scatters are kept besides the layer's input.
+    kept = layer.residual * np.where(tp > 1, 3, 1) + t * attention_widths(model)[1] / tp
+    kept = e * (kept + t * sum(_product_widths(layer)[::2])) + parts.core
+    if not layer.moe:
+        return kept
+    exchanged = (table.expert_parallel > 1) * (parts.rows + t * model.top_k / tp)
+    return kept + e * model.hidden * exchanged + CHOICE * t * model.top_k / tp
+
+
+def _product_widths(layer: _Layer) -> list[Floats | float]:
+    """Widths of the outputs of a layer's GEMMs on one device, in their order, without router and experts."""
+    model, table = layer.model, layer.table
+    tp, mla = table.tensor_parallel, model.latent_attention
+    queries, half = attention_widths(model)[0] / tp, key_value_width(model, table) / 2
+    attention: list[Floats | float] = [queries, half, half, model.hidden]
+    if mla is not None:
+        attention = [queries, mla.latent_width, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp]
+        attention = [mla.q_lora_rank] * (mla.q_lora_rank > 0) + [*attention, model.hidden]
+    width = (model.shared_expert_ffn if layer.moe else model.ffn) / tp
+    return [*attention, width, width * model.gated, np.where(width > 0, model.hidden, 0.0)]
 
 
 def _working(layer: _Layer, parts: _Parts, kept: Floats) -> Floats:

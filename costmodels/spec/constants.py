@@ -259,9 +259,9 @@ class ActivationConstants(Constants):
     """True if backward gathers layer inputs again with sequence parallelism, instead of keeping them
     whole."""
     saves_alternate_products: bool = False
-    """True if selective recomputation of a dense layer, without named modules, saves its input, the output of
-    attention, and the output of every second GEMM: queries, values, the first and the last one of the MLP
-    (torchtitan's policy `op`)."""
+    """True if selective recomputation without named modules saves a layer's input, the output of attention,
+    and the output of every second GEMM: queries, values, the first and the last one of the MLP. Grouped GEMMs
+    of experts are repeated, and dispatch is saved (torchtitan's policy `op`)."""
     recompute_stops_early: bool = False
     """True if recomputation ends with the last tensor that backward needs, so that a dense layer's last GEMM
     and the collective after it are not repeated."""

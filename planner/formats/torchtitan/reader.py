@@ -389,10 +389,10 @@ def _recompute(keys: Keyed, model: ModelSpec, stages: tuple[int, ...]) -> dict[s
     if mode == "none":
         return {}
     option = keys.text(KEYS["recompute_modules"]) or "2"
-    if option == "op" and not model.experts:
+    if option == "op" and not (model.experts and model.linear_attention):
         return {"recompute": "selective"}
     if option == "op":
-        # The policy keeps an amount between nothing and all, and computes half of the GEMMs again.
+        # With linear attention it keeps an amount between nothing and all, and repeats half of the GEMMs.
         text = "keeps attention and every second GEMM; priced as recomputing every second layer"
         keys.add("note", text, KEYS["recompute_modules"])
         option = "2"
