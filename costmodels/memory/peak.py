@@ -26,6 +26,7 @@ from costmodels.memory.states import (
     copied_rows,
     model_states,
     reduction_element_bytes,
+    secondary_share,
     sharded_gradient_rows,
     sharded_parameter_rows,
 )
@@ -244,7 +245,9 @@ def frozen_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ra
     layer = np.maximum(sizes.frozen_dense_layer, sizes.frozen_moe_layer + sizes.frozen_experts)[:, None]
     gathered = GATHERED_LAYERS * layer * (ranks.layers > 0) + _frozen_ends(sizes, ranks)
     parts = shared / table.zero_shards[:, None] + experts / table.expert_shards[:, None]
-    held: Floats = np.where(frees, parts + gathered, shared + experts + copies * parts)
+    second = secondary_share(engine, table, table.replicas)[:, None] * shared
+    second = second + secondary_share(engine, table, table.expert_replicas)[:, None] * experts
+    held: Floats = np.where(frees, parts + gathered + second, shared + experts + copies * parts)
     packed = ranks.all_dense * sizes.quantised_dense_layer[:, None]
     return element * held + packed + ranks.all_moe * sizes.quantised_moe_layer[:, None]
 

@@ -48,6 +48,14 @@ def sharded_parameter_rows(table: LayoutTable) -> Bools:
     return result
 
 
+def secondary_share(engine: Engine, table: LayoutTable, replicas: Ints) -> Floats:
+    """Share of the parameters that a rank has of ZeRO 3's second copy, [n]; 0 without one."""
+    ranks = np.minimum(max(engine.sharding.secondary_shards, 1), replicas)
+    exists = sharded_parameter_rows(table) & (engine.sharding.secondary_shards > 0)
+    result: Floats = exists / ranks
+    return result
+
+
 def reduction_element_bytes(engine: Engine, table: LayoutTable) -> float:
     """Bytes of one gradient element on the wire of a reduction."""
     reduced = engine.memory_policy(table.precision).reduced
@@ -87,6 +95,7 @@ def _states(
     state = policy.optimizer - ADAM_STATE + layer_state(table)
     if engine.sharding.narrow_moments:
         state = state - narrowing
+    parameters = parameters + policy.gathered * secondary_share(engine, table, replicas)
     found = (
         parameters + copy,
         np.where(sharded_gradient_rows(engine, table), sharded, whole),

@@ -382,6 +382,9 @@ class ShardingConstants(Constants):
     layer, and of embedding and head."""
     narrow_moments: bool = False
     """True if Adam's two moments are in 16 bits (Megatron-Core's `--use-precision-aware-optimizer`)."""
+    secondary_shards: CountOrZero = 0
+    """Number of neighbouring ranks that share a second 16-bit copy of the parameters with ZeRO 3, from which
+    all but the first pass of a step gather (ZeRO++'s hpZ, arXiv:2306.10209); 0 without one."""
     narrow_stages: tuple[CountOrZero, ...] = ()
     """ZeRO stages in which weights, gradients and moments are all in 16 bits, without a copy in fp32."""
     ends_apart: bool = False

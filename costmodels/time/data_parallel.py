@@ -2,8 +2,8 @@
 
 ZeRO's volumes are (Rajbhandari et al., arXiv:1910.02054, section 7): one all-reduce of the gradients, or a
 reduce-scatter of gradients and an all-gather of parameters; stage 3 gathers in every forward and backward
-pass. With copies of the shards (hybrid sharding, MiCS, arXiv:2205.00119, section 3) the gradients are also
-summed over the copies.
+pass, or from a second copy among neighbours (ZeRO++, arXiv:2306.10209). With copies of the shards (hybrid
+sharding, MiCS, arXiv:2205.00119, section 3) the gradients are also summed over the copies.
 """
 
 from __future__ import annotations
@@ -178,14 +178,19 @@ class _Exchange(NamedTuple):
         if narrow is not None and table.fp8_param_gather:
             less = (policy.gathered - FP8) / engine.network.sharded_efficiency
             sent = sent - table.gathers_fp8 * less * narrow
-        gather = all_gather(members, sent, calls)
+        gather = gathers * all_gather(members, sent, calls)
+        if engine.sharding.secondary_shards:
+            # From the first pass on, neighbours have a copy among them.
+            near = group(cluster, engine, np.minimum(shards, engine.sharding.secondary_shards), stride)
+            later = (gathers - 1) * (all_gather(members, sent, calls) - all_gather(near, sent, calls))
+            gather = gather - np.where(stage == 3, later, 0.0)
         if (copies > 1).any():
             # Neighbours share the shards; the copies of a shard lie farther apart and are summed.
             among = group(cluster, engine, np.minimum(ranks, copies), stride * shards)
             scatter = scatter + all_reduce(among, count * reduced / shards, layers)
         # Switches that add up and trees make a plain all-reduce faster than a reduce-scatter and a gathering.
         summed = all_reduce(members, count * reduced, buckets)
-        return np.where(stage == 0, summed, reductions * scatter + gathers * gather)
+        return np.where(stage == 0, summed, reductions * scatter + gather)
 
 
 def exchange_seconds(

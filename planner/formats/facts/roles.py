@@ -61,7 +61,8 @@ def name_others(given: Iterable[GivenFlag], problems: Problems, unknown: str, fi
             else:
                 problems.add("unknown", NOT_SUPPORTED, *where, leave_out, file)
         elif flag.known.role == "unpriced":
-            problems.add("note", NOT_PRICED, *where, file=file)
+            if text.strip().lower() not in ("false", "none", "null"):
+                problems.add("note", NOT_PRICED, *where, file=file)
         elif flag.known.role == "unknown" and decides(flag.name, text):
             about = f" ({flag.known.about})" if flag.known.about else ""
             problems.add(

@@ -23,6 +23,8 @@ _OVERLAPS = "zero_optimization.overlap_comm"
 _COPIES = "zero_optimization.contiguous_gradients"
 _LIVE = "zero_optimization.stage3_max_live_parameters", "zero_optimization.max_live_parameters"
 
+_SECOND = "zero_optimization.zero_hpz_partition_size"
+
 DEFAULT_BUCKET = 5e8
 """Elements of DeepSpeed's `reduce_bucket_size` (deepspeed/runtime/zero/config.py)."""
 
@@ -56,6 +58,7 @@ class Facts:
 
     engine: str
     stage: int
+    world_size: int | None
     narrow: bool
     """True if weights, gradients and optimizer states are all in 16 bits."""
 
@@ -72,7 +75,7 @@ def engine_constants(job: Job, model: ModelSpec | None, facts: Facts) -> dict[st
         # Norms keep their input, and the activation its two (liger_kernel/ops/rms_norm.py, swiglu.py).
         found |= {"activations.norm_bytes": 0.0, "activations.fused_activation": True}
     if facts.engine == "deepspeed" and model is not None:
-        found |= _buckets(job, model, facts.stage)
+        found |= _buckets(job, model, facts.stage) | _second_copy(job, facts)
     return found
 
 
@@ -102,3 +105,14 @@ def _buckets(job: Job, model: ModelSpec, stage: int) -> dict[str, Any]:
     if live:
         found["sharding.live_parameters"] = live
     return found
+
+
+def _second_copy(job: Job, facts: Facts) -> dict[str, Any]:
+    """Constants of ZeRO++'s second copy of the parameters (deepspeed/utils/groups.py,
+    `_create_zero_param_parallel_group`)."""
+    ranks = deepspeed_config.count(job.deepspeed, _SECOND) if _SECOND in job.deepspeed else None
+    if facts.stage < 3 or ranks is None or ranks < 2:
+        return {}
+    if facts.world_size is not None and facts.world_size % min(ranks, facts.world_size):
+        job.deepspeed.add("illegal", f"{ranks} ranks do not divide {facts.world_size}", _SECOND)
+    return {"sharding.secondary_shards": ranks}

@@ -174,7 +174,7 @@ def read_hugging_face(
     if not packs_samples(job):
         assumed.append(SHORTER)
     engine = _engine(job, files, layout)
-    facts = Facts(engine, 0 if layout is None else layout.zero_stage, narrow)
+    facts = Facts(engine, 0 if layout is None else layout.zero_stage, world, narrow)
     return Reading(
         framework=_framework(job, files, software),
         engine=engine,

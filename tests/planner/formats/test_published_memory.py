@@ -143,3 +143,41 @@ def test_buckets_of_deepspeed_are_as_its_file_says(tmp_path: Path) -> None:
     assert buffers('"stage": 1, "overlap_comm": true, "reduce_bucket_size": 2e8') == 2 * 2 * 2e8
     assert buffers('"stage": 2, "contiguous_gradients": false') == 0
     assert buffers('"stage": 3, "overlap_comm": true, "reduce_bucket_size": "auto"') == 2 * 3584**2
+
+
+def deepspeed(folder: Path, zero: str) -> Check:
+    """Llama 2 13B on 4 nodes of 8 under DeepSpeed, with these keys of `zero_optimization`."""
+    (folder / "train.sh").write_text(
+        "torchrun --nnodes 4 --nproc_per_node 8 train.py --model_name_or_path meta-llama/Llama-2-13b-hf "
+        "--bf16 True --model_max_length 2048 --per_device_train_batch_size 1 --gradient_accumulation_steps 2 "
+        "--gradient_checkpointing True --deepspeed ds.json\n"
+    )
+    keys = '{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, "zero_optimization": {%s}}'
+    (folder / "ds.json").write_text(keys % zero)
+    return check([folder / "train.sh", folder / "ds.json"], device="a100-80g")
+
+
+def test_a_second_copy_within_nodes_takes_memory_and_saves_gathering(tmp_path: Path) -> None:
+    plain, second = (
+        deepspeed(tmp_path, f'"stage": 3{more}').plan for more in ("", ', "zero_hpz_partition_size": 8')
+    )
+    assert plain is not None and second is not None
+    # 2 bytes a parameter over the ranks of a node (partition_parameters.py, `_partition_param_sec`).
+    more = second.estimate.peak_memory_bytes - plain.estimate.peak_memory_bytes
+    assert more == pytest.approx(2 * plain.model.parameters / 8, rel=1e-3)
+    assert second.estimate.step_time_s < plain.estimate.step_time_s
+    exposed = second.estimate.time.data_parallel, plain.estimate.time.data_parallel
+    assert 0 < exposed[0] < exposed[1]
+
+
+def test_a_second_copy_must_divide_the_ranks_and_belongs_to_zero_3(tmp_path: Path) -> None:
+    assert deepspeed(tmp_path, '"stage": 3, "zero_hpz_partition_size": 12').legal is False
+    assert deepspeed(tmp_path, '"stage": 3, "zero_hpz_partition_size": 64').legal
+    found = deepspeed(tmp_path, '"stage": 2, "zero_hpz_partition_size": 8').plan
+    assert found is not None and not found.engine.sharding.secondary_shards
+
+
+def test_quantised_messages_are_named_where_they_are_on(tmp_path: Path) -> None:
+    for switch, named in (("true", True), ("false", False)):
+        found = deepspeed(tmp_path, f'"stage": 3, "zero_quantized_weights": {switch}')
+        assert any("zero_quantized_weights" in one.flag for one in found.problems) is named
