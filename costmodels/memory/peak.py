@@ -23,8 +23,12 @@ from costmodels.memory.moments import (
 )
 from costmodels.memory.ranges import row_share
 from costmodels.memory.states import (
+    ADAM,
+    MASTER,
+    NARROW,
     copied_rows,
     model_states,
+    narrow_rows,
     reduction_element_bytes,
     secondary_share,
     sharded_gradient_rows,
@@ -97,13 +101,33 @@ def update_buffer_bytes(engine: Engine, table: LayoutTable, shared: Floats, expe
     policy, total, zero = engine.memory_policy(table.precision), np.zeros_like(shared), table.zero_stage >= 1
     # An optimizer with moments in 16 bits reads gradients in 16 bits.
     cast = 0.0 if engine.sharding.narrow_moments else policy.stepping_cast
+    updated = np.zeros_like(shared)
     for held, replicas, shards in (
         (shared, table.replicas, table.zero_shards),
         (experts, table.expert_replicas, table.expert_shards),
     ):
         per = np.where(zero & (replicas > 1), policy.stepping_whole + policy.stepping_shard / shards, 0.0)
-        total = total + (per + cast / shards)[:, None] * held
-    return total
+        total = total + per[:, None] * held
+        updated = updated + held / shards[:, None]
+    if engine.sharding.stepping_group:
+        groups = np.where(table.zero_stage == 3, engine.sharding.stepping_group, np.inf)
+        updated = np.minimum(updated, groups[:, None])
+    return total + cast * updated
+
+
+def moment_copy_bytes(engine: Engine, table: LayoutTable, shared: Floats, experts: Floats) -> Floats:
+    """Bytes of the copy of one moment in Adam's step, [n, k] or `ZERO`.
+
+    Args:
+        shared, experts: as for `update_buffer_bytes`.
+    """
+    if not engine.sharding.copies_moment:
+        return ZERO
+    narrow = narrow_rows(engine, table) | engine.sharding.narrow_moments
+    each = np.where(narrow, NARROW, MASTER) * ((table.optimizer == ADAM) & ~table.offload_optimizer)
+    held = shared / table.zero_shards[:, None] + experts / table.expert_shards[:, None]
+    result: Floats = each[:, None] * held
+    return result
 
 
 def gathering_reserve_bytes(engine: Engine, table: LayoutTable, shared: Floats, experts: Floats) -> Floats:
@@ -410,11 +434,13 @@ def end_reduction_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ra
 
 
 def take_end_reduction(parts: dict[str, Floats], gradients: Floats, reduction: Floats) -> None:
-    """Replace the dynamic `parts` where the reduction of embedding and head needs more bytes than backward.
+    """Replace the dynamic `parts` where a moment after backward needs more bytes than backward.
+
+    These are the reduction of embedding and head, and the optimizer's step.
 
     Args:
         gradients: bytes of the gradients of all stages, [n, k].
-        reduction: the result of `end_reduction_bytes`.
+        reduction: the result of `end_reduction_bytes` or of `moment_copy_bytes`.
     """
     if reduction is ZERO:
         return
@@ -636,6 +662,7 @@ def stage_memory(
     }
     if moment is None:
         take_end_reduction(parts, every_gradient, end_reduction_bytes(engine, table, sizes, ranks))
+        take_end_reduction(parts, every_gradient, moment_copy_bytes(engine, table, *held_parameters))
     policy = engine.memory_policy(table.precision)
     if policy.stepping_whole or policy.stepping_cast:
         take_fuller_moment(parts, update_buffer_bytes(engine, table, *held_parameters))

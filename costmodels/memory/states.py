@@ -48,6 +48,12 @@ def sharded_parameter_rows(table: LayoutTable) -> Bools:
     return result
 
 
+def narrow_rows(engine: Engine, table: LayoutTable) -> Bools:
+    """Rows whose weights, gradients and moments are all in 16 bits."""
+    result: Bools = np.isin(table.zero_stage, engine.sharding.narrow_stages)
+    return result
+
+
 def secondary_share(engine: Engine, table: LayoutTable, replicas: Ints) -> Floats:
     """Share of the parameters that a rank has of ZeRO 3's second copy, [n]; 0 without one."""
     ranks = np.minimum(max(engine.sharding.secondary_shards, 1), replicas)
@@ -101,7 +107,7 @@ def _states(
         np.where(sharded_gradient_rows(engine, table), sharded, whole),
         np.where(table.offload_optimizer, 0.0, state / shards),
     )
-    narrow = np.isin(table.zero_stage, engine.sharding.narrow_stages)
+    narrow = narrow_rows(engine, table)
     if not narrow.any():
         return found
     # Shards stay beside gathered weights, and DDP copies gradients into buckets.

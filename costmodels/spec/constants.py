@@ -382,6 +382,11 @@ class ShardingConstants(Constants):
     layer, and of embedding and head."""
     narrow_moments: bool = False
     """True if Adam's two moments are in 16 bits (Megatron-Core's `--use-precision-aware-optimizer`)."""
+    copies_moment: bool = False
+    """True if Adam's step copies one moment of all parameters that a rank updates, as PyTorch's operators on
+    lists of tensors do (`foreach`); fused kernels do not."""
+    stepping_group: NonNegative = 0.0
+    """Most parameters of a rank's shard that ZeRO 3 updates at a time; if 0, all of them."""
     secondary_shards: CountOrZero = 0
     """Number of neighbouring ranks that share a second 16-bit copy of the parameters with ZeRO 3, from which
     all but the first pass of a step gather (ZeRO++'s hpZ, arXiv:2306.10209); 0 without one."""

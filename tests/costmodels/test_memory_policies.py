@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from costmodels import Cluster, Engine, Layout, ModelSpec
 from costmodels.catalogue import load_device, load_engine, load_model
@@ -280,6 +281,28 @@ def test_fitted_memory_constants_reach_the_engines() -> None:
         assert engine == engine.with_constants(fit["constants"])
 
 
+class Roots(TorchDispatchMode):
+    """Counts the bytes of square roots of lists of tensors."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        found = function(*given, **(named or {}))
+        if function is torch.ops.aten._foreach_sqrt.default:
+            self.bytes += sum(one.numel() * one.element_size() for one in found)
+        return found
+
+
+def copied_bytes(parameter: torch.Tensor, adam: torch.optim.AdamW) -> int:
+    """Bytes of the copy of a moment that Adam makes where it steps through lists of tensors."""
+    for group in adam.param_groups:
+        group["foreach"] = True
+    parameter.grad = torch.ones_like(parameter)
+    with Roots() as roots:
+        adam.step()
+    return roots.bytes
+
+
 def test_states_in_16_bits_are_those_of_pytorchs_adam() -> None:
     weight = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     adam = torch.optim.AdamW(weight.parameters())
@@ -289,7 +312,7 @@ def test_states_in_16_bits_are_those_of_pytorchs_adam() -> None:
     assert parameter.grad is not None
     moments = [held for held in adam.state[parameter].values() if held.numel() > 1]
     each = sum(held.element_size() for held in (parameter, parameter.grad, *moments))
-    model = load_model("llama3-8b")
+    model = load_model("llama3-8b").model_copy(update={"seq": 1024})
     engine = load_engine("fsdp").with_constants({"sharding.narrow_stages": (0, 2, 3)})
     device = load_device("a100-80g")
     cluster = Cluster(device=device, world_size=8, devices_per_node=8, memory_bytes=device.memory_bytes)
@@ -302,6 +325,16 @@ def test_states_in_16_bits_are_those_of_pytorchs_adam() -> None:
         return sum(float(parts[name][0, 0]) for name in ("parameters", "gradients", "optimizer"))
 
     assert held(data_parallel=1) == pytest.approx(each * model.parameters)
+    copies = load_engine("fsdp").with_constants(
+        {"sharding.narrow_stages": (0,), "sharding.copies_moment": True}
+    )
+    layout = Layout(
+        micro_batch_size=1, global_batch_size=16, layers_per_stage=(32,), precision="bf16", recompute="full"
+    )
+    peaks = memory_of(model, cluster, copies, layout)
+    assert float(peaks["temporaries"][0, 0]) == pytest.approx(
+        copied_bytes(parameter, adam) / parameter.numel() * model.parameters, rel=0.01
+    )
     # DDP copies gradients into buckets.
     assert held(data_parallel=8) == pytest.approx((each + 2) * model.parameters)
     # FSDP2 keeps gathered weights beside its shards below ZeRO 3.

@@ -17,6 +17,9 @@ TARGETS = ("--lora_target_modules", "--lora_target", "--target_modules")
 FOUR_BITS = ("--load_in_4bit", "--qlora", "--q_lora")
 BITS = ("--quantization_bit", "--quant_bits", "--bits")
 
+WHOLE_MODULES = ("--modules_to_save", "--lora_modules_to_save", "--additional_target")
+"""Flags that name modules without adapters that train beside them: peft keeps a copy of each."""
+
 _WHOLE = ("full", "none", "null", "false", "")
 _ALL = ("all", "all-linear", "all_linear")
 
@@ -60,6 +63,10 @@ def with_adapters(model: ModelSpec, keys: Keyed, software: str) -> ModelSpec:
             "see planner suggest --lora-rank",
         )
         return model
+    whole = keys.first(*WHOLE_MODULES)
+    if whole is not None and whole.text.strip().lower() not in ("", "[]", "false", "none", "null"):
+        text = f"{whole.text}: layers that train as a whole beside adapters are not priced"
+        keys.problems.add("unknown", text, whole.path, whole.line, "", keys.file, of_price=True)
     rank = keys.count(*RANKS) or usual.rank
     quantised = _quantised(keys, method)
     targets = _targets(keys, usual)

@@ -21,7 +21,15 @@ _CUTS = "CutCrossEntropyPlugin"
 _BUCKET = "zero_optimization.reduce_bucket_size"
 _OVERLAPS = "zero_optimization.overlap_comm"
 _COPIES = "zero_optimization.contiguous_gradients"
-_LIVE = "zero_optimization.stage3_max_live_parameters", "zero_optimization.max_live_parameters"
+
+_COUNTS = {
+    "sharding.live_parameters": (
+        "zero_optimization.stage3_max_live_parameters",
+        "zero_optimization.max_live_parameters",
+    ),
+    "sharding.stepping_group": ("zero_optimization.sub_group_size",),
+}
+"""Keys of DeepSpeed that are numbers of parameters, by the constant of the engine."""
 
 _SECOND = "zero_optimization.zero_hpz_partition_size"
 
@@ -74,6 +82,9 @@ def engine_constants(job: Job, model: ModelSpec | None, facts: Facts) -> dict[st
     if has_liger(job, model):
         # Norms keep their input, and the activation its two (liger_kernel/ops/rms_norm.py, swiglu.py).
         found |= {"activations.norm_bytes": 0.0, "activations.fused_activation": True}
+    if (job.command.text("--optim") or "").lower() == "adamw_torch" and facts.engine != "deepspeed":
+        # transformers/trainer_optimizer.py asks for the fused kernel by its own name alone.
+        found["sharding.copies_moment"] = True
     if facts.engine == "deepspeed" and model is not None:
         found |= _buckets(job, model, facts.stage) | _second_copy(job, facts)
     return found
@@ -101,9 +112,9 @@ def _buckets(job: Job, model: ModelSpec, stage: int) -> dict[str, Any]:
     if _COPIES in keys and not keys.switch(_COPIES):
         number = 0
     found: dict[str, Any] = {"allocator.workspace_bytes": number * size * NARROW}
-    live = keys.number(*_LIVE)
-    if live:
-        found["sharding.live_parameters"] = live
+    for name, paths in _COUNTS.items():
+        if value := keys.number(*paths):
+            found[name] = value
     return found
 
 

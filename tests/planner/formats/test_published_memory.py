@@ -66,6 +66,24 @@ PUBLISHED = {
         4,
         (42, 43),
     ),
+    # `adamw_torch` was the default where PyTorch was older than 2.8 (transformers/training_args.py).
+    "one device": Published(
+        "ms-swift, examples/train/full/train.sh",
+        "a.sh",
+        swift(SEVEN + "--max_length 2048 --optim adamw_torch"),
+        1,
+        (76,),
+    ),
+    "one device, liger": Published(
+        "ms-swift, examples/train/agent/qwen2_5.sh",
+        "a.sh",
+        swift(
+            SEVEN.replace("7B", "3B")
+            + "--max_length 8192 --packing true --use_liger_kernel true --optim adamw_torch"
+        ),
+        1,
+        (35,),
+    ),
     "zero 2": Published(
         "ms-swift, examples/train/multi-gpu/deepspeed/train_zero2.sh",
         "a.sh",
@@ -181,3 +199,27 @@ def test_quantised_messages_are_named_where_they_are_on(tmp_path: Path) -> None:
     for switch, named in (("true", True), ("false", False)):
         found = deepspeed(tmp_path, f'"stage": 3, "zero_quantized_weights": {switch}')
         assert any("zero_quantized_weights" in one.flag for one in found.problems) is named
+
+
+def test_gradients_that_zero_3_updates_in_groups_are_not_cast_at_once(tmp_path: Path) -> None:
+    # ms-swift, examples/train/full/qwen2_5_32b.sh: 8 x 80 GiB.
+    flags = (
+        "--model Qwen/Qwen2.5-32B --tuner_type full --per_device_train_batch_size 1 --max_length 8192 "
+        "--packing true --deepspeed zero3 --use_liger_kernel true"
+    )
+    assert checked(tmp_path, Published("", "a.sh", swift(flags), 8, ())).fits
+    group = deepspeed(tmp_path, '"stage": 3, "sub_group_size": 1e8').plan
+    assert group is not None and group.engine.sharding.stepping_group == 1e8
+
+
+def test_layers_that_train_as_a_whole_beside_adapters_are_not_priced(tmp_path: Path) -> None:
+    # ms-swift, examples/train/agent/loss_scale/train.sh: 20 GB.
+    flags = (
+        "--model Qwen/Qwen2.5-3B --tuner_type lora --target_modules all-linear --max_length 2048 "
+        "--per_device_train_batch_size 1"
+    )
+    found = checked(
+        tmp_path, Published("", "a.sh", swift(flags + " --modules_to_save embed_tokens lm_head"), 1, ())
+    )
+    assert found.legal and found.fits is None and found.plan is None
+    assert checked(tmp_path, Published("", "a.sh", swift(flags), 1, ())).fits
