@@ -111,6 +111,34 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
         + "--vocab-size 32000 $MORE",
         lambda r: r.legal is None,
     ),
+    "flags of a branch that changes no price": (
+        "job.sh",
+        'if [ -d "$CKPT" ]; then\n  NEW=""\nelse\n  NEW="--finetune \\\n --no-load-rng"\nfi\n'
+        + MEGATRON
+        + "--vocab-size 32000 $NEW",
+        lambda r: r.legal,
+    ),
+    "a branch that an argument decides": (
+        "job.sh",
+        'PR=$1\nif [ $PR = bf16 ]; then\n  OPTS="--bf16"\nelif [ $PR = fp16 ]; then\n  OPTS="--fp16"\nfi\n'
+        + MEGATRON.replace("--bf16 ", "")
+        + "--vocab-size 32000 $OPTS",
+        lambda r: r.legal is None,
+    ),
+    "a case that an argument decides": (
+        "job.sh",
+        'case $1 in\n  8) OPTS="--tensor-model-parallel-size 8";;\n  *) OPTS="";;\nesac\n'
+        + MEGATRON
+        + "--vocab-size 32000 $OPTS",
+        lambda r: r.legal is None,
+    ),
+    "arguments that a loop takes": (
+        "job.sh",
+        "TP=2\nwhile [ $# -gt 0 ]; do\n  case $1 in\n    --tp) TP=$2; shift 2;;\n  esac\ndone\n"
+        + MEGATRON
+        + "--vocab-size 32000 --tensor-model-parallel-size $TP",
+        lambda r: r.legal and r.layout.tensor_parallel == 2,
+    ),
     "a batch that grows in steps": (
         "job.sh",
         MEGATRON.replace("--global-batch-size 64", "--step-batch-size-schedule '0:16 1.5B:32'"),

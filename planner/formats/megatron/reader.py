@@ -76,13 +76,30 @@ def read_megatron(
         deepspeed=deepspeed,
         sizes=sizes_on_page(source),
         defined={name: value for name, value in defined.items() if not is_mentioned(name, source)},
-        conditional=set(_ASSIGNED.findall(source)) & launch.assigned,
+        conditional={
+            name
+            for name in set(_ASSIGNED.findall(source)) & launch.assigned
+            if not _changes_nothing(name, source)
+        },
     )
 
 
 _DEEPSPEEDS = ("--deepspeed_config", "--deepspeed-config")
 
 _ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_]\w*)(?:\[[^]\n]{0,40}\])?\+?=")
+
+
+def _changes_nothing(name: str, source: str) -> bool:
+    """Return whether all that a script assigns to a variable are flags that leave the price as it is."""
+    assigned = rf"(?<![\w-]){name}\+?=(\"(?:[^\"\\]|\\.)*\"|'[^']*'|\([^()]*\)|[^\s;&|]*)"
+    for value in re.findall(assigned, source, re.DOTALL):
+        words = [Word(word, 0) for word in re.sub(r"[\"'()]|\\\n", " ", value).split()]
+        flags, loose = given_flags(words)
+        if any(flag.known.role not in ("harmless", "training") for flag in flags):
+            return False
+        if any(word.text.strip("${}") != name for word in loose):
+            return False
+    return True
 
 
 def read_command(

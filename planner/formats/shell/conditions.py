@@ -88,6 +88,9 @@ def _single(words: Sequence[str | None], doubled: bool) -> Truth:
 
 
 _BETWEEN = ("=", "==", "!=", "-eq", "-ne", "-lt", "-le", "-gt", "-ge")
+COMPARISONS = frozenset((*_BETWEEN, "=~"))
+"""Words between two compared words of a test."""
+
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 _PLAIN = re.compile(r"[^\\$`(){}|]*")
 

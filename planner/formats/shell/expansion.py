@@ -248,6 +248,12 @@ class Expansion:
             and name not in self.variables
         )
 
+    def is_argument(self, value: Value | None) -> bool:
+        """Return whether a value is an argument of a script whose caller says none of its arguments."""
+        if value is None or not self.never_set(value) or self.variables.get("@"):
+            return False
+        return str(value[0][0]).isdigit()
+
     def _braced(self, inner: Part, line: int, depth: int) -> Iterator[Piece]:
         if plain(inner.first(2)) == "#" and "@" in self.variables:
             return _as_pieces([(char, line) for char in str(len(_elements(self.variables["@"])))])

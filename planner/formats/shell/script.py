@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from costmodels.dataclass import dataclass
 from planner.formats.shell.bodies import LOOPS, TESTS, Event, assigned, body_of, starts_nothing
 from planner.formats.shell.commands import SUBSHELL, SUBSHELL_END, TEXT, simple_commands
-from planner.formats.shell.conditions import Truth, both, either, fits, holds
+from planner.formats.shell.conditions import COMPARISONS, Truth, both, either, fits, holds
 from planner.formats.shell.expansion import Value
 from planner.formats.shell.frames import Frame
 from planner.formats.shell.inner_scripts import BATCH, inner_script, started_file, takes_script
@@ -218,7 +218,8 @@ class _Reader:
             frame.runs, frame.tests = not frame.done, True
         elif word == "case":
             chars = [char for each in raw[1:2] for char in self.names.expansion.value(each)]
-            chars = [] if self.names.expansion.never_set(chars) else chars
+            if self.names.expansion.never_set(chars) and not self._compares_argument(chars):
+                chars = []
             subject = None if has_unknown(chars) else plain(chars)
             patterns = [plain(each).strip("\"'") for each in raw[3:]]
             self._frames.append(Frame("case", None, subject=subject, patterns=patterns))
@@ -497,14 +498,25 @@ class _Reader:
             self._sources -= 1
             self.read([(char, file.line) for char in text], depth + 1)
 
+    def _compares_argument(self, value: Value) -> bool:
+        """Return whether a value that is compared is an argument of the script.
+
+        A script that compares its argument expects one. A loop over all arguments takes those that there are.
+        """
+        loops = any(frame.kind == "loop" for frame in self._frames)
+        return not loops and self.names.expansion.is_argument(value)
+
     def _test(self, raw: list[Chars]) -> Truth:
         """The outcome of `[ ... ]`; None where unknown, as files are never examined."""
         first = plain(raw[0])
         words: list[str | None] = []
-        for word in raw[1:]:
+        texts = ["", *(plain(word) for word in raw[1:]), ""]
+        for at, word in enumerate(raw[1:], 1):
             value = self.names.expansion.value(word)
             is_set = not self.names.expansion.never_set(value)
-            if first == "[[" or any(char in "\"'" for char, _ in word):
+            if {texts[at - 1], texts[at + 1]} & COMPARISONS and self._compares_argument(value):
+                words.append(None)
+            elif first == "[[" or any(char in "\"'" for char, _ in word):
                 words.append("" if not is_set else None if has_unknown(value) else plain(value))
             elif is_set:
                 parts = self.names.expansion.split(word)
