@@ -139,6 +139,27 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
         + "--vocab-size 32000 --tensor-model-parallel-size $TP",
         lambda r: r.legal and r.layout.tensor_parallel == 2,
     ),
+    "flags of a trainer that a command sets": (
+        "job.sh",
+        "EXTRA=$(python flags.py)\n"
+        + TRAINER.replace("train.py ", "train.py $EXTRA ")
+        + "--model_max_length 512 --per_device_train_batch_size 2 --gradient_accumulation_steps 2",
+        lambda r: r.legal is None and r.unknown == ("",),
+    ),
+    "flags of a trainer after a value": (
+        "job.sh",
+        'if [ "$1" = z ]; then\n  MORE="--deepspeed z.json"\nelse\n  MORE=""\nfi\n'
+        + TRAINER
+        + "--model_max_length 512 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 $MORE",
+        lambda r: r.legal is None and r.unknown == ("",) and r.layout.micro_batches == 2,
+    ),
+    "idle flags of a trainer": (
+        "job.sh",
+        'if [ -d "$1" ]; then\n  MORE="--report_to wandb"\nelse\n  MORE=""\nfi\n'
+        + TRAINER
+        + "--model_max_length 512 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 $MORE",
+        lambda r: r.legal,
+    ),
     "a batch that grows in steps": (
         "job.sh",
         MEGATRON.replace("--global-batch-size 64", "--step-batch-size-schedule '0:16 1.5B:32'"),

@@ -283,7 +283,8 @@ def flag_values(words: Sequence[Word]) -> Iterator[tuple[str, tuple[str, ...], i
         name, equals, value = word.text[2:].partition("=")
         values = [value] if equals else []
         while at < len(words) and not words[at].text.startswith("--") and not equals:
-            values.append(words[at].text)
+            if not (values and words[at].is_variable):  # Else it may hold further flags.
+                values.append(words[at].text)
             at += 1
         yield name.replace("-", "_"), tuple(values), word.line
 

@@ -17,6 +17,7 @@ from planner.formats.facts.keyed import Keyed, known_keys
 from planner.formats.facts.launcher import Launch, commands, count_of, flag_values
 from planner.formats.facts.launcher import world_size as launched
 from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
+from planner.formats.facts.open_words import deciding_names, loose_words, name_open_words
 from planner.formats.facts.optimizers import optimizer_named
 from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.roles import name_others
@@ -148,6 +149,9 @@ def read_hugging_face(
         found = find_command(command.text, around.define, around.beside, names_of_files)
     job, files = _job_of(files, found, around, software, problems)
     _name_missing_files(files, found, job)
+    if command is not None and found is not None:
+        deciding = deciding_names(command.text, found[0], _decides)
+        name_open_words(loose_words(found[0].arguments), deciding, problems)
     assumed: list[str] = []
     names = {**FLAGS}
     names |= ACCELERATE_KEYS if files.accelerate else {}
@@ -196,6 +200,11 @@ def read_hugging_face(
         memory_is_bound=keeps_less(job),
         activations_are_bound=keeps_fewer_activations(job, model),
     )
+
+
+def _decides(flag: str) -> bool:
+    role = known_keys("transformers").get(flag.replace("-", "_").replace("__", "--", 1), "unknown")
+    return role not in ("harmless", "training")
 
 
 def _job_of(

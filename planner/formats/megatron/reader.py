@@ -19,6 +19,7 @@ from planner.formats.facts.flag_catalogue import GivenFlag, given_flags, known_f
 from planner.formats.facts.keyed import DECIDING
 from planner.formats.facts.launcher import Launch, count_of, find_launch, sizes_on_page
 from planner.formats.facts.launcher import world_size as launched
+from planner.formats.facts.open_words import deciding_names, name_open_words
 from planner.formats.facts.reading import Problems, Reading
 from planner.formats.facts.roles import name_others
 from planner.formats.facts.source import Source
@@ -76,30 +77,16 @@ def read_megatron(
         deepspeed=deepspeed,
         sizes=sizes_on_page(source),
         defined={name: value for name, value in defined.items() if not is_mentioned(name, source)},
-        conditional={
-            name
-            for name in set(_ASSIGNED.findall(source)) & launch.assigned
-            if not _changes_nothing(name, source)
-        },
+        conditional=deciding_names(source, launch, _decides),
     )
 
 
 _DEEPSPEEDS = ("--deepspeed_config", "--deepspeed-config")
 
-_ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_]\w*)(?:\[[^]\n]{0,40}\])?\+?=")
 
-
-def _changes_nothing(name: str, source: str) -> bool:
-    """Return whether all that a script assigns to a variable are flags that leave the price as it is."""
-    assigned = rf"(?<![\w-]){name}\+?=(\"(?:[^\"\\]|\\.)*\"|'[^']*'|\([^()]*\)|[^\s;&|]*)"
-    for value in re.findall(assigned, source, re.DOTALL):
-        words = [Word(word, 0) for word in re.sub(r"[\"'()]|\\\n", " ", value).split()]
-        flags, loose = given_flags(words)
-        if any(flag.known.role not in ("harmless", "training") for flag in flags):
-            return False
-        if any(word.text.strip("${}") != name for word in loose):
-            return False
-    return True
+def _decides(flag: str) -> bool:
+    known = known_flags().get(flag)
+    return known is None or known.role not in ("harmless", "training")
 
 
 def read_command(
@@ -313,13 +300,9 @@ def _one_number_of_experts(given: Given, loose: list[Word], framework: str, prob
 def _name_loose(loose: list[Any], problems: Problems, conditional: Collection[str]) -> None:
     """Add problems for words of the command that no flag takes; words that may be flags make the job
     unknown."""
+    named = name_open_words(loose, conditional, problems)
     for word in loose:
-        could = [name for name in word.unknown if name in conditional or name.startswith(("$(", "`"))]
-        if could:
-            text = f"{could[0]} may hold flags, and is set by a command that is not run here"
-            remedy = f"give --define {could[0]}=VALUE" if could[0] in conditional else "write the flags out"
-            problems.add("unknown", text, "", word.line, remedy)
-        elif not word.unknown and word.text not in ("\\", ""):
+        if word not in named and not word.unknown and word.text not in ("\\", ""):
             problems.add("note", f"the word {word.text[:40]!r} belongs to no flag", line=word.line)
 
 

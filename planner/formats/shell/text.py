@@ -35,6 +35,11 @@ class Word:
     unknown: tuple[str, ...] = ()
     """Names of unknown variables and commands in the word."""
 
+    @property
+    def is_variable(self) -> bool:
+        """True if the word is one variable or command, of which nothing is known."""
+        return len(self.unknown) == 1 and self.text == f"${{{self.unknown[0]}}}"
+
 
 def chars_of(source: str, line: int = 1) -> Chars:
     """The characters of a text that begins on `line`, without carriage returns."""
