@@ -183,7 +183,7 @@ ON_ALL_DEVICES = ("llamafactory-cli", "llamafactory", "axolotl")
 """Programs that use all devices of the node where nothing says how many (llamafactory/launcher.py)."""
 
 
-def _visible(environment: Mapping[str, Word]) -> Word | None:
+def visible_devices(environment: Mapping[str, Word]) -> Word | None:
     """The number of devices that a job may see, where a variable lists them."""
     for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
         listed = environment.get(name)
@@ -224,7 +224,7 @@ def _counted_by(
     if starts:
         per_node = environment.get("NPROC_PER_NODE")
         if per_node is None and own[-1].text.rpartition("/")[2] in ON_ALL_DEVICES:
-            per_node = _visible(environment)
+            per_node = visible_devices(environment)
             return (environment.get("NNODES") or Word("1", own[0].line)), per_node
         return environment.get("NNODES"), per_node or Word("1", own[0].line)
     listed = _value(own, ("--include", "-i"))

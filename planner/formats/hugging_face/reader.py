@@ -14,7 +14,7 @@ from costmodels.spec.model import ModelSpec
 from planner.formats.facts.definitions import with_definitions
 from planner.formats.facts.entries import Entries, Entry
 from planner.formats.facts.keyed import Keyed, known_keys
-from planner.formats.facts.launcher import Launch, commands, count_of, flag_values
+from planner.formats.facts.launcher import Launch, commands, count_of, flag_values, visible_devices
 from planner.formats.facts.launcher import world_size as launched
 from planner.formats.facts.layout_fields import Places, build_layout, degrees_of_world
 from planner.formats.facts.open_words import deciding_names, loose_words, name_open_words
@@ -174,6 +174,7 @@ def read_hugging_face(
         places = Places(names, {flag.name: flag.line for flag in given})
         layout = _layout(job, model, world, places, assumed)
     _name_unknown_keys(job, problems)
+    _check_visible_devices(job)
     narrow = precision == "bf16" and trains_in_16_bits(job)
     if not packs_samples(job):
         assumed.append(SHORTER)
@@ -301,6 +302,30 @@ def _engine(job: Job, files: Files, layout: Layout | None) -> str:
         return "deepspeed"
     split = layout is not None and (layout.tensor_parallel > 1 or layout.context_parallel > 1)
     return "torchtitan" if split and job.is_under_fsdp else "fsdp"
+
+
+def _check_visible_devices(job: Job) -> None:
+    """Check that ms-swift's processes see one device each.
+
+    Layers are spread over several ones (swift/utils/env.py, `is_mp`), but not under DeepSpeed or FSDP.
+    """
+    if job.software != "ms-swift" or job.launch is None:
+        return
+    environment = job.launch.environment
+    visible, processes = count_of(visible_devices(environment)), _per_node(job)
+    single = "SWIFT_SINGLE_DEVICE_MODE" in environment or "--use_ray" in job.command
+    if visible is None or processes is None or single or visible <= processes:
+        return
+    remedy = f"give NPROC_PER_NODE={visible}"
+    if visible % processes:
+        text = f"{processes} processes do not divide {visible} visible devices"
+        job.command.problems.add("illegal", text, remedy=remedy)
+    elif job.uses_deepspeed or job.is_under_fsdp:
+        text = f"DeepSpeed and FSDP want a process for each of {visible} visible devices, not {processes}"
+        job.command.problems.add("illegal", text, remedy=remedy)
+    else:
+        text = f"each process spreads its layers over {visible // processes} devices, which is not priced"
+        job.command.problems.add("unknown", text, remedy=remedy, of_price=True)
 
 
 def _world(job: Job) -> int | None:

@@ -61,7 +61,7 @@ class Script:
 
 ENVIRONMENT = (
     *("NPROC_PER_NODE", "NNODES", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"),
-    *("MODULE", "CONFIG", "CONFIG_FILE", "NGPU"),
+    *("SWIFT_SINGLE_DEVICE_MODE", "MODULE", "CONFIG", "CONFIG_FILE", "NGPU"),
 )
 """Environment variables that launchers and scripts of software read."""
 

@@ -223,3 +223,27 @@ def test_layers_that_train_as_a_whole_beside_adapters_are_not_priced(tmp_path: P
     )
     assert found.legal and found.fits is None and found.plan is None
     assert checked(tmp_path, Published("", "a.sh", swift(flags), 1, ())).fits
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "legal", "fits"),
+    [
+        # ms-swift, examples/train/multi-gpu/device_map: a model of 72B over 2 devices.
+        ("CUDA_VISIBLE_DEVICES=0,1", "", True, None),
+        ("CUDA_VISIBLE_DEVICES=0,1,2,3 NPROC_PER_NODE=2", "", True, None),
+        ("CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=2", "", True, False),
+        ("CUDA_VISIBLE_DEVICES=0", "", True, False),
+        ("CUDA_VISIBLE_DEVICES=0,1 SWIFT_SINGLE_DEVICE_MODE=1", "", True, False),
+        # swift/utils/env.py, `is_mp`; swift/arguments/sft_args.py.
+        ("CUDA_VISIBLE_DEVICES=0,1,2 NPROC_PER_NODE=2", "", False, None),
+        ("CUDA_VISIBLE_DEVICES=0,1", "--deepspeed zero2", False, None),
+    ],
+)
+def test_layers_that_are_spread_over_visible_devices_are_not_priced(
+    tmp_path: Path, before: str, more: str, legal: bool, fits: bool | None
+) -> None:
+    file = tmp_path / "a.sh"
+    flags = "--model Qwen/Qwen2.5-72B-Instruct --tuner_type lora --max_length 2048 --packing true"
+    file.write_text(f"{before} {swift(flags)}".replace("\n", f" {more}\n"))
+    found = check([file], device="a100-80g")
+    assert (found.legal, found.fits) == (legal, fits), found.problems
