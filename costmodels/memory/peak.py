@@ -517,6 +517,10 @@ def stage_copy_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks
     """Bytes of the copies of one stage's layers that FSDP2 computes with, [n, k]."""
     each = copied_rows(table) * engine.memory_policy(table.precision).gathered
     copies = each[:, None] * _layer_parameters(sizes, ranks)
+    if table.fp8_param_gather:
+        # One byte less, but of experts.
+        shared = rank_parameters(sizes, ranks)[0] - end_parameters(sizes, ranks)
+        copies = copies - (copied_rows(table) & table.gathers_fp8)[:, None] * shared
     if sizes.frozen_dense_layer.any() or sizes.frozen_moe_layer.any():
         layers = sum(frozen_parameters(sizes, ranks), np.zeros(())) - _frozen_ends(sizes, ranks)
         copies = copies + element_bytes(table.precision) * _copies_frozen(table, sizes)[:, None] * layers

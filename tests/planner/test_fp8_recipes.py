@@ -137,6 +137,17 @@ def test_gathering_in_fp8_takes_a_byte_less_for_each_parameter_of_layers() -> No
     assert saved == pytest.approx(layers, rel=1e-3)
 
 
+def test_stages_that_wait_for_their_layers_in_fp8_take_a_byte_less_too() -> None:
+    """Of several stages of a rank, FSDP2 has gathered some."""
+    text = "dp=4,pp=2,vpp=8,gbs=32,mbs=1,zero=1,precision=fp8,fp8_recipe=tensorwise"
+    plain, narrow = (
+        planner.evaluate(parse_layout(text + more, LLAMA), model=LLAMA, device="h100", engine="torchtitan")
+        for more in ("", ",fp8_param_gather=1")
+    )
+    for whole, less in zip(plain.memory, narrow.memory, strict=True):
+        assert 0.45 * whole.parameters < less.parameters < whole.parameters
+
+
 @pytest.mark.parametrize(
     ("target", "engine", "recipe", "text"),
     [
