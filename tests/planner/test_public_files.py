@@ -134,9 +134,10 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
     ),
     "arguments that a loop takes": (
         "job.sh",
-        "TP=2\nwhile [ $# -gt 0 ]; do\n  case $1 in\n    --tp) TP=$2; shift 2;;\n  esac\ndone\n"
+        'TP=2\nif [ "$1" = "" ]; then PP=1; fi\n'
+        'while [[ "$1" != "" ]]; do\n  case $1 in\n    --tp) TP=$2; shift 2;;\n  esac\ndone\n'
         + MEGATRON
-        + "--vocab-size 32000 --tensor-model-parallel-size $TP",
+        + "--vocab-size 32000 --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP",
         lambda r: r.legal and r.layout.tensor_parallel == 2,
     ),
     "flags of a trainer that a command sets": (

@@ -503,18 +503,19 @@ class _Reader:
 
         A script that compares its argument expects one. A loop over all arguments takes those that there are.
         """
-        loops = any(frame.kind == "loop" for frame in self._frames)
+        loops = any(frame.kind in ("loop", "condition") for frame in self._frames)
         return not loops and self.names.expansion.is_argument(value)
 
     def _test(self, raw: list[Chars]) -> Truth:
         """The outcome of `[ ... ]`; None where unknown, as files are never examined."""
         first = plain(raw[0])
         words: list[str | None] = []
-        texts = ["", *(plain(word) for word in raw[1:]), ""]
+        texts = ["", *(plain(word) for word in raw[1:]), "", ""]
         for at, word in enumerate(raw[1:], 1):
             value = self.names.expansion.value(word)
             is_set = not self.names.expansion.never_set(value)
-            if {texts[at - 1], texts[at + 1]} & COMPARISONS and self._compares_argument(value):
+            others = [texts[at + 2 * side] for side in (-1, 1) if texts[at + side] in COMPARISONS]
+            if others and not {*others} & {'""', "''"} and self._compares_argument(value):
                 words.append(None)
             elif first == "[[" or any(char in "\"'" for char, _ in word):
                 words.append("" if not is_set else None if has_unknown(value) else plain(value))
