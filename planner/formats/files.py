@@ -16,8 +16,9 @@ from planner.formats.facts.entries import PARSERS, Entries
 from planner.formats.facts.flag_catalogue import known_flags
 from planner.formats.facts.inherited import named_files, variables
 from planner.formats.facts.keyed import known_keys
-from planner.formats.facts.launcher import find_launch, known_count
+from planner.formats.facts.launcher import commands, find_launch, known_count
 from planner.formats.facts.objective import DEFINED, with_objective
+from planner.formats.facts.open_words import deciding_names, loose_words, name_open_words
 from planner.formats.facts.pages import block_entries, running_entries
 from planner.formats.facts.reading import ConfigProblem, Problems, Reading
 from planner.formats.facts.source import Source, Surroundings
@@ -156,15 +157,18 @@ def read_files(
     together = _of_gpt_neox(own, texts)
     parts = [together] if together else _joined([_part(file, texts[file], around) for file in own])
     reading = with_objective(_together(parts, around, described), defined)
+    scripts = [
+        part
+        for part in parts
+        if not part.source.page and Path(part.source.file).suffix.lower() not in PARSERS
+    ]
     if defined:
-        scripts = [
-            part.source.text
-            for part in parts
-            if not part.source.page and Path(part.source.file).suffix.lower() not in PARSERS
-        ]
+        texts_of_scripts = [part.source.text for part in scripts]
         check_definitions(
-            defined, [*scripts, *beside.values()], _known_names(parts, reading), " and ".join(own)
+            defined, [*texts_of_scripts, *beside.values()], _known_names(parts, reading), " and ".join(own)
         )
+    found = [problem for part in scripts for problem in _open_words(part, around)]
+    reading = dataclasses.replace(reading, problems=(*reading.problems, *found))
     return dataclasses.replace(
         reading,
         world_size=world_size or reading.world_size,
@@ -224,6 +228,22 @@ class _Part:
 
 def _is_program(part: _Part) -> bool:
     return part.kind is None or part.kind in (RECIPES, REGISTRY, OVERRIDES, SWIFT, SLIME)
+
+
+def _open_words(part: _Part, around: Surroundings) -> list[ConfigProblem]:
+    """Problems of words that may hold keys or flags of the largest command of a script.
+
+    Readers of slime's, Megatron-LM's and trainers' commands name such words themselves.
+    """
+    if part.kind in (None, RECIPES, REGISTRY, SLIME):
+        return []
+    found = commands(part.source.text, dict(around.define), around.beside)
+    launch = max(found, key=lambda one: len(one.arguments), default=None)
+    problems = Problems(part.source.file)
+    if launch is not None:
+        names = deciding_names(part.source.text, launch, lambda flag: True)
+        name_open_words(loose_words(launch.arguments), names, problems)
+    return problems.found
 
 
 def _known_names(parts: Sequence[_Part], reading: Reading) -> set[str]:

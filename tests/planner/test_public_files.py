@@ -147,6 +147,13 @@ CASES: dict[str, tuple[str, str, Callable[[Read], object]]] = {
         + "--model_max_length 512 --per_device_train_batch_size 2 --gradient_accumulation_steps 2",
         lambda r: r.legal is None and r.unknown == ("",),
     ),
+    "keys that an argument decides": (
+        "job.sh",
+        'if [ "$1" = tp ]; then\n  MORE="model.tensor_model_parallel_size=4"\nfi\n'
+        "python3 -m verl.trainer.fsdp_sft_trainer data.train_batch_size=64 data.max_length=512 "
+        "model.partial_pretrain=Qwen/Qwen3-8B data.micro_batch_size_per_gpu=1 trainer.project_name=x $MORE\n",
+        lambda r: r.legal is None and "" in r.unknown,
+    ),
     "flags of a trainer after a value": (
         "job.sh",
         'if [ "$1" = z ]; then\n  MORE="--deepspeed z.json"\nelse\n  MORE=""\nfi\n'

@@ -54,6 +54,18 @@ def name_open_words(words: Iterable[Word], names: Collection[str], problems: Pro
 
 
 def loose_words(words: Sequence[Word]) -> list[Word]:
-    """The words that are whole variables and follow no flag, so that they are hardly values of one."""
-    pairs = zip([Word("", 0), *words], words, strict=False)
-    return [word for before, word in pairs if word.is_variable and not before.text.startswith("--")]
+    """The words that are whole variables and hardly values of a flag.
+
+    The word after a flag is its value. A command after two values of a flag makes further ones
+    (`--sizes 1 2 $(seq 4 8)`).
+    """
+    found = []
+    values = 1  # Since the last flag.
+    for word in words:
+        if word.text.startswith("--"):
+            values = int("=" in word.text)
+            continue
+        if word.is_variable and values and (values == 1 or word.unknown[0].isidentifier()):
+            found.append(word)
+        values += 1
+    return found
