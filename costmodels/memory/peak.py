@@ -480,6 +480,11 @@ def reduction_source_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes,
     copies = np.where(frees, 2 * sizes.experts, sizes.experts + sizes.moe_layer)
     moe = each * np.maximum(sizes.moe_layer, sizes.experts) - policy.gathered * copies
     most = np.maximum(dense - sizes.dense_activations, moe - sizes.moe_activations)
+    if engine.sharding.joins_experts and sizes.experts.any():
+        # The sums of a whole layer travel while those of the next one replace its activations.
+        whole = each * (sizes.moe_layer + sizes.experts)
+        own = np.maximum(whole - sizes.moe_activations - sizes.moe_recomputation, 0.0)
+        most = np.maximum(most, whole + own)
     found: Floats = np.where(rows, np.maximum(most, 0.0), 0.0)[:, None] * (ranks.layers > 1)
     if not table.recompute_method.any():
         return found

@@ -394,6 +394,8 @@ class ShardingConstants(Constants):
     """ZeRO stages in which weights, gradients and moments are all in 16 bits, without a copy in fp32."""
     ends_apart: bool = False
     """True if embedding and head are gathered separately, like layers, and not together."""
+    joins_experts: bool = False
+    """True if FSDP2 wraps a layer's experts together with the layer, and not by themselves."""
     plain_whole: bool = False
     """True if FSDP2 does not wrap parameters that a rank holds whole and updates itself: these are cast to
     plain tensors, and their gradients accumulate in the buffer of the reduction."""
