@@ -52,6 +52,7 @@ class _Tables(NamedTuple):
     named: frozenset[str]
     values: Mapping[str, tuple[str, ...]]
     marks: Mapping[str, str]
+    untrained: Mapping[str, str]
     next_token: tuple[str, ...]
     defaults: Mapping[str, str]
     costs: Mapping[str, str]
@@ -65,6 +66,7 @@ def _tables() -> _Tables:
         named=frozenset(content["named"].split()),
         values={key: tuple(words.split()) for key, words in content["values"].items()},
         marks={pattern: name for name, keys in content["marks"].items() for pattern in keys.split()},
+        untrained=content["untrained"],
         next_token=tuple(content["next_token"].split()),
         defaults=content["defaults"],
         costs=content["costs"],
@@ -92,7 +94,7 @@ def with_objective(reading: Reading, define: Mapping[str, str]) -> Reading:
         text = "the training program decides the training objective, and is not given"
         remedy = f"give the command of the program too, or --define {DEFINED}=next-token"
     if objective.name == NOTHING:
-        text = f"{objective.said} trains nothing by its name, so no step is priced"
+        text = f"{objective.said}: nothing is trained, so no step is priced"
         remedy = f"give --define {DEFINED}=next-token if it trains"
     file = reading.files.get(objective.flag, reading.file)
     problem = ConfigProblem("unknown", text, objective.flag, objective.line, remedy, file)
@@ -107,6 +109,10 @@ def objective_of(software: str, given: Iterable[GivenFlag], program: str) -> Obj
     other = _by_values(flags) or _by_marks(flags)
     if other is not None:
         return other
+    on = dict(flags)
+    for name, trains in tables.untrained.items():
+        if name in on and trains not in on:
+            return Objective(NOTHING, on[name].name, on[name].line, f"without {trains}")
     found = _by_words(_named(program))
     if found not in ("", NEXT_TOKEN):
         return Objective(found, said=program.rpartition("/")[2])

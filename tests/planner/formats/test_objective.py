@@ -55,6 +55,8 @@ def job(folder: Path, file: str, text: str, **given: object) -> Read:
         ("train.yaml", FACTORY.format("pt"), NEXT_TOKEN, ""),
         ("train.yaml", FACTORY.format("kto"), "preferences", "--stage"),
         ("train.yaml", FACTORY.format("rm"), "a reward model", "--stage"),
+        ("train.yaml", FACTORY.format("sft") + "do_predict: true\n", "nothing", "--do_predict"),
+        ("train.yaml", FACTORY.format("sft") + "do_predict: true\ndo_train: true\n", NEXT_TOKEN, ""),
         ("train.yml", AXOLOTL.format(""), NEXT_TOKEN, ""),
         ("train.yml", AXOLOTL.format(PLUGINS.format("spectrum.SpectrumPlugin")), NEXT_TOKEN, ""),
         ("train.yml", AXOLOTL.format(PLUGINS.format("diffusion.DiffusionPlugin")), "diffusion", "--plugins"),
