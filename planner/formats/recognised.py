@@ -69,6 +69,7 @@ MARKS = (
             frozenset({"system.", "model.", "data."}),  # The file of a task beside it (conf/train).
         ),
     ),
+    Mark("Kubernetes", (frozenset({"apiVersion", "kind"}),), r"(?m)^apiVersion:\s"),
     Mark("ROLL", (frozenset({"actor_train."}),)),
     Mark("NeMo AutoModel", (frozenset({"step_scheduler.", "model._target_"}),)),
     Mark("NeuronX Distributed Training", (frozenset({"distributed_strategy.", "model_source"}),)),

@@ -498,6 +498,16 @@ def test_names_of_the_hub(name: str, model: str | None) -> None:
             "FlagScale",
         ),
         (
+            "job.yaml",
+            "apiVersion: kubeflow.org/v1\nkind: PyTorchJob\nspec: {nprocPerNode: 8}\n",
+            "Kubernetes",
+        ),
+        (
+            "job.yaml-template",
+            "apiVersion: kubeflow.org/v1\nkind: PyTorchJob\nspec:\n  nprocPerNode: $GPUS\n",
+            "Kubernetes",
+        ),
+        (
             "rlvr.yaml",
             "num_gpus_per_node: 8\nactor_train:\n  strategy_args:\n    strategy_name: megatron_train\n"
             "    strategy_config: {tensor_model_parallel_size: 2}\nreference: {model_args: {dtype: bf16}}\n",
@@ -523,6 +533,12 @@ def test_software_that_is_known_and_not_read_is_named(
     with pytest.raises(NotReadError, match=f"is of {software},") as raised:
         read_files([tmp_path / file])
     assert raised.value.software == software
+
+
+def test_several_documents_of_one_file_are_no_fault_of_its_yaml(tmp_path: Path) -> None:
+    (tmp_path / "jobs.yaml").write_text("num_processes: 8\n---\nnum_processes: 4\n")
+    with pytest.raises(InputError, match="holds several YAML documents"):
+        read_files([tmp_path / "jobs.yaml"])
 
 
 def _checked(folder: Path, file: str, text: str, engine: str | None = None) -> Check:

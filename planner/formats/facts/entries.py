@@ -56,6 +56,8 @@ def yaml_entries(text: str, origin: str) -> Entries:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or "it cannot be parsed"
+        if reason == "but found another document":
+            raise InputError(f"{origin} holds several YAML documents: give one of them as a file") from None
         raise InputError(f"{origin} is not valid YAML{place}: {reason}") from None
     except (ValueError, RecursionError):
         raise InputError(f"{origin} is nested too deeply, or is no text of YAML") from None
