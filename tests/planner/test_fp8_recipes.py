@@ -138,7 +138,7 @@ def test_gathering_in_fp8_takes_a_byte_less_for_each_parameter_of_layers() -> No
 
 
 def test_stages_that_wait_for_their_layers_in_fp8_take_a_byte_less_too() -> None:
-    """Of several stages of a rank, FSDP2 has gathered some."""
+    """FSDP2 has gathered some of the stages of a rank."""
     text = "dp=4,pp=2,vpp=8,gbs=32,mbs=1,zero=1,precision=fp8,fp8_recipe=tensorwise"
     plain, narrow = (
         planner.evaluate(parse_layout(text + more, LLAMA), model=LLAMA, device="h100", engine="torchtitan")
