@@ -518,6 +518,21 @@ def whole_parameter_bytes(
     return every
 
 
+def gathering_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
+    """Temporary bytes while the largest layer of a stage is gathered, besides its parameters, [n, k].
+
+    The collective writes a buffer. Experts whose number is no multiple of their shards are split along
+    another dimension, so that the buffer is put together in a second one.
+    """
+    layer = np.maximum(sizes.dense_layer, sizes.moe_layer) * (table.replicas > 1)
+    if sizes.experts.any():
+        buffers = np.where(sizes.local_experts % table.expert_shards != 0, 2, 1)
+        layer = np.maximum(layer, buffers * sizes.experts * (table.expert_replicas > 1))
+    each = engine.memory_policy(table.precision).gathered * layer
+    result: Floats = each[:, None] * (ranks.layers > 0)
+    return result
+
+
 def stage_copy_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ranks: Ranks) -> Floats:
     """Bytes of the copies of one stage's layers that FSDP2 computes with, [n, k]."""
     each = copied_rows(table) * engine.memory_policy(table.precision).gathered
@@ -587,12 +602,13 @@ def _played_bytes(
         reduced=reduced,
         added=np.maximum(fresh - again, 0.0),
         whole=stage_copy_bytes(engine, table, sizes, ranks),
+        gathers=np.maximum(gathering_bytes(engine, table, sizes, ranks) - again, 0.0),
     )
     later = ~table.keeps_whole & (not sizes.experts.any())
     frees = frees_after_forward(table)
     alive = schedule_moments.fullest(table, ranks, each, of_layer, later, frees)
     activations = alive.flights * each.flights + alive.waits * each.waits + again
-    activations = activations - alive.added * np.minimum(fresh, again)
+    activations = activations - alive.added * np.minimum(fresh, again) + alive.gathers * each.gathers
     chunk = ranks.last * (sizes.logits - sizes.kept_logits)[:, None]
     logits = alive.head_flights * head + chunk - np.minimum(passing_logits(engine, sizes, ranks), again)
     logits = np.maximum(logits, 0.0)

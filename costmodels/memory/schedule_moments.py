@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodels.ranks.rank_layers import Ranks, layers_by_kind
-from costmodels.spec.layout import Schedule
+from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
 from costmodels.spec.schedules import (
     BACKWARD,
     FORWARD,
@@ -37,8 +37,9 @@ from costmodels.spec.table import (
     distinct_numbers,
 )
 
-ROUNDS = 4
-"""Number of rounds of microbatches after which a step only repeats itself."""
+ROUNDS, SPLIT_ROUNDS = 3, 4
+"""Number of rounds of microbatches after which a step only repeats itself: with whole backward passes, and
+with split ones."""
 
 
 class Alive(NamedTuple):
@@ -67,6 +68,8 @@ class Alive(NamedTuple):
     """1 where a stage is about to add weight gradients that were computed in a separate pass."""
     whole: Floats
     """Number of stages whose whole parameters are allocated in the format of GEMMs."""
+    gathers: Floats
+    """1 where parameters of a stage are gathered between two passes."""
 
 
 def played(table: LayoutTable, ranks: Ranks) -> Bools:
@@ -186,7 +189,7 @@ def unequal_moments(group: Group, stages: Stages) -> tuple[Floats, Floats]:
 
 def few_micro_batches(table: LayoutTable) -> Ints:
     """The fewest microbatches that give the same set of moments, [n]."""
-    few = ROUNDS * table.pipeline_parallel
+    few = np.where(table.runs(*SPLIT_BACKWARD), SPLIT_ROUNDS, ROUNDS) * table.pipeline_parallel
     whole = table.micro_batches % table.pipeline_parallel == 0
     result: Ints = np.where(whole, np.minimum(table.micro_batches, few), table.micro_batches)
     return result
@@ -234,13 +237,17 @@ def moments(
     fresh = last_weights > last_add
     left = last_weights > np.maximum.accumulate(np.where(whole | inputs, time, 0), axis=0)
     before = np.vstack([np.zeros((1, len(stages)), np.int64), done[:-1]])
-    sums = np.maximum.accumulate(whole | (adds & ((before > 0) | (not later))), axis=0)
+    head = stages == pipeline * chunks - 1
+    # Passes of weight gradients after the loss add up too, but what the pass before them has left.
+    sums = whole | ((adds | (weights & head)) & ((before > 0) | (not later)))
+    sums = np.maximum.accumulate(sums, axis=0)
     finished, was_finished = done == micro_batches, before == micro_batches
     if keeps_whole:
         present = (~was_finished).sum(axis=1)
     else:
         # While a stage reduces, it has what it had just before.
-        sums, fresh = (sums & ~finished) | (finished & ~was_finished), fresh & ~finished
+        sums = (sums & ~finished) | (finished & ~was_finished)
+        fresh = fresh & ~(was_finished | (finished & ~head))
         left = left & ~finished
         gathered = ~was_finished
         if frees:
@@ -248,7 +255,6 @@ def moments(
             last_forward = np.maximum.accumulate(np.where(forward, time, 0), axis=0)
             gathered &= np.maximum.accumulate(np.where(whole, time, 0), axis=0) > last_forward
         present = np.minimum(gathered.sum(axis=1), GATHERED_STAGES)
-    head = stages == pipeline * chunks - 1
     every = (
         flights,
         waits,
@@ -262,16 +268,38 @@ def moments(
         np.zeros_like(fresh),
     )
     of_stages = (flights, sums, fresh)[: 0 if not by_stage else 3 if micro_batches <= pipeline else 1]
-    every_moment = np.column_stack([*(each.sum(axis=1) for each in every), present, *of_stages])
+    none = np.zeros(len(kind))
+    every_moment = np.column_stack([*(each.sum(axis=1) for each in every), present, none, *of_stages])
     if keeps_whole:
         # Hooks that add up a layer at once do not see these gradients: they are all there at the end.
         ends = (weights & (before > 0)).any(axis=1)
         at_end = every_moment[ends]
         at_end[:, Alive._fields.index("added")] = 1
         every_moment = np.vstack([every_moment, at_end])
+    elif not frees:
+        before_pass = every_moment[_gathers_after(own)]
+        before_pass[:, Alive._fields.index("gathers")] = 1
+        every_moment = np.vstack([every_moment, before_pass])
     found = _outermost(every_moment.astype(np.float64))
     found.setflags(write=False)
     return found
+
+
+def _gathers_after(own: Bools) -> Bools:
+    """The passes after which a rank gathers a stage, as it keeps the parameters of the next few stages.
+
+    Args:
+        own: True where a pass is of a stage, [passes, stages].
+    """
+    passes, stages = own.shape
+    if stages <= GATHERED_STAGES:
+        return np.zeros(passes, dtype=np.bool_)
+    place = np.where(own, np.arange(passes)[:, None], passes)
+    next_use = np.minimum.accumulate(place[::-1], axis=0)[::-1]
+    last = np.partition(next_use, GATHERED_STAGES - 1, axis=1)[:, GATHERED_STAGES - 1 : GATHERED_STAGES]
+    gathered = next_use <= np.minimum(last, passes - 1)
+    result: Bools = np.append((gathered[1:] & ~gathered[:-1]).any(axis=1), False)
+    return result
 
 
 def _outermost(every: Floats) -> Floats:

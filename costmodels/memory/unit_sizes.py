@@ -36,6 +36,8 @@ class UnitSizes:
     """Parameters of a layer with experts, without the routed experts."""
     experts: Floats
     """Parameters of the routed experts of a layer."""
+    local_experts: Floats
+    """Routed experts of a layer on one device."""
     last_matrices: Floats
     """The part of `experts` in the last matrix of each."""
     embedding: Floats
@@ -286,6 +288,7 @@ def unit_sizes(model: ModelSpec, engine: Engine, table: LayoutTable) -> UnitSize
         dense_layer=dense[0],
         moe_layer=moe[0],
         experts=moe[1],
+        local_experts=model.experts / table.expert_parallel,
         last_matrices=moe[1] / (2 + model.gated),
         embedding=ends[0],
         head=ends[1],

@@ -9,10 +9,10 @@ import pytest
 
 from costmodels import Cluster, Layout, even_split
 from costmodels.catalogue import load_device, load_engine, load_model
-from costmodels.memory.schedule_moments import ROUNDS, moments
+from costmodels.memory.schedule_moments import ROUNDS, SPLIT_ROUNDS, moments
 from costmodels.pricing import price
 from costmodels.spec.estimate import StageMemory
-from costmodels.spec.layout import Schedule
+from costmodels.spec.layout import SPLIT_BACKWARD, Schedule
 from costmodels.spec.record import GIB
 from costmodels.spec.schedules import BACKWARD, FORWARD, INPUTS, orders
 from costmodels.spec.table import LayoutTable
@@ -37,11 +37,12 @@ def run_one_by_one(
             16 bits for the next backward pass of their stage.
     """
     order = orders(schedule, pipeline, chunks, micro_batches)[rank]
+    head, active = pipeline * chunks - 1, next_stages(order.stage.tolist())
     stages = sorted(set(order.stage.tolist()))
     flying, waiting, done = (dict.fromkeys(stages, 0) for _ in range(3))
     sums, fresh, left = set[int](), set[int](), set[int]()
     found = set[tuple[int, ...]]()
-    for kind, stage in zip(order.kind.tolist(), order.stage.tolist(), strict=True):
+    for place, (kind, stage) in enumerate(zip(order.kind.tolist(), order.stage.tolist(), strict=True)):
         before = [one for one in stages if done[one] < micro_batches]
         if kind == FORWARD:
             flying[stage] += 1
@@ -62,11 +63,13 @@ def run_one_by_one(
             else:
                 waiting[stage] -= 1
                 left.add(stage)
-                (sums if whole else fresh).add(stage)
+                if whole or (stage == head and stage in fresh):
+                    sums.add(stage)
+                if not whole:
+                    fresh.add(stage)
         reducing = set() if whole else {one for one in before if done[one] == micro_batches}
         gone = set() if whole else {one for one in stages if done[one] == micro_batches}
         held = (sums - gone) | reducing
-        head = pipeline * chunks - 1
         # Gradients of weights, computed apart from those of inputs, lie beside sums of passes before.
         apart = whole and kind not in (FORWARD, INPUTS, BACKWARD) and stage > 0 and done[stage] > 1
         found |= {
@@ -77,15 +80,22 @@ def run_one_by_one(
                 len(held),
                 int(head in held),
                 int(0 in held),
-                len(fresh - gone),
+                len(fresh - (gone - ({head} & reducing))),
                 len(left - gone),
                 0 if whole else len(stages) - len(before),
                 added,
                 len(before) if whole else min(len(before), 3),
+                gathered,
             )
             for added in {0, int(apart)}
+            for gathered in {0, int(not whole and bool(active[place + 1] - active[place]))}
         }
     return found
+
+
+def next_stages(stages: list[int]) -> list[set[int]]:
+    """The stages that a rank has gathered at each pass: the next three; after the last pass none."""
+    return [set(list(dict.fromkeys(stages[place:]))[:3]) for place in range(len(stages) + 1)]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -93,7 +103,7 @@ def run_one_by_one(
 def test_moments_cover_every_pass_and_each_happens(shape: tuple[Schedule, int, int], whole: bool) -> None:
     schedule, pipeline, chunks = shape
     for rank in range(pipeline):
-        for rounds in (2, ROUNDS):
+        for rounds in (2, SPLIT_ROUNDS):
             known = moments(schedule, pipeline, chunks, rounds * pipeline, rank, whole, not whole)
             every = run_one_by_one(schedule, pipeline, chunks, rounds * pipeline, rank, whole)
             assert set(map(tuple, known.astype(int).tolist())) <= every
@@ -104,10 +114,11 @@ def test_moments_cover_every_pass_and_each_happens(shape: tuple[Schedule, int, i
 @pytest.mark.parametrize("shape", SHAPES)
 def test_further_rounds_of_micro_batches_add_no_moment(shape: tuple[Schedule, int, int]) -> None:
     schedule, pipeline, chunks = shape
+    enough = SPLIT_ROUNDS if schedule in SPLIT_BACKWARD else ROUNDS
     for rank in range(pipeline):
         few, many = (
             moments(schedule, pipeline, chunks, rounds * pipeline, rank, False, True)
-            for rounds in (ROUNDS, 2 * ROUNDS)
+            for rounds in (enough, 2 * enough)
         )
         assert sorted(few.tolist()) == sorted(many.tolist())
 

@@ -23,13 +23,14 @@ def llama(**fields: Any) -> ModelSpec:
     return resolve_model("llama3-8b").model_copy(update={"layers": 6, "seq": 4096, "vocab": 32000} | fields)
 
 
-def errors(spec: ModelSpec, **fields: Any) -> float:
-    """The closed form of a layout's tensors less its dry run, as a share of the latter."""
+def errors(spec: ModelSpec, rank: int = 0, /, **fields: Any) -> float:
+    """The closed form of the tensors of a pipeline rank less its dry run, as a share of the latter."""
     layout = Layout.model_validate(
         {"layers_per_stage": (spec.layers,), "micro_batch_size": 4, "global_batch_size": 4} | fields
     )
-    traced = trace(spec, layout, compiled=layout.schedule not in SPLIT_BACKWARD).peak.total
-    found = planner.evaluate(layout, model=spec, device="h100").memory[0]
+    compiled = layout.schedule not in SPLIT_BACKWARD
+    traced = trace(spec, layout, pipeline_rank=rank, compiled=compiled).peak.total
+    found = planner.evaluate(layout, model=spec, device="h100").memory[rank]
     # A dry run does not see the workspaces of libraries.
     workspace = load_engine("bundled").for_device(load_device("h100")).allocator.workspace_bytes
     beside = found.reserve + found.context + found.communicators + found.doubt + workspace
@@ -153,3 +154,21 @@ def test_experts_that_are_not_compiled_keep_what_is_counted(module: str, stages:
     split = {"pipeline_parallel": stages, "layers_per_stage": (6 // stages,) * stages}
     again = {"recompute": "selective", "recompute_modules": (module,)}
     assert abs(errors(spec, **spread, **split, **again)) < OFF
+
+
+@pytest.mark.slow
+def test_the_last_stage_adds_up_weight_gradients_beside_new_ones_where_backward_is_split() -> None:
+    """In a step of one turn no backward pass follows that could add them up before."""
+    spec = llama(layers=8, hidden=8192, heads=64, kv_heads=64, ffn=32768, seq=2048)
+    split = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 4, "layers_per_stage": (1,) * 8}
+    few = {"micro_batch_size": 2, "global_batch_size": 16, "data_parallel": 4, "zero_stage": 1}
+    assert abs(errors(spec, 1, schedule="interleaved_zb", **split, **few)) < OFF
+
+
+@pytest.mark.slow
+def test_stages_are_gathered_beside_all_activations() -> None:
+    """Eight experts on 16 ranks are split within their matrices, so that a gathered layer is there twice."""
+    spec = resolve_model("mixtral-8x7b").model_copy(update={"layers": 8, "vocab": 4096})
+    split = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 4, "layers_per_stage": (1,) * 8}
+    spread = {"data_parallel": 16, "zero_stage": 1, "micro_batch_size": 1, "global_batch_size": 128}
+    assert abs(errors(spec, schedule="interleaved", **split, **spread)) < OFF
