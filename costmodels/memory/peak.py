@@ -433,7 +433,7 @@ def end_reduction_bytes(engine: Engine, table: LayoutTable, sizes: UnitSizes, ra
     return result
 
 
-def take_end_reduction(parts: dict[str, Floats], gradients: Floats, reduction: Floats) -> None:
+def take_later_moment(parts: dict[str, Floats], gradients: Floats, reduction: Floats) -> None:
     """Replace the dynamic `parts` where a moment after backward needs more bytes than backward.
 
     These are the reduction of embedding and head, and the optimizer's step.
@@ -686,8 +686,8 @@ def stage_memory(
         "temporaries": reduction_source_bytes(engine, table, sizes, ranks),
     }
     if moment is None:
-        take_end_reduction(parts, every_gradient, end_reduction_bytes(engine, table, sizes, ranks))
-        take_end_reduction(parts, every_gradient, moment_copy_bytes(engine, table, *held_parameters))
+        take_later_moment(parts, every_gradient, end_reduction_bytes(engine, table, sizes, ranks))
+        take_later_moment(parts, every_gradient, moment_copy_bytes(engine, table, *held_parameters))
     policy = engine.memory_policy(table.precision)
     if policy.stepping_whole or policy.stepping_cast:
         take_fuller_moment(parts, update_buffer_bytes(engine, table, *held_parameters))

@@ -13,7 +13,8 @@ from functools import reduce
 import numpy as np
 
 from costmodels.dataclass import dataclass
-from costmodels.spec.layout import SPLIT_BACKWARD, V_SCHEDULES
+from costmodels.memory.moments import turn_of
+from costmodels.spec.layout import SPLIT_BACKWARD
 from costmodels.spec.table import NONE, Bools, Floats, Ints, LayoutTable, distinct_rows
 from planner.inputs.choice import Choice
 from planner.problem import Problem
@@ -241,7 +242,7 @@ def recomputation_seconds(problem: Problem, part: OpenGrid, units: Units, micro_
     # warm-up (`costmodels.memory.moments.least_moment`). With chunks, each has them after its first turn.
     turns = part.runs("interleaved") & (micro_batches * chunks - rank.flights > (chunks - 1) * pipeline)
     together = rank.has_buffer | np.where(chunks == 1, micro_batches > pipeline, turns)
-    more = micro_batches > np.where(part.runs(*V_SCHEDULES), 1, pipeline)
+    more = micro_batches > turn_of(part)
     states = np.where(more, rank.more_states, rank.states)
     gradients = np.where(more, rank.more_gradients, rank.gradients)
     left = problem.cluster.memory_bytes - states - np.where(together, gradients, 0.0)

@@ -12,17 +12,17 @@ from costmodels.catalogue import load_device, load_engine
 from costmodels.pricing import estimate
 from costmodels.spec.hardware import Cluster
 from costmodels.spec.layout import Layout
-from costmodels.spec.model import ModelSpec
 from tests.costmodels.joined_experts import CHOSEN, EXPERTS, LAYERS, RANKS, TOKENS, WIDTH
 from tests.support import ROOT
+from tests.support.models import llama
 
 
 def test_the_sums_of_a_layer_travel_beside_those_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-m", "tests.costmodels.joined_experts"]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=True)
-    model = ModelSpec(
-        name="experts",
+    model = llama(
+        "experts",
         layers=LAYERS,
         hidden=WIDTH,
         ffn=WIDTH,
@@ -31,10 +31,6 @@ def test_the_sums_of_a_layer_travel_beside_those_of_the_next(monkeypatch: pytest
         head_dim=8,
         vocab=8,
         seq=TOKENS,
-        gated=True,
-        activation="silu",
-        norm="rmsnorm",
-        position="rope",
         experts=EXPERTS,
         top_k=CHOSEN,
         expert_ffn=WIDTH,

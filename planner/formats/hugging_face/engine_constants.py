@@ -22,15 +22,8 @@ _BUCKET = "zero_optimization.reduce_bucket_size"
 _OVERLAPS = "zero_optimization.overlap_comm"
 _COPIES = "zero_optimization.contiguous_gradients"
 
-_COUNTS = {
-    "sharding.live_parameters": (
-        "zero_optimization.stage3_max_live_parameters",
-        "zero_optimization.max_live_parameters",
-    ),
-    "sharding.stepping_group": ("zero_optimization.sub_group_size",),
-}
-"""Keys of DeepSpeed that are numbers of parameters, by the constant of the engine."""
-
+_LIVE = ("zero_optimization.stage3_max_live_parameters", "zero_optimization.max_live_parameters")
+_GROUP = "zero_optimization.sub_group_size"
 _SECOND = "zero_optimization.zero_hpz_partition_size"
 
 DEFAULT_BUCKET = 5e8
@@ -105,16 +98,21 @@ def _buckets(job: Job, model: ModelSpec, stage: int) -> dict[str, Any]:
     if keys.text(_BUCKET) == deepspeed_config.AUTO:
         size = float(model.hidden**2)  # transformers/integrations/deepspeed.py
     elif _BUCKET in keys:
-        size = keys.number(_BUCKET) or size
+        number_of_elements = keys.number(_BUCKET)
+        size = size if number_of_elements is None else number_of_elements
     if keys.text(_OVERLAPS) not in (None, deepspeed_config.AUTO):
         overlaps = keys.switch(_OVERLAPS)
     number = 2 if overlaps and stage < 3 else 1
     if _COPIES in keys and not keys.switch(_COPIES):
         number = 0
     found: dict[str, Any] = {"allocator.workspace_bytes": number * size * NARROW}
-    for name, paths in _COUNTS.items():
-        if value := keys.number(*paths):
-            found[name] = value
+    live, group = keys.number(*_LIVE), keys.number(_GROUP)
+    if live is not None:
+        # With 0, parameters are freed after each layer, as those of FSDP are.
+        found["sharding.live_parameters"] = live
+    if group is not None:
+        # With 0, each parameter is a group (stage3.py, `_create_fp16_sub_groups`).
+        found["sharding.stepping_group"] = group or float(model.hidden * max(model.vocab, model.ffn))
     return found
 
 

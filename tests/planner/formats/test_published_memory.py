@@ -212,6 +212,18 @@ def test_gradients_that_zero_3_updates_in_groups_are_not_cast_at_once(tmp_path: 
     assert group is not None and group.engine.sharding.stepping_group == 1e8
 
 
+def test_a_zero_in_a_configuration_of_deepspeed_is_no_default(tmp_path: Path) -> None:
+    usual = deepspeed(tmp_path, '"stage": 3').plan
+    zeros = '"stage3_max_live_parameters": 0, "sub_group_size": 0, "reduce_bucket_size": 0'
+    none = deepspeed(tmp_path, f'"stage": 3, {zeros}').plan
+    assert usual is not None and none is not None
+    # Parameters are freed after each layer, and the largest one is updated by itself.
+    assert usual.engine.sharding.live_parameters == 1e9 and none.engine.sharding.live_parameters == 0
+    assert none.engine.sharding.stepping_group == 5120 * 32000
+    assert none.engine.allocator.workspace_bytes == 0
+    assert none.estimate.memory[0].parameters < usual.estimate.memory[0].parameters
+
+
 def test_layers_that_train_as_a_whole_beside_adapters_are_not_priced(tmp_path: Path) -> None:
     # ms-swift, examples/train/agent/loss_scale/train.sh: 20 GB.
     flags = (
