@@ -9,6 +9,7 @@ import numpy as np
 from costmodels.layers.optimizer import ADAM_STATE, end_state, layer_state
 from costmodels.memory.unit_sizes import UnitSizes, end_parameters
 from costmodels.ranks.rank_layers import Ranks
+from costmodels.spec.abilities import ZERO_STAGES
 from costmodels.spec.engine import Engine
 from costmodels.spec.table import OPTIMIZERS, Bools, Floats, Ints, LayoutTable
 
@@ -50,7 +51,8 @@ def sharded_parameter_rows(table: LayoutTable) -> Bools:
 
 def narrow_rows(engine: Engine, table: LayoutTable) -> Bools:
     """Rows whose weights, gradients and moments are all in 16 bits."""
-    result: Bools = np.isin(table.zero_stage, engine.sharding.narrow_stages)
+    narrow = np.array([stage in engine.sharding.narrow_stages for stage in ZERO_STAGES])
+    result: Bools = narrow[table.zero_stage]
     return result
 
 
