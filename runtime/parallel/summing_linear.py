@@ -2,7 +2,7 @@
 
 Otherwise a GEMM writes a 16-bit gradient, and an addition reads it again to add it to the sum. On a GPU, the
 GEMM's epilogue adds to the sum itself, without rounding to 16 bits first. On a CPU, the gradient is rounded
-and then added, as everywhere else (`runtime.parallel.working_copies`).
+and then added, as everywhere else (`runtime.parallel.working_copies`); only tests do so.
 
 Layers of one kind share a compiled graph, and a sum has no memory before its first gradient. So the graph
 gets an empty tensor for each sum, its place. The place's own gradient is empty too, and autograd reports with
@@ -72,14 +72,11 @@ _library.impl("add_weight_gradient", lambda gradient, x, place: torch.empty_like
 def add_product(sum_NK: Tensor, holds: bool, left_NT: Tensor, right_TK: Tensor) -> None:
     """Add a product of 16-bit matrices to a sum in fp32, or write it there if nothing is there yet."""
     if sum_NK.is_cuda:
-        _gpu_gemm(sum_NK, left_NT, right_TK, torch.float32, beta=int(holds), out=sum_NK)
+        torch.addmm(sum_NK, left_NT, right_TK, torch.float32, beta=int(holds), out=sum_NK)  # type: ignore[call-overload]
     elif holds:
         sum_NK.add_(torch.mm(left_NT, right_TK))
     else:
         sum_NK.copy_(torch.mm(left_NT, right_TK))
-
-
-_gpu_gemm = torch.ops.aten.addmm.dtype_out
 
 
 class _Product(torch.autograd.Function):
@@ -121,10 +118,15 @@ def can_sum(linear: nn.Linear) -> bool:
 
 @cache
 def sums_in_gemms(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether products of a 16-bit format are added right on a device; tried once, with one log line
-    if not."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return True
+    """Return whether a device's GEMMs add products of a 16-bit format to fp32 sums, and add them right.
+
+    A GPU is tried once, with one log line if it does not. A CPU has no such GEMM, and the operation would
+    take more of the host's time than separate additions.
+    """
+    if device.type != "cuda":
+        return False
+    if not torch.cuda.is_available():
+        return True  # Fake tensors stand for a GPU of today.
     try:
         fault = "" if _adds_right(device, dtype) else "other values"
     except (RuntimeError, NotImplementedError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,15 @@ from tests.support.ranks.summing import in_gemms_and_apart
 from tests.support.worker_pool import WorkerPool
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the CPU stand for a GPU, whose GEMMs add to sums."""
+    monkeypatch.setattr(working_copies, "sums_in_gemms", lambda *_: True)
+
+
+on_gpu = pytest.mark.usefixtures("as_gpu")
 
 
 def gradients_of(spec: ModelSpec, text: str, stays: bool, compiled: bool) -> tuple[dict[str, Tensor], int]:
@@ -64,6 +74,7 @@ def assert_equal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         assert bool((found[name] == values).all()), name
 
 
+@on_gpu
 @pytest.mark.oldest
 @pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize("name", MODELS)
@@ -79,6 +90,7 @@ def test_sums_are_those_of_separate_additions(name: str, stays: bool) -> None:
     assert places == sum(map(can_sum, linears)) >= 4 * spec.layers and none == 0
 
 
+@on_gpu
 @pytest.mark.parametrize("text", ["precision=bf16", "precision=bf16,gbs=4"])
 def test_ranks_sum_what_gemms_have_added(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of a layer are parts of the buffer that ranks reduce as soon as its last gradient is there."""
@@ -98,6 +110,7 @@ def test_ranks_sum_what_gemms_have_added(text: str, monkeypatch: pytest.MonkeyPa
     assert_equal(found, expected)
 
 
+@on_gpu
 @pytest.mark.parametrize("text", ["precision=fp32", "precision=bf16,gradient_reduction=bf16"])
 def test_gradients_in_the_format_of_their_sums_are_added_as_before(text: str) -> None:
     assert gradients_of(MODELS["llama"], text, stays=False, compiled=True)[1] == 0
@@ -204,10 +217,22 @@ def tried() -> Iterator[Any]:
     sums_in_gemms.cache_clear()
 
 
-def test_a_device_that_adds_right_is_used(tried: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_adds_right_is_used(
+    tried: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The CPU stands for a GPU."""
     assert _adds_right(CPU, torch.bfloat16) and _adds_right(CPU, torch.float16)
-    assert tried(CPU, torch.bfloat16) and capsys.readouterr().err == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    right = partial(_adds_right, CPU)
+    monkeypatch.setattr(summing_linear, "_adds_right", lambda _, dtype: right(dtype))
+    assert tried(torch.device("cuda"), torch.bfloat16) and capsys.readouterr().err == ""
+
+
+@pytest.mark.oldest
+def test_a_cpu_adds_apart(tried: Any) -> None:
+    """An operation for each weight would only take time of the host, which small models wait for."""
+    assert not tried(CPU, torch.bfloat16)
+    assert gradients_of(LLAMA, "precision=bf16", stays=False, compiled=True)[1] == 0
 
 
 def _raising(*_: Any) -> None:

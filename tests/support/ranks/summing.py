@@ -11,7 +11,10 @@ from tests.support.ranks.parity import Training, trained
 
 
 def in_gemms_and_apart(spec: ModelSpec, layout: Layout) -> tuple[Training, Training, int]:
-    """Two steps of training in both ways, and how often a GEMM has got a sum; runs on every rank."""
+    """Two steps of training in both ways, and how often a GEMM has got a sum; runs on every rank.
+
+    The CPU stands for a GPU, whose GEMMs add.
+    """
     import torch
 
     from runtime.parallel import working_copies
@@ -26,7 +29,10 @@ def in_gemms_and_apart(spec: ModelSpec, layout: Layout) -> tuple[Training, Train
 
     torch._dynamo.reset()
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        with patch.object(GradientSums, "receive", receiving):
+        with (
+            patch.object(GradientSums, "receive", receiving),
+            patch.object(working_copies, "sums_in_gemms", lambda *_: True),
+        ):
             in_gemms = trained(spec, layout, 2, compiled=True)
         torch._dynamo.reset()
         with patch.object(working_copies, "sums_in_gemms", lambda *_: False):
