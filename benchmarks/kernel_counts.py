@@ -201,7 +201,8 @@ def counting() -> Iterator[Callable[[], KernelCounter]]:
     def receiving(self: Any, number: int) -> tuple[Tensor, bool]:
         """Count what the GEMM reads and writes of a sum that its graph does not know."""
         total, holds = receive(self, number)
-        made[-1].take("GEMM", 0, _bytes(total) * (1 + holds))
+        # Sums of experts are those of all of a layer.
+        made[-1].take("grouped GEMM" if total.dim() == 3 else "GEMM", 0, _bytes(total) * (1 + holds))
         return total, holds
 
     with (

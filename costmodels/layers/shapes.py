@@ -36,7 +36,11 @@ def casts_weights_once(engine: Engine, table: LayoutTable) -> Bools:
 
 
 def fuses_plain(engine: Engine, table: LayoutTable) -> Bools:
-    """Rows whose weight-gradient GEMMs add to sums in fp32, of linear layers outside of routed experts."""
+    """Rows whose weight-gradient GEMMs add to sums in fp32, of linear layers outside of routed experts.
+
+    Experts and fp8 are left out. The runtime's kernels for them are not measured, and it adds apart where
+    they are slower (`runtime.parallel.summing_trial`). The price of a GEMM and an addition holds either way.
+    """
     narrow = table.precision in ("bf16", "fp16") and table.gradient_reduction != "bf16"
     fuses = engine.gemm.fused_plain and engine.activations.compiled and narrow
     result: Bools = table.keeps_whole & fuses & ~table.runs(*SPLIT_BACKWARD)

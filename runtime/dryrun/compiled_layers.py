@@ -102,7 +102,7 @@ READERS = ("kernel", "output")
 """Kinds of nodes that only read buffers."""
 
 ADDED = "planner::add_weight_gradient"
-"""The GEMM that adds to a sum, which no graph knows."""
+"""The GEMM that adds to a sum, which no graph knows; names of others begin so."""
 
 SUMS, WAIT = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
 
@@ -197,6 +197,8 @@ def memory_function(graph: fx.GraphModule, current: Callable[[], Tracker]) -> An
                 return fx.node.map_arg(node.args[0], values.__getitem__)
             elif step.returned:
                 tracker.category, tracker.layer = step.category or category, step.layer
+                if step.name.startswith(ADDED):
+                    tracker.add_to_sum(place_of(values[node.all_input_nodes[-1]]), step.name)
                 values[node] = node_buffers(step, values)
             elif step.in_place:
                 inside[node] = inside.pop(reduction_source(node), [])
@@ -327,8 +329,6 @@ def node_buffers(step: Step, values: dict[fx.Node, Any]) -> Any:
     if step.in_place or step.name.startswith(WAIT):
         # Waiting makes nothing new; the fake operation would.
         return values[node.all_input_nodes[0]]
-    if step.name.startswith(ADDED):
-        place_of(values[node.all_input_nodes[-1]]).receive()
     if step.kind == "view":
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]

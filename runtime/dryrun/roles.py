@@ -216,6 +216,7 @@ def _tagging_gradients(tracker: Tracker) -> Any:
         for copy in self.copies:
             tracker.tag(copy.grad, "gradients")
         add(self)
+        tracker.end_gradients(self.places)
 
     return tagging
 
@@ -230,6 +231,7 @@ def _tagging_given(tracker: Tracker) -> Any:
             if self.adds or self.copies[number].grad is None:
                 tracker.tag(gradient, "gradients")
         give(self, gradients)
+        tracker.end_gradients(self.places)
 
     return tagging
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from runtime.dryrun import repeats
 from runtime.dryrun.course import BUILD, Course, Kind
 from runtime.dryrun.memory_trace import Moment, block_bytes
-from runtime.parallel.summing_linear import place_of
+from runtime.parallel.summing_linear import Place, place_of
+from runtime.parallel.summing_products import GROUPED, SCALED
 
 Category = str
 
@@ -56,7 +57,17 @@ SET_STORAGE = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_St
 
 FUSED_SGD = torch.ops.aten._fused_sgd_.default
 
-ADD_WEIGHT_GRADIENT = torch.ops.planner.add_weight_gradient.default
+IN_KERNELS = tuple(f"planner::{name}" for name in (GROUPED, SCALED))
+"""Names of GEMMs that add to sums by kernels, which a device may do without."""
+
+ADD_WEIGHT_GRADIENT = {
+    torch.ops.planner.add_weight_gradient.default,
+    *(getattr(torch.ops.planner, name.split("::")[1]).default for name in IN_KERNELS),
+}
+"""GEMMs that add to sums."""
+
+GRADIENT_BYTES = 2
+"""Bytes of an element of a gradient that is added to a sum."""
 
 
 @dataclass
@@ -95,6 +106,8 @@ class Tracker(TorchDispatchMode):
         self.phase: str | None = None
         self.operations = 0
         self.first = 0
+        self.beside: dict[Place, list[int]] = {}
+        """Memory of gradients that devices without a kernel have beside their sums, by their places."""
         self.pauses = 0
         """Above 0 while PyTorch plays with tensors that no device would hold."""
 
@@ -116,11 +129,11 @@ class Tracker(TorchDispatchMode):
         if func is FUSED_SGD and self.fake:
             # The operator works in place, and PyTorch has no fake form of it.
             return None
-        if func is ADD_WEIGHT_GRADIENT and self.fake and not is_compiling():
+        if func in ADD_WEIGHT_GRADIENT and self.fake and not is_compiling():
             # Uncompiled layers come here; the fake form of the operator has no sum.
             place = place_of(args[-1])
             with self:
-                place.receive()
+                self.add_to_sum(place, func.name())
             return place.gradient
         if func in SET_STORAGE and self.fake:
             # The cache of fake tensors would keep the storage.
@@ -177,6 +190,23 @@ class Tracker(TorchDispatchMode):
         """End the memory counted by `open`."""
         self._change(number, -self.blocks[number].size, self.now())
         self.blocks[number].size = 0
+
+    def add_to_sum(self, place: Place, name: str) -> None:
+        """Have memory for a sum to which the operator `name` adds.
+
+        Where kernels add, a gradient in 16 bits counts beside it until the sums of the layer are complete. A
+        device may be faster with additions of their own, which no trace knows. The estimate holds for both.
+        """
+        total, _ = place.receive()
+        if name in IN_KERNELS:
+            with self.scope(category="gradients"):
+                self.beside.setdefault(place, []).append(self.open(GRADIENT_BYTES * total.numel()))
+
+    def end_gradients(self, places: Iterable[Place]) -> None:
+        """End the memory of the gradients beside sums."""
+        for place in places:
+            for number in self.beside.pop(place, ()):
+                self.close(number)
 
     def resized(self, storage: torch.UntypedStorage, before: int) -> None:
         """Record that `storage`, of `before` bytes, now has another size."""

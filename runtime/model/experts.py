@@ -128,7 +128,19 @@ class Experts(nn.Module):
 
     def product(self, name: str, rows: Tensor, counts_E: Tensor, sizes: list[int] | None) -> Tensor:
         """The linear layer `name` of each expert on its rows."""
-        return grouped_linear(rows, getattr(self, name), counts_E, getattr(self, f"{name}_bias"), sizes)
+        return self.linear(name, rows, getattr(self, name), counts_E, getattr(self, f"{name}_bias"), sizes)
+
+    def linear(
+        self,
+        name: str,
+        rows: Tensor,
+        weight: Tensor,
+        counts_E: Tensor,
+        bias: Tensor | None,
+        sizes: list[int] | None,
+    ) -> Tensor:
+        """The linear layer `name` of each expert, by the parts of its parameters that are here."""
+        return grouped_linear(rows, weight, counts_E, bias, sizes)
 
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         grouped = takes_grouped(rows_RD.dtype, rows_RD.device, rows_RD.shape[1], self.width)

@@ -250,9 +250,14 @@ def grouped_linear(
         product_RO = torch.cat(
             [F.linear(part, one) for part, one in zip(parts, weight_EOI.unbind(), strict=True)]
         )
+    return add_biases(product_RO, bias_EO, counts_E)
+
+
+def add_biases(product_RO: Tensor, bias_EO: Tensor | None, counts_E: Tensor) -> Tensor:
+    """The products of rows with the biases of their experts, if there are any."""
     if bias_EO is None:
         return product_RO
-    return product_RO + bias_EO.repeat_interleave(counts_E, dim=0, output_size=x_RI.shape[0])
+    return product_RO + bias_EO.repeat_interleave(counts_E, dim=0, output_size=product_RO.shape[0])
 
 
 def major_of(device: torch.device) -> int:

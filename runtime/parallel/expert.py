@@ -32,7 +32,6 @@ from runtime.model.routing import (
     capacity,
     capacity_mask,
     combine,
-    grouped_linear,
     permute,
     spread,
 )
@@ -68,7 +67,7 @@ def _split_experts(mixture: MixtureOfExperts, layout: Layout, grid: Grid) -> Non
         if bias is not None and name == "down" and not first:
             # The ranks of an expert add up their results, and so its bias: it must count once.
             bias = bias * 0.0
-        return grouped_linear(rows, weight, counts_E, bias, sizes)
+        return experts.linear(name, rows, weight, counts_E, bias, sizes)
 
     experts.product = product  # type: ignore[method-assign]
     experts.width //= etp

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.model.number_formats import FLOAT8_SIDES
+from runtime.parallel import summing_products  # noqa: F401, defines an operator
 
 SMALLEST = 1e-12
 """Lower bound of a matrix's largest element in the computation of its scale."""
@@ -155,7 +156,7 @@ def narrow_weight(weight: Tensor, dtype: torch.dtype) -> Narrow:
     return narrow(weight, dtype)
 
 
-def _multiply(
+def multiply_narrow(
     left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool, bias: Tensor | None = None
 ) -> Tensor:
     """left [I, K] times the transpose of right [J, K], plus the bias [J]: [I, J].
@@ -174,6 +175,14 @@ def _multiply(
         bias=bias,
         out_dtype=dtype,
         use_fast_accum=fast,
+    )
+    return result
+
+
+def _add_to_sum(left: Narrow, right: Narrow, dtype: torch.dtype, place: Tensor) -> Tensor:
+    """Add a weight's gradient, the product of both, to its sum; returns the gradient of the sum's place."""
+    result: Tensor = torch.ops.planner.add_weight_gradient_scaled(
+        left.elements, right.elements, left.scale, right.scale, dtype, place
     )
     return result
 
@@ -208,10 +217,11 @@ class _Product(torch.autograd.Function):
         bias_N: Tensor | None = None,
         bound: Tensor | None = None,
         options: Options = PLAIN,
+        place: Tensor | None = None,
         *cast: Tensor,
     ) -> Any:
         # Not in 8 bits: other layers keep the same activations, and compilers choose what is kept.
-        ctx.kinds, ctx.options, ctx.given = kinds, options, len(cast)
+        ctx.kinds, ctx.options, ctx.place, ctx.given = kinds, options, place, len(cast)
         x = narrow(x_MK, kinds.operand, bound)
         if cast:
             rows_NK, *rest = cast
@@ -221,7 +231,7 @@ class _Product(torch.autograd.Function):
             ctx.save_for_backward(x_MK, x.scale, weight_NK)
             weight = narrow_weight(weight_NK, kinds.operand)
         ctx.set_materialize_grads(False)
-        rows_MN = _multiply(x.shared(), weight, x_MK.dtype, True, bias_N)
+        rows_MN = multiply_narrow(x.shared(), weight, x_MK.dtype, True, bias_N)
         return (rows_MN, x.scale.new_zeros(())) if options.slotted else rows_MN
 
     @staticmethod
@@ -236,15 +246,20 @@ class _Product(torch.autograd.Function):
             bound = grad_MN.abs().amax(0).amax()
         elif bound is None and ctx.options.by_rows:
             bound = grad_MN.abs().amax(-1).amax()
-        gradient, of_x, of_weight = narrow(grad_MN, kinds.gradient, bound), None, None
+        gradient = narrow(grad_MN, kinds.gradient, bound)
+        of_x = of_weight = of_place = None
         if needs_x:
             weight = Narrow(*parts) if ctx.given else narrow_weight(parts[0], kinds.operand).transposed()
-            of_x = _multiply(gradient, weight, dtype, fast=False)
+            of_x = multiply_narrow(gradient, weight, dtype, fast=False)
         if needs_weight:
             x = Narrow(cast(x_MK, x_scale, kinds.operand), x_scale, x_scale.reciprocal())
-            of_weight = _multiply(_filled(gradient).transposed(), _filled(x).transposed(), dtype, fast=False)
+            operands = _filled(gradient).transposed(), _filled(x).transposed()
+            if ctx.place is None:
+                of_weight = multiply_narrow(*operands, dtype, fast=False)
+            else:
+                of_place = _add_to_sum(*operands, dtype, ctx.place)
         of_bias = grad_MN.sum(0) if needs_bias else None
-        return of_x, of_weight, None, of_bias, None, None, *(None for _ in range(ctx.given))
+        return of_x, of_weight, None, of_bias, None, None, of_place, *(None for _ in range(ctx.given))
 
 
 def tensorwise_linear(
@@ -254,6 +269,7 @@ def tensorwise_linear(
     narrow: tuple[Tensor, ...] = (),
     above: Callable[[], Tensor] | None = None,
     options: Options = PLAIN,
+    place: Tensor | None = None,
 ) -> Any:
     """A linear layer in fp8 with one scale per tensor; arguments are those of torch.nn.functional.linear.
 
@@ -261,6 +277,7 @@ def tensorwise_linear(
         weight: gets a gradient; its elements are not read where `narrow` has them.
         narrow: the weight in 8 bits, the same transposed, their scale factor and its reciprocal.
         above: function without arguments that returns an upper bound of the magnitudes of `x`.
+        place: place of the sum to which the gradient of the weight is added.
     """
     bound = None if above is None else above()
     if isinstance(x, Bounded):
@@ -268,7 +285,7 @@ def tensorwise_linear(
         x, loose = x
         bound = torch.minimum(x.detach().abs().amax(), loose)
     # Views are made outside: compiled code may write over results that are none.
-    rows: Any = _Product.apply(x.flatten(0, -2), weight, formats(), bias, bound, options, *narrow)
+    rows: Any = _Product.apply(x.flatten(0, -2), weight, formats(), bias, bound, options, place, *narrow)
     shape = *x.shape[:-1], -1
     return (rows[0].view(shape), rows[1]) if options.slotted else rows.view(shape)
 

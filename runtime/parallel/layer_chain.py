@@ -22,6 +22,7 @@ from torch import Tensor
 
 from runtime.model.transformer import Block
 from runtime.parallel.recomputation import memory_of
+from runtime.parallel.summing_linear import places_in
 from runtime.parallel.working_copies import GradientSums, WorkingCopies
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
@@ -204,7 +205,7 @@ class _Chain(torch.autograd.Function):
 def _layer(block: Block, copies: WorkingCopies) -> _Layer:
     parameters: list[Tensor] = [copies.copies.get(one, one) for one in block.parameters()]
     parameters += block.buffers()
-    parameters += [vars(module)["place"] for module in block.modules() if "place" in vars(module)]
+    parameters += [place for module in block.modules() for place in places_in(module)]
     number_of = {id(one): number for number, one in enumerate(parameters)}
     sums = []
     for _, own in copies.groups:

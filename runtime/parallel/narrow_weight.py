@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from costmodels.spec.layout import Fp8Recipe
@@ -61,15 +63,20 @@ class NarrowWeight(nn.Module):
 
 
 def multiply(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The GEMM of a linear layer by its `product`, which reads the weight in 8 bits where it is there; or by
-    one that adds the weight's gradient to a sum, where the layer has the place of one."""
+    """The GEMM of a linear layer by its `product`, which reads the weight in 8 bits where it is there.
+
+    Where the layer has the place of a sum, the GEMM of the weight's gradient adds to it.
+    """
     result: Tensor
     own, narrow = linear.__dict__, getattr(linear, "narrow", None)
-    if "place" in own:
+    is_plain = "product" not in own or own["product"] is F.linear
+    if is_plain and "place" in own:
         result = summing_linear(x, weight, bias, own["place"])
     else:
-        further = () if narrow is None else (narrow.parts,)
-        result = own["product"](x, weight, bias, *further)
+        further: dict[str, Any] = {} if narrow is None else {"narrow": narrow.parts}
+        if "place" in own:
+            further["place"] = own["place"]
+        result = own["product"](x, weight, bias, **further)
     return result
 
 

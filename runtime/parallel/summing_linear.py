@@ -29,20 +29,28 @@ from runtime.parallel.recomputation import memory_of
 Receive = Callable[[], tuple[Tensor, bool]]
 """A function that returns a sum's memory, and whether there are earlier gradients in it."""
 
+PLACE = "place"
+"""The attribute of a layer that is the place of its sum; names of others end so, for layers with several."""
+
 
 class Place:
-    """The place of one sum, which a linear layer gets as its attribute `place`."""
+    """The place of one sum, which the layer of the weight gets as an attribute."""
 
-    def __init__(self, linear: nn.Linear, device: torch.device, receive: Receive) -> None:
+    def __init__(self, layer: nn.Module, device: torch.device, receive: Receive, name: str = PLACE) -> None:
         self.receive = receive
         self.tensor = torch.empty(0, device=device, requires_grad=True)
         self.gradient = torch.empty_like(self.tensor, requires_grad=False)
-        linear.place = self.tensor  # type: ignore[assignment]
+        setattr(layer, name, self.tensor)
         _places[memory_of(self.tensor)] = self
 
 
 _places: WeakValueDictionary[int, Place] = WeakValueDictionary()
 """Places by the memory of their tensors; autograd may make other tensors of the same memory."""
+
+
+def places_in(module: nn.Module) -> list[Tensor]:
+    """The places of a module's own sums."""
+    return [one for name, one in vars(module).items() if name.endswith(PLACE)]
 
 
 def place_of(tensor: Tensor) -> Place:

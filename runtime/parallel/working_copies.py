@@ -30,7 +30,9 @@ from runtime.model.transformer import Transformer
 from runtime.parallel.local_tensors import as_distributed, local_part
 from runtime.parallel.narrow_weight import TENSORWISE, NarrowWeight, use_multiply
 from runtime.parallel.replicas import gradient_spec, group_of, is_split, without_replicas
-from runtime.parallel.summing_linear import Place, can_sum, keep_in_graphs, sums_in_gemms
+from runtime.parallel.summing_layers import kind_of, sizes_of, use_place
+from runtime.parallel.summing_linear import PLACE, Place, can_sum, keep_in_graphs, sums_in_gemms
+from runtime.parallel.summing_trial import adds_in_kernel
 
 if TYPE_CHECKING:
     from runtime.parallel.float8_weights import Float8Weights
@@ -122,10 +124,10 @@ class GradientSums:
                 self.hooks[leaf] = leaf.register_post_accumulate_grad_hook(come)  # type: ignore[no-untyped-call]
         self.left = len(self.leaves)
 
-    def add_in_gemm(self, copy: nn.Parameter, linear: nn.Linear) -> None:
-        """Let the GEMM of a linear layer add the gradients of its weight to the sum."""
+    def add_in_gemm(self, copy: nn.Parameter, layer: nn.Module, name: str = PLACE) -> None:
+        """Let the GEMM of a layer add the gradients of its weight to the sum, whose place it gets by name."""
         number = next(at for at, one in enumerate(self.copies) if one is copy)
-        place = Place(linear, copy.device, partial(self.receive, number))
+        place = Place(layer, copy.device, partial(self.receive, number), name)
         self.places.append(place)
         self.leaves[number] = place.tensor
         self.hooks.pop(copy).remove()
@@ -262,9 +264,12 @@ class WorkingCopies:
     With distributed tensors, compiled functions would unwrap parameters and wrap gradients in every call.
     8-bit GEMMs have distributed tensors all the same, as compilers keep other tensors of plain weights for
     backward than under FSDP2.
+
+    Args:
+        tokens: tokens of a microbatch on this rank, of which kernels are tried out.
     """
 
-    def __init__(self, stage: Transformer, layout: Layout, compiled: bool = False) -> None:
+    def __init__(self, stage: Transformer, layout: Layout, compiled: bool = False, tokens: int = 1) -> None:
         dtype = DTYPES[layout.precision]
         part = without_replicas if layout.precision in NARROW else local_part
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
@@ -300,7 +305,7 @@ class WorkingCopies:
             (masters, self._sums(masters, DTYPES[layout.gradient_reduction])) for masters in _groups(stage)
         ]
         if compiled:
-            self._add_in_gemms(stage)
+            self._add_in_gemms(stage, layout, tokens)
         self.gradient_specs = {master: gradient_spec(master) for master in self.copies}
         self.stays = False
         """Copies and sums keep their memory from step to step."""
@@ -317,22 +322,32 @@ class WorkingCopies:
                 copy.grad_dtype = None
         return GradientSums(copies, dtype, group, self._reduce_whole)
 
-    def _add_in_gemms(self, stage: Transformer) -> None:
+    def _add_in_gemms(self, stage: Transformer, layout: Layout, tokens: int) -> None:
         """Let GEMMs of compiled layers add the gradients of their weights, if these have 16 bits and their
         sums fp32."""
         keep_in_graphs()
+        by_kernels: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}
         wide = [sums for _, sums in self.groups if sums.dtype == torch.float32]
         sums_of = {copy: sums for sums in wide for copy in sums.copies if copy.dtype != sums.dtype}
         layers = {module for block in stage.blocks for module in block.modules()}
         for linear, name, weight in self.places:
             copy = self.copies[weight]
-            if linear not in layers or not isinstance(linear, nn.Linear) or name != "weight":
+            if linear not in layers or copy not in sums_of or isinstance(copy, DTensor):
                 continue
-            if copy not in sums_of or isinstance(copy, DTensor) or not can_sum(linear):
+            kind = kind_of(linear, name, copy)
+            if kind is not None:
+                by_kernels.setdefault(kind, []).append((linear, name, copy))
+                continue
+            if not isinstance(linear, nn.Linear) or name != "weight" or not can_sum(linear):
                 continue
             if sums_in_gemms(copy.device, copy.dtype):
                 sums_of[copy].add_in_gemm(copy, linear)
                 use_multiply(linear)
+        for kind, found in by_kernels.items():
+            one = max((copy for _, _, copy in found), key=Tensor.numel)
+            if adds_in_kernel(kind, one.device, one.dtype, sizes_of(one, stage, layout, tokens)):
+                for module, name, copy in found:
+                    sums_of[copy].add_in_gemm(copy, module, use_place(module, name))
 
     @contextmanager
     def computing(self) -> Iterator[None]:

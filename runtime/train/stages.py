@@ -257,7 +257,8 @@ def executor_of(
     loss = TokenLoss(spec, layout, grid, compiled)
     copies = []
     if not wraps_stages(layout):
-        copies = [WorkingCopies(stage, layout, compiled) for stage in stages]
+        tokens = layout.micro_batch_size * spec.seq // layout.context_parallel
+        copies = [WorkingCopies(stage, layout, compiled, tokens) for stage in stages]
     if compiled:
         for stage, own in zip(stages, copies, strict=False):
             _chain_layers(stage, spec, layout, own)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from runtime.model import delta_rule, fused_attention, nf4, routing
 from runtime.model.experts import MixtureOfExperts
 from runtime.model.reach import Reach
-from runtime.parallel import loss
+from runtime.parallel import loss, summing_experts
 from runtime.parallel.mxfp8 import mxfp8_linear
 from runtime.parallel.summing_linear import Place, summing_linear
 from runtime.train import balance
@@ -81,6 +81,17 @@ def _summing(dtype: torch.dtype) -> Case:
     )
 
 
+def _summing_experts(dtype: torch.dtype) -> Case:
+    """A case without the weights, which get no gradient from autograd; in bf16, as grouped GEMMs compile."""
+    sum_EOI, weight_EOI = torch.zeros(3, 16, 8), drawn(3, 16, 8, seed=1).bfloat16()
+    place = Place(nn.Module(), sum_EOI.device, lambda: (sum_EOI, True))
+    ends_E = COUNTS.cumsum(0, dtype=torch.int32)
+    return Case(
+        lambda x: summing_experts._Product.apply(x.bfloat16(), weight_EOI, ends_E, place.tensor),
+        (drawn(6, 8).to(dtype),),
+    )
+
+
 FUNCTIONS: dict[str, Callable[[torch.dtype], Case]] = {
     "model.routing._Permute": lambda dtype: Case(
         lambda x: routing.permute(x, ORDER, 2), (drawn(3, 8).to(dtype),)
@@ -108,6 +119,7 @@ FUNCTIONS: dict[str, Callable[[torch.dtype], Case]] = {
         mxfp8_linear, (drawn(5, 32).to(dtype), drawn(64, 32, seed=1).to(dtype))
     ),
     "parallel.loss._HandOver": _handed_over,
+    "parallel.summing_experts._Product": _summing_experts,
     "parallel.summing_linear._Product": _summing,
     "train.balance._AddToObjective": lambda dtype: Case(
         lambda w, o: balance._AddToObjective.apply(w, o, torch.tensor(0.5)), (drawn(2, 5).to(dtype), drawn())

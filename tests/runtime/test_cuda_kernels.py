@@ -185,14 +185,14 @@ def test_sums_of_weight_gradients_lose_no_digits(monkeypatch: pytest.MonkeyPatch
     from runtime.parallel import float8_tensorwise
 
     fast: list[bool] = []
-    multiply = float8_tensorwise._multiply
+    multiply = float8_tensorwise.multiply_narrow
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda *given, use_fast_accum, **rest: fast.append(use_fast_accum) or given[0]
     )
     call = Called(float8_tensorwise._Product)
     call.forward(on_cuda(matrix(32, 48, 0)), on_cuda(matrix(16, 48, 1)), float8_tensorwise.formats())
     call.backward(on_cuda(matrix(32, 16, 2)))
-    assert fast == [True, False, False] and multiply is float8_tensorwise._multiply
+    assert fast == [True, False, False] and multiply is float8_tensorwise.multiply_narrow
 
 
 @pytest.mark.parametrize(

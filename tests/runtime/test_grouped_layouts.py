@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from costmodels import ModelSpec
 from runtime.dryrun.run import trace
+from runtime.parallel import summing_products
 from runtime.train import stages
 from tests.support.autograd_functions import drawn
 from tests.support.gpu_lowering import SCALED, Operand, Product, lowered_products, products_of
@@ -54,10 +55,15 @@ def test_kernels_of_products_in_8_bits_take_what_compiled_layers_give(spec: Mode
         pytest.importorskip("torchao")
     with lowered_products() as found:
         trace(spec, parse_layout(f"mbs=1,{text}", spec), compiled=True)
-    # Seven matrices, each in three products, by the kernel of 8 bits. Forward adds biases.
-    assert [product.kernel in SCALED for product in found] == [True] * 21
+    # Seven matrices, each in three products, by the kernel of 8 bits, or that which adds to a sum. Forward
+    # adds biases.
+    own = summing_products.SCALED
+    assert [product.kernel in (*SCALED, own) for product in found] == [True] * 21
+    sums = [product.kernel for product in found].count(own)
+    assert sums == 7 * (text == "precision=fp8")
     assert {product: product.fault for product in found if product.fault} == {}
-    assert sum(len(product.further) == 3 for product in found) == 7 * (spec is BIASED)
+    biased = [product for product in found if product.kernel != own and len(product.further) == 3]
+    assert len(biased) == 7 * (spec is BIASED)
 
 
 def operand(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Operand:
@@ -120,6 +126,24 @@ def test_rules_of_grouped_products() -> None:
     assert "numbers of 32 bits" in Product(rows, columns, "_grouped_mm", (wide,)).fault
 
 
+def test_rules_of_products_that_add_to_sums() -> None:
+    rows, more = operand((64, 96), (96, 1), torch.bfloat16), operand((64, 32), (32, 1), torch.bfloat16)
+    ends, place = operand((8,), (1,), torch.int32), operand((0,), (1,), torch.float32)
+    grouped = Product(rows, more, summing_products.GROUPED, (ends, place))
+    assert grouped.fault == ""
+    assert "rows are not dense" in grouped._replace(left=rows._replace(strides=(1, 64))).fault
+    assert "multiple of 16 bytes" in grouped._replace(right=more._replace(strides=(33, 1))).fault
+    assert "32 bits" in grouped._replace(further=(ends._replace(dtype=torch.int64), place)).fault
+    left, right = operand((96, 64), (64, 1), E5M2), operand((32, 64), (64, 1), E4M3)
+    scaled = Product(left, right, summing_products.SCALED, (WHOLE, WHOLE, place))
+    assert scaled.fault == ""
+    assert "rows are not dense" in scaled._replace(right=right._replace(strides=(1, 32))).fault
+    short = left._replace(shape=(96, 40))
+    assert "no multiple of 16" in scaled._replace(left=short, right=right._replace(shape=(32, 40))).fault
+    wide = operand((96,), (1,), torch.float32)
+    assert "not a scale" in scaled._replace(further=(wide, WHOLE, place)).fault
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "text"),
@@ -143,7 +167,9 @@ def test_kernels_of_grouped_products_take_what_compiled_layers_give(spec: ModelS
     with lowered_products() as found:
         trace(spec, parse_layout(f"mbs=1,{text}", spec), compiled=True)
     # Forward, and in backward gradients of rows and of weights.
-    assert len(found) >= 3 * (2 + spec.gated)
+    matrices = 2 + spec.gated
+    assert len(found) >= 3 * matrices
+    assert [product.kernel for product in found].count(summing_products.GROUPED) >= matrices
     assert {product: product.fault for product in found if product.fault} == {}
 
 

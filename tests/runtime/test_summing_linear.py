@@ -19,6 +19,7 @@ from runtime.dryrun import compiled_layers
 from runtime.dryrun.fake_gpu import fake_gpu
 from runtime.dryrun.run import trace
 from runtime.model.adapters import AdaptedLinear
+from runtime.model.experts import Experts
 from runtime.model.transformer import Transformer
 from runtime.parallel import summing_linear, working_copies
 from runtime.parallel.initialisation import initialise
@@ -36,7 +37,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the CPU stand for a GPU, whose GEMMs add to sums."""
-    monkeypatch.setattr(working_copies, "sums_in_gemms", lambda *_: True)
+    for decides in ("sums_in_gemms", "adds_in_kernel"):
+        monkeypatch.setattr(working_copies, decides, lambda *_: True)
 
 
 on_gpu = pytest.mark.usefixtures("as_gpu")
@@ -87,7 +89,10 @@ def test_sums_are_those_of_separate_additions(name: str, stays: bool) -> None:
     with torch.device("meta"):
         stage = Transformer(spec, spec.vocab)
     linears = [one for block in stage.blocks for one in block.modules() if isinstance(one, nn.Linear)]
-    assert places == sum(map(can_sum, linears)) >= 4 * spec.layers and none == 0
+    experts = [one for block in stage.blocks for one in block.modules() if isinstance(one, Experts)]
+    matrices = sum(parameter.dim() == 3 for one in experts for parameter in one.parameters())
+    assert sum(map(can_sum, linears)) >= 4 * spec.layers and none == 0
+    assert places == sum(map(can_sum, linears)) + matrices
 
 
 @on_gpu

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import runtime
 
-WITHOUT_IMPORT = ("__main__",)
+WITHOUT_IMPORT = ("__main__", ".summing_kernels")
+"""Ends of modules that run something, or need Triton."""
 
 
 def functions_of_the_runtime() -> Counter[str]:

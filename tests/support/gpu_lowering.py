@@ -17,13 +17,17 @@ from runtime.dryrun import compiled_layers
 from runtime.dryrun.compiled_layers import ADDED
 from runtime.model.number_formats import FLOAT8_SIDES, MXFP8_BLOCK
 from runtime.model.routing import ALIGNMENT_BYTES
+from runtime.parallel import summing_products
 from runtime.parallel.mxfp8 import TILE_BLOCKS, TILE_ROWS
 
 GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
 
 SCALED = ("_scaled_mm", "_scaled_mm_v2", "mxfp8_product", "_scaled_grouped_mm")
 
-PRODUCTS = {*GROUPED, *SCALED}
+SUMMING = (summing_products.GROUPED, summing_products.SCALED)
+"""Products of our own kernels, which add to sums."""
+
+PRODUCTS = {*GROUPED, *SCALED, *SUMMING}
 
 AS_ON_A_GPU = {"pattern_matcher": True, "joint_graph_constant_folding": True}
 """Passes that change which operations have products as their only readers, and that dry runs leave out."""
@@ -71,9 +75,34 @@ class Product(NamedTuple):
                 return "no dimension of a matrix is dense"
             if not one.is_aligned:
                 return "rows begin at no multiple of 16 bytes"
+        if self.kernel in SUMMING:
+            return self._fault_of_summing
         if self.kernel in GROUPED:
             return self._fault_of_groups or (self._fault_of_scaled if self.kernel in SCALED else "")
         return self._fault_of_scaled or self._fault_of_scales
+
+    @property
+    def _fault_of_summing(self) -> str:
+        """A rule of our own kernels that is broken, without which they read single elements.
+
+        Rows of experts are [R, N] and [R, K], with what is no sum dense. Matrices in 8 bits are [N, M] and
+        [K, M], with what is summed over dense, as tensor cores read these.
+        """
+        if any(one.strides[-1] != 1 for one in self[:2]):
+            return "rows are not dense"
+        if self.kernel == summing_products.SCALED:
+            return self._fault_of_scale_factors
+        ends = self.further[0]
+        dense = ends.dtype == torch.int32 and ends.is_contiguous
+        return "" if dense else "ends of groups are not dense numbers of 32 bits"
+
+    @property
+    def _fault_of_scale_factors(self) -> str:
+        if self.left.shape[-1] % FLOAT8_SIDES:
+            return "what is summed over is no multiple of 16"
+        if any(scale.shape or scale.dtype != torch.float32 for scale in self.further[:2]):
+            return "not a scale in fp32 for each operand"
+        return ""
 
     @property
     def _fault_of_groups(self) -> str:
@@ -289,9 +318,10 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def _kind_of_kernel(name: str) -> str:
-    if name in GROUPED:
+    if name in (*GROUPED, summing_products.GROUPED):
         return "grouped GEMM"
     if "attention" in name:
         return "attention"
-    is_product = name in (*SCALED, ADDED.split("::")[1]) or name.endswith("mm") or "product" in name
+    sums = name.startswith(ADDED.split("::")[1])
+    is_product = sums or name in SCALED or name.endswith("mm") or "product" in name
     return "GEMM" if is_product else "element-wise and sums"

@@ -32,8 +32,12 @@ def in_gemms_and_apart(spec: ModelSpec, layout: Layout) -> tuple[Training, Train
         with (
             patch.object(GradientSums, "receive", receiving),
             patch.object(working_copies, "sums_in_gemms", lambda *_: True),
+            patch.object(working_copies, "adds_in_kernel", lambda *_: True),
         ):
             in_gemms = trained(spec, layout, 2, compiled=True)
         torch._dynamo.reset()
-        with patch.object(working_copies, "sums_in_gemms", lambda *_: False):
+        with (
+            patch.object(working_copies, "sums_in_gemms", lambda *_: False),
+            patch.object(working_copies, "adds_in_kernel", lambda *_: False),
+        ):
             return in_gemms, trained(spec, layout, 2, compiled=True), received
