@@ -40,6 +40,7 @@ from runtime.faults.error_file import report
 from runtime.faults.exit_signals import ignore_early
 from runtime.faults.heartbeat import activity, set_operation
 from runtime.faults.watchdog import Watchdog
+from runtime.job.attention_choice import AUTO, use_attention
 from runtime.job.continuation import (
     PreviousRun,
     change_line,
@@ -216,6 +217,9 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> int:
     _begin("opening the data")
     own = run_together(lambda: model_tokenizer(job.output.load, job.model.model))
     datasets = run_in_turns(ranks, lambda: _datasets(job, plan, own))
+    line = _attention_line(job, plan, datasets, device)
+    if line and ranks.rank == 0:
+        say(line)
     _begin("building the model")
     trainer = Trainer(spec, layout, job.training, device, job.faults)
     consumed = 0
@@ -233,6 +237,17 @@ def _train(job: Job, plan: Plan, ranks: Ranks, device: torch.device) -> int:
         return Loop(job, plan, trainer, datasets, consumed).run()
     finally:
         trainer.close()
+
+
+def _attention_line(job: Job, plan: Plan, datasets: Datasets, device: torch.device) -> str:
+    """Choose the kernel of attention for all ranks; returns a line for the user, or an empty text."""
+    asked, boundaries = job.training.attention_kernel, datasets.boundaries
+    if plan.cluster.parts and asked == AUTO:
+        # The fastest kernel of the first rank's device may not run on the others.
+        return ""
+    set_operation("choosing the kernel of attention")
+    has_masks = boundaries is not None and boundaries.reset_attention_mask
+    return use_attention(asked, plan.model, plan.layout, device, has_masks)
 
 
 def _begin(what: str) -> None:

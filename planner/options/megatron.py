@@ -35,7 +35,7 @@ class AcceptedFlags:
     transformer_impl: str | None = _same("PyTorch's own operators", "local", "transformer_engine")
     use_flash_attn: bool = _same("flash attention through scaled_dot_product_attention")
     attention_backend: str | None = _same(
-        "flash attention where it runs", "auto", "flash", "fused", instead="flash attention is used"
+        "the fastest kernel that runs", "auto", "flash", "fused", instead="a fused kernel is used"
     )
     attention_softmax_in_fp32: bool = _same("attention's softmax is in fp32")
     use_fused_rotary_pos_emb: bool = _same("fused where layers are compiled")

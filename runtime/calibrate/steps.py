@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from costmodels import Layout, ModelSpec
 from runtime.calibrate.quiet import Watch
+from runtime.job.attention_choice import AUTO, use_attention
 from runtime.job.metrics import peak_memory_bytes
 from runtime.parallel.accelerator import device_module, is_accelerator
 from runtime.settings.training_options import TrainingOptions
@@ -52,6 +53,7 @@ def measure_steps(
     Args:
         enough_s: seconds of timed steps, within the least and largest number.
     """
+    use_attention(AUTO, spec, layout, device)
     trainer = Trainer(spec, layout, TrainingOptions(train_iters=10**6), device)
     draw = np.random.RandomState(0)
     batch = draw.randint(0, spec.vocab, (layout.global_batch_size, spec.seq + 1))[trainer.rows]

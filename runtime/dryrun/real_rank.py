@@ -12,6 +12,7 @@ import torch
 from costmodels import Layout, ModelSpec
 from runtime.dryrun.experts import even_load
 from runtime.dryrun.run import fake_process_group, isolated_pipeline
+from runtime.job.attention_choice import use_attention_alone
 from runtime.settings.training_options import TrainingOptions
 from runtime.train import stages
 from runtime.train.trainer import Trainer
@@ -31,6 +32,7 @@ def real_rank(
         stack.enter_context(isolated_pipeline())
         stack.enter_context(even_load(spec))
         stack.enter_context(patch.object(stages, "initialise", _zeros))
+        use_attention_alone(spec, layout, device)
         yield Trainer(spec, layout, options, device)
 
 

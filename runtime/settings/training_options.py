@@ -47,6 +47,9 @@ shape_scaling: sqrt(max(1, r / c)); with the factor 1 the `original` of PyTorch;
 unit_rms_norm: sqrt(r / c).
 """
 
+ATTENTION_KERNELS = ("auto", "flash", "cudnn", "efficient", "fa3", "fa4")
+"""Kernels of attention on GPUs, by PyTorch's names of backends and of FlashAttention's packages."""
+
 CLIP_GRAD = 1.0
 """Default largest global gradient norm."""
 
@@ -182,6 +185,13 @@ class TrainingOptions:
     hysteresis: int = flag(2, "Overflows until the loss scale halves.", within=AT_LEAST_1)
     compile: bool = flag(False, "Compile the layers with torch.compile; the default on GPUs.")
     no_compile: bool = flag(False, "Do not compile the layers; the default on CPUs.")
+    attention_kernel: str = flag(
+        "auto",
+        f"Kernel of attention on GPUs: {', '.join(ATTENTION_KERNELS)}. auto measures at the start those that "
+        "PyTorch has, on the job's own shapes, and takes the fastest one that is right; fa3 and fa4 need the "
+        "package flash_attn_interface or flash_attn.",
+        metavar="NAME",
+    )
     attention_dropout: float = flag(
         0.0, "Only 0 is allowed, so that a layout does not change the loss.", within=SHARE
     )
@@ -315,6 +325,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "weight_decay_incr_style": WEIGHT_DECAY_STYLES,
     "muon_scale_mode": MUON_SCALE_MODES,
     "loss_reduction": LOSS_REDUCTIONS,
+    "attention_kernel": ATTENTION_KERNELS,
     "moe_router_load_balancing_type": LOAD_BALANCING,
 }
 
