@@ -332,13 +332,15 @@ class WorkingCopies:
         layers = {module for block in stage.blocks for module in block.modules()}
         for linear, name, weight in self.places:
             copy = self.copies[weight]
-            if linear not in layers or copy not in sums_of or isinstance(copy, DTensor):
+            if linear not in layers or copy not in sums_of:
                 continue
             kind = kind_of(linear, name, copy)
             if kind is not None:
                 by_kernels.setdefault(kind, []).append((linear, name, copy))
                 continue
-            if not isinstance(linear, nn.Linear) or name != "weight" or not can_sum(linear):
+            if not isinstance(linear, nn.Linear) or name != "weight" or isinstance(copy, DTensor):
+                continue
+            if not can_sum(linear):
                 continue
             if sums_in_gemms(copy.device, copy.dtype):
                 sums_of[copy].add_in_gemm(copy, linear)

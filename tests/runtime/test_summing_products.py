@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from costmodels import ModelSpec
 from runtime.dryrun.run import trace
+from runtime.dryrun.tracker import Tracker
 from runtime.model.experts import Experts
 from runtime.model.transformer import Transformer
 from runtime.parallel import summing_trial, working_copies
@@ -326,8 +327,23 @@ def test_compiled_layers_on_a_gpu_add_in_kernels(
     if kind == SCALED:
         pytest.importorskip("torchao")
     layout = parse_layout(f"mbs=1,gbs=1,{text}", spec)
-    with lowered_products() as found:
+    trackers: list[Tracker] = []
+    beside: set[int] = set()
+    add = Tracker.add_to_sum
+
+    def adding(tracker: Tracker, place: Place, name: str) -> None:
+        add(tracker, place, name)
+        trackers.append(tracker)
+        if name.endswith(kind):
+            beside.add(tracker.blocks[-1].size)
+
+    with lowered_products() as found, patch.object(Tracker, "add_to_sum", adding):
         in_kernels = trace(spec, layout, compiled=True).peak.allocated
+    with torch.device("meta"):
+        layer = Transformer(spec, spec.vocab).blocks[0]
+    matrices = [one.numel() for one in layer.parameters() if one.dim() == 2 + (kind == GROUPED)]
+    assert beside == {2 * elements for elements in matrices}
+    assert not any(tracker.beside for tracker in trackers)
     assert [one.fault for one in found if one.fault] == []
     names = [one.kernel for one in found]
     graphs = names.count(kind) // products
@@ -376,6 +392,10 @@ CASES = [
     ),
     pytest.param(MODELS["deepseek"], "dp=2,ep=2,etp=1,precision=bf16", marks=pytest.mark.slow),
     pytest.param(MIXTRAL, "dp=2,precision=fp8", marks=pytest.mark.slow),
+    pytest.param(MIXTRAL, "dp=2,ep=2,precision=fp8", marks=pytest.mark.slow),
+    pytest.param(MIXTRAL, "ep=1,etp=2,tp=2,sp=1,precision=bf16", marks=pytest.mark.slow),
+    pytest.param(LLAMA, "tp=2,sp=1,precision=fp8", marks=pytest.mark.slow),
+    pytest.param(MODELS["gpt2"], "tp=2,dp=2,precision=fp8", marks=pytest.mark.slow),
     pytest.param(LLAMA, "precision=fp8", marks=pytest.mark.slow),
     pytest.param(MODELS["gpt2"], "precision=fp8", marks=pytest.mark.slow),
     pytest.param(LLAMA, "dp=2,recompute=full,precision=fp8", marks=pytest.mark.slow),
