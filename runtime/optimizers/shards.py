@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,16 @@ class UpdateRule(Protocol):
         """Continue after `updates` steps from `states`, which have the form of `states()`."""
 
 
+@runtime_checkable
+class TakesFactor(Protocol):
+    """A rule whose kernel can multiply gradients by a factor where it reads them."""
+
+    takes_factor: bool
+    """True if it does so for the shards of this rank."""
+    factor: Tensor | None
+    """The factor of the next step, a scalar."""
+
+
 class ShardedOptimizer:
     """An optimizer on plain local tensors, as element-wise work needs no distributed ones. The rule runs
     where FSDP2 keeps the shards: on the device, or on the host if the layout offloads the optimizer.
@@ -128,13 +138,22 @@ class ShardedOptimizer:
         return torch.stack(norms).double().square().sum().to(self.grid.device)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients by `factor`, a scalar tensor."""
+        """Multiply all gradients by `factor`, a scalar tensor, now or within the step."""
+        if isinstance(self.rule, TakesFactor) and self.rule.takes_factor:
+            self.rule.factor = factor
+        else:
+            self._multiply(factor)
+
+    def _multiply(self, factor: Tensor) -> None:
         gradients = [o.shard.grad for o in self.owned if o.shard.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def clip_values(self, limit: float) -> None:
         """Clip every element of the gradient to [-limit, limit]."""
+        if isinstance(self.rule, TakesFactor) and self.rule.factor is not None:
+            self._multiply(self.rule.factor)
+            self.rule.factor = None
         nn.utils.clip_grad_value_([owned.shard for owned in self.owned], limit)
 
     def step(self, learning_rate: float, weight_decay: float) -> None:

@@ -32,15 +32,22 @@ class ElementWise:
         self.owned = owned
         self.slots = slots
         self.torch: torch.optim.Optimizer | None = None
+        # CPUs multiply apart, whose bits do not change.
+        self.takes_factor = slots == MOMENTS and all(one.shard.device.type == "cuda" for one in owned)
+        self.factor: Tensor | None = None
         if owned:
             self.torch = kind(parameter_groups(owned), lr=0.0, fused=True, **settings)
 
     def step(self, learning_rate: float, weight_decay: float) -> None:
+        factor, self.factor = self.factor, None
         if self.torch is None:
             return
         for group in self.torch.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = weight_decay if group["decayed"] else 0.0
+        # PyTorch's fused kernel divides by its scale, and writes the gradients.
+        scaled: Any = self.torch
+        scaled.grad_scale = None if factor is None else factor.reciprocal()
         self.torch.step()
 
     def states(self) -> dict[str, Tensor]:

@@ -300,3 +300,19 @@ def test_a_checkpoint_before_the_first_update_changes_no_update(optimizer: Optim
 
     for one, other in zip(updated(saved=False), updated(saved=True), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_kernel_of_adam_multiplies_gradients_by_the_factor_of_clipping(
+    pool: WorkerPool, decoupled: bool
+) -> None:
+    """A GPU's kernel does so; that of a CPU can, too."""
+    options = TrainingOptions(**SETTINGS, clip_grad=0.05, no_decoupled_weight_decay=not decoupled)
+    apart, within = (pool.run(work.clipped_steps, 1, options, takes)[0] for takes in (False, True))
+    for one, other in zip(apart, within, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_values_are_clipped_after_the_factor_of_a_loss_scale(pool: WorkerPool) -> None:
+    assert pool.run(work.clipped_values, 1, TrainingOptions(**SETTINGS)) == [{2.0}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,12 @@ from runtime import checkpoint
 from runtime.model.transformer import Transformer
 from runtime.optimizers.factored import PADDED_NAMES
 from runtime.optimizers.muon import Muon
+from runtime.optimizers.update_rules import ElementWise
 from runtime.parallel.local_tensors import local_part
 from runtime.settings.training_options import TrainingOptions
 from runtime.train.trainer import Trainer
+from tests.support.layouts import parse_layout
+from tests.support.models import MODELS
 from tests.support.ranks.training import CPU, batch_of
 
 NO_MATRICES = ("bias", "_conv", "shared_gate.weight")
@@ -307,3 +311,37 @@ def resumed_weights(
         counts = (second.iteration, second.updates)
         losses = [float(trainer.train_step(batch).loss) for trainer in (first, second)]
     return counts, losses[0], losses[1], str(refused.value)
+
+
+def _adam_with_factors(options: TrainingOptions, takes_factor: bool) -> Trainer:
+    spec = MODELS["llama"]
+    trainer = Trainer(spec, parse_layout("gbs=4", spec), options, CPU)
+    rule = trainer.optimizer.rule
+    assert isinstance(rule, ElementWise) and not rule.takes_factor
+    rule.takes_factor = takes_factor
+    return trainer
+
+
+def clipped_steps(options: TrainingOptions, takes_factor: bool) -> list[Tensor]:
+    """Weights after four steps that clip gradients, within the kernel of Adam or before it."""
+    trainer = _adam_with_factors(options, takes_factor)
+    batch = np.random.RandomState(0).randint(0, trainer.spec.vocab, (4, trainer.spec.seq + 1))
+    for _ in range(4):
+        assert float(trainer.train_step(batch).grad_norm) > 0.1
+        assert isinstance(trainer.optimizer.rule, ElementWise) and trainer.optimizer.rule.factor is None
+    return [one.shard.detach().clone() for one in trainer.optimizer.owned]
+
+
+def clipped_values(options: TrainingOptions) -> set[float]:
+    """Elements of gradients of 8, times a quarter, clipped to 3."""
+    optimizer = _adam_with_factors(options, takes_factor=True).optimizer
+    for one in optimizer.owned:
+        one.shard.grad = torch.full_like(one.shard, 8.0)
+    optimizer.scale(torch.tensor(0.25))
+    optimizer.clip_values(3.0)
+    assert isinstance(optimizer.rule, ElementWise) and optimizer.rule.factor is None
+    elements: set[float] = set()
+    for one in optimizer.owned:
+        assert one.shard.grad is not None
+        elements.update(one.shard.grad.unique().tolist())
+    return elements
