@@ -22,8 +22,8 @@ from runtime.model.attention_switches import (
     offered_kernels,
     settle_order,
 )
-from runtime.model.attention_trial import AttentionCall, Trial, operands, trial
 from runtime.model.number_formats import DTYPES
+from runtime.parallel.attention_trial import AttentionCall, Trial, operands, trial
 from runtime.parallel.ranks import run_on_first_rank
 
 AUTO = "auto"

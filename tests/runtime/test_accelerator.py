@@ -43,7 +43,7 @@ def test_only_what_is_about_cuda_names_it() -> None:
     about = {"model/routing.py", "model/attention_kernels.py", "parallel/float8.py", "checkpoint/writer.py"}
     about |= {"parallel/graphed_pass.py", "model/flash_linear_attention.py", "parallel/summing_linear.py"}
     about |= {"parallel/summing_kernels.py", "parallel/summing_trial.py", "job/attention_choice.py"}
-    about |= {"model/attention_switches.py", "model/attention_trial.py"}
+    about |= {"model/attention_switches.py", "parallel/attention_trial.py"}
     named = {
         str(file.relative_to(ROOT / "runtime"))
         for file in (ROOT / "runtime").rglob("*.py")

@@ -19,7 +19,7 @@ from costmodels.errors import InputError
 from runtime.job.attention_choice import Calls, attention_calls, choose, fastest, tried, use_attention
 from runtime.model import attention_switches
 from runtime.model.attention_switches import PREFERENCE, offered_kernels, only
-from runtime.model.attention_trial import AttentionCall, Trial, WrongResult, check, operands, trial
+from runtime.parallel.attention_trial import AttentionCall, Trial, WrongResult, check, operands, trial
 from runtime.settings.training_options import ATTENTION_KERNELS, TrainingOptions
 from tests.support.layouts import parse_layout
 from tests.support.models import LLAMA, MODELS

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from runtime.job import attention_choice
 from runtime.model.attention_switches import PREFERENCE, Preference
-from runtime.model.attention_trial import Trial
+from runtime.parallel.attention_trial import Trial
 from tests.support.layouts import parse_layout
 from tests.support.models import LLAMA
 
