@@ -32,7 +32,7 @@ class ElementWise:
         self.owned = owned
         self.slots = slots
         self.torch: torch.optim.Optimizer | None = None
-        # CPUs multiply apart, whose bits do not change.
+        # On a CPU gradients are multiplied apart, as before, so that losses stay equal bit for bit.
         self.takes_factor = slots == MOMENTS and all(one.shard.device.type == "cuda" for one in owned)
         self.factor: Tensor | None = None
         if owned:
